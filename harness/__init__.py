@@ -1,0 +1,1 @@
+"""Packed SFT data for Megatron-Core: stored in any format, fed to training, and proven to be the same."""

@@ -1,0 +1,59 @@
+"""Errors that a user can cause and can mend: each says what happened, where, and how to fix it."""
+
+from __future__ import annotations
+
+
+class HarnessError(Exception):
+    """Base of every error that input, configuration or environment can cause.
+
+    Args:
+        what: what happened, with its numbers.
+        where: the file, pack, line or setting.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries (loader workers); keyword-only arguments need help to be pickled.
+        return _rebuild, (type(self), self.what, self.where, self.fix)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+def _rebuild(kind: type[HarnessError], what: str, where: str, fix: str) -> HarnessError:
+    return kind(what, where=where, fix=fix)
+
+
+class ConfigError(HarnessError):
+    """A setting is wrong, or two settings do not go together."""
+
+
+class FormatError(HarnessError):
+    """Stored data is missing, damaged, or breaks an invariant."""
+
+
+class PrepError(HarnessError):
+    """Input of the preparation is unusable: bad lines, a template without a mask, an empty corpus."""
+
+
+class ScheduleError(HarnessError):
+    """Sequences cannot be placed on ranks, or a row cannot be built."""
+
+
+class LoaderError(HarnessError):
+    """Data does not arrive: a worker died, a state belongs to another dataset."""
+
+
+class CheckpointError(HarnessError):
+    """A checkpoint is missing, cut short, or belongs to another run."""

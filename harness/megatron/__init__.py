@@ -1,0 +1,1 @@
+"""Everything that touches torch.distributed, Megatron-Core or Transformer Engine."""

@@ -1,0 +1,177 @@
+"""Frozen numpy records that every part shares: sequences, packs and schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError, ScheduleError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArray[Any]:
+    """A 1-d array of `dtype`; raises FormatError where a value would change."""
+    array = np.asarray(values)
+    if array.dtype == dtype and array.ndim == 1:
+        return array
+    if array.ndim != 1:
+        raise FormatError(f"{field} has {array.ndim} dimensions, expected 1")
+    if array.size == 0:
+        return array.astype(dtype)
+    if not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
+        # A float mask of exact zeros and ones (older tools store such) loses nothing; anything else would.
+        if not np.issubdtype(array.dtype, np.floating) or not np.array_equal(array, np.trunc(array)):
+            raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers")
+    info = np.iinfo(dtype)  # type: ignore[type-var]
+    low, high = array.min(), array.max()
+    if low < info.min or high > info.max:
+        raise FormatError(f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}")
+    return array.astype(dtype)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SequenceView:
+    """One tokenised conversation as stored.
+
+    Attributes:
+        input_ids: int32 [L].
+        loss_mask: uint8 [L], label-aligned: loss_mask[j] = 1 trains the token after j; the last entry is 0.
+    """
+
+    input_ids: Int32Array
+    loss_mask: UInt8Array
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pack:
+    """Sequences that are stored together, end to end, without padding.
+
+    Lists and arrays of other integer types are converted; values that would change raise FormatError.
+
+    Attributes:
+        input_ids: int32 [n].
+        loss_mask: uint8 [n], label-aligned inside each sequence.
+        seq_start_id: int32 [k], the first position of each sequence.
+    """
+
+    input_ids: Int32Array
+    loss_mask: UInt8Array
+    seq_start_id: Int32Array
+
+    def __post_init__(self) -> None:
+        # Frozen, so that a pack can be shared; set once here to normalise what callers pass.
+        object.__setattr__(self, "input_ids", _as_dtype(self.input_ids, np.int32, field="input_ids"))
+        object.__setattr__(self, "loss_mask", _as_dtype(self.loss_mask, np.uint8, field="loss_mask"))
+        object.__setattr__(self, "seq_start_id", _as_dtype(self.seq_start_id, np.int32, field="seq_start_id"))
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pack):
+            return NotImplemented
+        return (
+            np.array_equal(self.input_ids, other.input_ids)
+            and np.array_equal(self.loss_mask, other.loss_mask)
+            and np.array_equal(self.seq_start_id, other.seq_start_id)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.seq_start_id.shape[0])
+
+    @property
+    def sequence_lengths(self) -> Int32Array:
+        """int32 [k]: stored tokens of each sequence."""
+        return np.diff(self.seq_start_id, append=np.int32(len(self)))
+
+    def sequence(self, index: int) -> SequenceView:
+        """The sequence at `index` in this pack, as views into its arrays."""
+        start = int(self.seq_start_id[index])
+        end = int(self.seq_start_id[index + 1]) if index + 1 < self.num_sequences else len(self)
+        return SequenceView(self.input_ids[start:end], self.loss_mask[start:end])
+
+    def sequences(self) -> list[SequenceView]:
+        """All sequences in order, as views into this pack's arrays."""
+        return [self.sequence(index) for index in range(self.num_sequences)]
+
+    def problem(self, pack_size: int | None = None) -> str | None:
+        """What breaks the invariants of a pack, in words with numbers, or None.
+
+        Checks: 0 < n <= pack_size; one loss_mask entry a token, each 0 or 1; token ids not negative;
+        seq_start_id starts at 0, rises strictly and ends before n.
+        """
+        n = len(self)
+        if n == 0:
+            return "has no tokens"
+        if pack_size is not None and n > pack_size:
+            return f"has {n:,} tokens, more than pack_size {pack_size:,}"
+        if self.loss_mask.shape[0] != n:
+            return f"has {n:,} tokens but {self.loss_mask.shape[0]:,} loss_mask entries"
+        if self.loss_mask.max() > 1:
+            at = int(np.argmax(self.loss_mask > 1))
+            return f"has loss_mask {int(self.loss_mask[at])} at position {at:,}, expected 0 or 1"
+        if self.input_ids.min() < 0:
+            at = int(np.argmax(self.input_ids < 0))
+            return f"has the negative token id {int(self.input_ids[at])} at position {at:,}"
+        starts = self.seq_start_id
+        if starts.shape[0] == 0:
+            return "has no seq_start_id entries"
+        if starts[0] != 0:
+            return f"has seq_start_id[0] == {int(starts[0])}, expected 0"
+        # Compared, not subtracted: a difference of int32 values from a damaged file can wrap around.
+        rising = starts[1:] > starts[:-1]
+        if not rising.all():
+            at = int(np.argmin(rising)) + 1
+            return f"has seq_start_id[{at}] == {int(starts[at])}, not above seq_start_id[{at - 1}] == {int(starts[at - 1])}"
+        if starts[-1] >= n:
+            return f"has its last sequence start at {int(starts[-1]):,}, at or after its {n:,} tokens"
+        return None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Schedule:
+    """Where each sequence of one global batch is trained; equal on every rank.
+
+    Row `microbatch * dp_size + dp_rank` of `order` (cut at `row_offsets`) is what that rank trains in that microbatch.
+
+    Attributes:
+        dp_size: data-parallel ranks.
+        order: int64 [sequences], indices into the lengths that were scheduled, row by row.
+        row_offsets: int64 [rows + 1]; rows is a multiple of dp_size; an empty row is trained with zero loss.
+    """
+
+    dp_size: int
+    order: Int64Array
+    row_offsets: Int64Array
+
+    def __post_init__(self) -> None:
+        rows = self.row_offsets.shape[0] - 1
+        if rows % self.dp_size:
+            raise ScheduleError(f"{rows} rows cannot be dealt to {self.dp_size} data-parallel ranks evenly")
+
+    @property
+    def num_microbatches(self) -> int:
+        return (int(self.row_offsets.shape[0]) - 1) // self.dp_size
+
+    def row(self, microbatch: int, dp_rank: int) -> Int64Array:
+        """int64 [sequences of the row]: indices into the scheduled lengths."""
+        if not 0 <= microbatch < self.num_microbatches or not 0 <= dp_rank < self.dp_size:
+            raise IndexError(
+                f"row ({microbatch}, {dp_rank}) of {self.num_microbatches} microbatches x {self.dp_size} ranks"
+            )
+        index = microbatch * self.dp_size + dp_rank
+        return self.order[self.row_offsets[index] : self.row_offsets[index + 1]]

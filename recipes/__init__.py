@@ -1,0 +1,1 @@
+"""Entry points: `python -m recipes.prepare`, `torchrun -m recipes.sft`."""
