@@ -1,0 +1,128 @@
+"""Schedulers: which data-parallel rank trains which sequences of a global batch, and in which microbatch.
+
+A scheduler is one file with one function, one line in `SCHEDULERS`, one YAML. It sees lengths alone, so every rank
+computes the same placement and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError, ScheduleError
+from harness.records import Schedule
+from harness.schedule.as_packed import as_packed
+from harness.schedule.batch import GlobalBatch, SequenceCost
+from harness.schedule.dp_balanced import dp_balanced
+
+__all__ = ["SCHEDULERS", "GlobalBatch", "ScheduleConfig", "SequenceCost", "schedule"]
+
+SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
+    {
+        "as_packed": as_packed,
+        "dp_balanced": dp_balanced,
+    }
+)
+
+
+@dataclass
+class ScheduleConfig:
+    """How the sequences of a global batch become rows.
+
+    Attributes:
+        name: a key of `SCHEDULERS`.
+        max_tokens_per_rank: tokens that one rank holds in one microbatch; a row holds cp_size times as many.
+    """
+
+    name: str = "dp_balanced"
+    max_tokens_per_rank: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, ConfigError)
+        if self.max_tokens_per_rank < 1:
+            raise ConfigError(
+                f"max_tokens_per_rank is {self.max_tokens_per_rank}",
+                where="schedule.max_tokens_per_rank",
+                fix="give the number of tokens that fits one rank's memory, such as 8192",
+            )
+
+
+def schedule(
+    name: str,
+    lengths: npt.ArrayLike,
+    *,
+    dp_size: int,
+    cp_size: int = 1,
+    max_tokens_per_rank: int,
+    group_size: int = 1,
+    pack_offsets: npt.NDArray[Any] | None = None,
+    cost: SequenceCost | None = None,
+) -> Schedule:
+    """Place the sequences of one global batch on ranks and microbatches: a pure function, the same on every rank.
+
+    Args:
+        name: a key of `SCHEDULERS`.
+        lengths: [sequences] integers, model tokens of each sequence after padding.
+        dp_size: data-parallel ranks.
+        cp_size: context-parallel ranks that share a row.
+        max_tokens_per_rank: tokens that one rank holds; a row holds max_tokens_per_rank * cp_size.
+        group_size: the number of microbatches becomes a multiple of this.
+        pack_offsets: [packs + 1] integers, where stored packs begin in `lengths`; `as_packed` needs it.
+        cost: what a sequence costs to train; `cost_balanced` uses it.
+
+    Returns:
+        Every index of `lengths` once, in rows of at most the capacity, the same number of rows for every rank.
+
+    Raises:
+        ScheduleError: no sequences, a length below 1 or above the capacity, packs that do not fit the lengths.
+    """
+    _check_name(name, ScheduleError)
+    for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
+        if number < 1:
+            raise ScheduleError(f"{what} is {number}, expected at least 1")
+    sizes = np.asarray(lengths, dtype=np.int64)
+    capacity = max_tokens_per_rank * cp_size
+    check_lengths(sizes, capacity)
+    offsets = None if pack_offsets is None else _checked_offsets(pack_offsets, sizes.shape[0])
+    batch = GlobalBatch(sizes, dp_size, capacity, group_size, offsets, cost or SequenceCost())
+    return SCHEDULERS[name](batch)
+
+
+def check_lengths(lengths: npt.NDArray[np.int64], capacity: int) -> None:
+    """Raise ScheduleError, naming the sequence, where one can never be placed: no token, or more than a row holds."""
+    if lengths.shape[0] == 0:
+        raise ScheduleError("there are no sequences to schedule")
+    if lengths.max() > capacity:
+        at = int(np.argmax(lengths > capacity))
+        raise ScheduleError(
+            f"sequence {at} has {lengths[at]:,} model tokens after padding, "
+            f"more than the {capacity:,} of a row (max_tokens_per_rank * cp_size); "
+            f"{np.count_nonzero(lengths > capacity):,} of {lengths.shape[0]:,} sequences are that long",
+            fix=f"raise schedule.max_tokens_per_rank or cp_size for {int(lengths.max()):,} tokens a row, "
+            "or prepare the data with a smaller limit",
+        )
+    if lengths.min() < 1:
+        at = int(np.argmin(lengths))
+        raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens, expected at least 1")
+
+
+def _check_name(name: str, kind: type[ConfigError | ScheduleError]) -> None:
+    if name not in SCHEDULERS:
+        raise kind(
+            f"there is no schedule named {name!r}", where="schedule.name", fix=f"choose one of {', '.join(SCHEDULERS)}"
+        )
+
+
+def _checked_offsets(pack_offsets: npt.NDArray[Any], num_sequences: int) -> npt.NDArray[np.int64]:
+    offsets = np.asarray(pack_offsets, dtype=np.int64)
+    if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != num_sequences or (np.diff(offsets) < 1).any():
+        raise ScheduleError(
+            f"pack_offsets do not cut {num_sequences:,} sequences into packs: "
+            "they rise strictly from 0 to the number of sequences"
+        )
+    return offsets

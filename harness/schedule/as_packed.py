@@ -1,0 +1,36 @@
+"""One stored pack is one row, in the order of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.errors import ScheduleError
+from harness.records import Schedule
+from harness.schedule.batch import GlobalBatch, row_offsets
+
+
+def as_packed(batch: GlobalBatch) -> Schedule:
+    """Train what was stored together together; missing rows at the end are empty.
+
+    Raises:
+        ScheduleError: the packs are not known, or one holds more tokens than a row.
+    """
+    if batch.pack_offsets is None:
+        raise ScheduleError(
+            "as_packed needs to know which sequences were stored together",
+            fix="pass pack_offsets, or use another schedule for a source without packs",
+        )
+    counts = np.diff(batch.pack_offsets)
+    tokens = np.add.reduceat(batch.lengths, batch.pack_offsets[:-1])
+    if tokens.max() > batch.capacity:
+        at = int(np.argmax(tokens))
+        raise ScheduleError(
+            f"pack {at} of the batch takes {tokens[at]:,} tokens with its sequences padded, "
+            f"more than the {batch.capacity:,} of a row (max_tokens_per_rank * cp_size)",
+            fix="raise max_tokens_per_rank, prepare smaller packs, or choose the dp_balanced schedule",
+        )
+    return Schedule(
+        batch.dp_size,
+        np.arange(batch.lengths.shape[0], dtype=np.int64),
+        row_offsets(counts.tolist(), batch.row_multiple),
+    )

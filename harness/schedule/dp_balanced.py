@@ -1,0 +1,43 @@
+"""Rows filled in order, then split until every rank has as many."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.records import Schedule
+from harness.schedule.batch import GlobalBatch, row_offsets
+
+
+def dp_balanced(batch: GlobalBatch) -> Schedule:
+    """Fill rows in order up to capacity, then give sequences of the last rows rows of their own.
+
+    While the number of rows is not a multiple of dp_size * group_size, the last sequence of the last row that has
+    more than one gets a row of its own at the end. Where nothing is left to split, empty rows follow.
+
+    Source: the placement of `DpBalancedScheduler` in Megatron-LM's `megatron/core/datasets/data_schedule.py`, which
+    stops with "Not enough samples to move" where this adds empty rows.
+    """
+    num_sequences = batch.lengths.shape[0]
+    ends = np.cumsum(batch.lengths)
+    starts = [0]
+    while True:
+        used = int(ends[starts[-1] - 1]) if starts[-1] else 0
+        stop = int(np.searchsorted(ends, used + batch.capacity, side="right"))
+        if stop >= num_sequences:
+            break
+        starts.append(stop)
+
+    counts = np.diff(starts, append=num_sequences).tolist()
+    split: list[int] = []
+    missing = -len(counts) % batch.row_multiple
+    row = len(counts) - 1
+    while missing and row >= 0:
+        if counts[row] > 1:
+            counts[row] -= 1
+            split.append(starts[row] + counts[row])
+            missing -= 1
+        else:
+            row -= 1
+    kept = [np.arange(start, start + count, dtype=np.int64) for start, count in zip(starts, counts, strict=True)]
+    order = np.concatenate([*kept, np.asarray(split, dtype=np.int64)])
+    return Schedule(batch.dp_size, order, row_offsets(counts + [1] * len(split), batch.row_multiple))

@@ -1,0 +1,207 @@
+"""Sequences of one microbatch row, laid end to end in Megatron's `thd` layout, and their context-parallel slices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ScheduleError
+from harness.records import Int32Array, Int64Array, SequenceView
+
+BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ThdBatch:
+    """One row of a microbatch: S sequences in T tokens, padding included.
+
+    Attributes:
+        tokens: int64 [T]; 0 at padding.
+        labels: int64 [T], the token after each of `tokens` in its sequence; 0 at padding.
+        position_ids: int64 [T], counted from 0 in every sequence, through its padding.
+        loss_mask: float32 [T], 1 where the label is trained; 0 at padding.
+        cu_seqlens: int32 [S + 1], running sum of real tokens.
+        cu_seqlens_padded: int32 [S + 1], running sum of padded tokens: sequence s lies in tokens[c[s]:c[s + 1]].
+        max_seqlen: padded tokens of the longest sequence.
+        padding_mask: bool [T], True at padding.
+    """
+
+    tokens: Int64Array
+    labels: Int64Array
+    position_ids: Int64Array
+    loss_mask: Float32Array
+    cu_seqlens: Int32Array
+    cu_seqlens_padded: Int32Array
+    max_seqlen: int
+    padding_mask: BoolArray
+
+    def __len__(self) -> int:
+        """T, padding included."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens: T without padding."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+def row_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool = False) -> int:
+    """The number of tokens that every sequence is padded to a multiple of, for a layout.
+
+    Context parallelism cuts a sequence into 2 * cp_size equal chunks. Sequence parallelism cuts what one
+    context-parallel rank holds, a cp_size-th of the row, into tp_size equal parts. The result is the least number
+    that satisfies both.
+    """
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    parts = cp_size * tp_size if sequence_parallel else 1
+    return math.lcm(chunks, parts)
+
+
+def padded_lengths(stored_lengths: npt.NDArray[Any], multiple: int = 1) -> Int64Array:
+    """int64, shape of the input: padded model tokens of sequences with these numbers of stored tokens.
+
+    A stored sequence of L tokens trains L - 1: each token is paired with the one after it.
+    """
+    model_lengths = np.asarray(stored_lengths, dtype=np.int64) - 1
+    if multiple == 1:
+        return model_lengths
+    return -(-model_lengths // multiple) * multiple
+
+
+def build_thd_batch(sequences: Sequence[SequenceView], *, multiple: int = 1) -> ThdBatch:
+    """Lay sequences end to end in Megatron's `thd` layout.
+
+    T is the number of padded tokens, S the number of sequences.
+
+    Args:
+        sequences: each with input_ids int32 [L] and loss_mask uint8 [L]; L - 1 tokens of each are trained on.
+        multiple: every sequence is padded at its end to a multiple of this many tokens.
+
+    Returns:
+        tokens int64 [T], labels int64 [T], position_ids int64 [T], loss_mask float32 [T], cu_seqlens int32 [S + 1] of
+        real tokens, cu_seqlens_padded int32 [S + 1] of padded ones (its last entry is T), max_seqlen of padded
+        tokens, padding_mask bool [T].
+
+    Raises:
+        ScheduleError: no sequences, or one of a single token.
+
+    Source: the THD layout of Transformer Engine's `DotProductAttention`.
+    """
+    if not sequences:
+        raise ScheduleError("a row was built from no sequences", fix="use zero_loss_row for a row without sequences")
+    stored = np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences))
+    if stored.min() < 2:
+        at = int(np.argmin(stored))
+        raise ScheduleError(
+            f"sequence {at} of the row has {stored[at]} stored token(s); training needs a token and the one after it",
+            fix="prepare the dataset again; sequences of one token are refused there",
+        )
+    padded = padded_lengths(stored, multiple)
+    cu_seqlens = _running_sum(stored - 1)
+    cu_seqlens_padded = _running_sum(padded)
+    total = int(cu_seqlens_padded[-1])
+
+    # Every stored token but a sequence's last is an input, every one but its first is a label.
+    is_input = np.ones(int(stored.sum()), dtype=np.bool_)
+    is_input[np.cumsum(stored) - 1] = False
+    is_label = np.ones_like(is_input)
+    is_label[np.cumsum(stored) - stored] = False
+    ids = np.concatenate([sequence.input_ids for sequence in sequences])
+    mask = np.concatenate([sequence.loss_mask for sequence in sequences])[is_input]
+
+    position_ids = np.arange(total, dtype=np.int64)
+    position_ids -= np.repeat(cu_seqlens_padded[:-1], padded)
+    if total == cu_seqlens[-1]:
+        padding_mask = np.zeros(total, dtype=np.bool_)
+        tokens = ids[is_input].astype(np.int64)
+        labels = ids[is_label].astype(np.int64)
+        loss_mask = mask.astype(np.float32)
+    else:
+        padding_mask = position_ids >= np.repeat(stored - 1, padded)
+        real = ~padding_mask
+        tokens = np.zeros(total, dtype=np.int64)
+        tokens[real] = ids[is_input]
+        labels = np.zeros(total, dtype=np.int64)
+        labels[real] = ids[is_label]
+        loss_mask = np.zeros(total, dtype=np.float32)
+        loss_mask[real] = mask
+    return ThdBatch(
+        tokens=tokens,
+        labels=labels,
+        position_ids=position_ids,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        cu_seqlens_padded=cu_seqlens_padded.astype(np.int32),
+        max_seqlen=int(padded.max()),
+        padding_mask=padding_mask,
+    )
+
+
+def zero_loss_row(multiple: int = 1) -> ThdBatch:
+    """The shortest legal row that trains nothing: one untrained token, padded to `multiple`.
+
+    A rank that has no sequences in a microbatch runs it, because the others wait for it in their collectives.
+    """
+    two = SequenceView(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8))
+    return build_thd_batch([two], multiple=multiple)
+
+
+def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: int, cp_rank: int) -> Int64Array:
+    """Positions of a row that one context-parallel rank holds, in the order in which it holds them.
+
+    Every padded sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so that
+    causal attention costs every rank the same.
+
+    Args:
+        cu_seqlens_padded: [S + 1] integers, the running sum of padded sequence lengths; the last is T.
+        cp_size: context-parallel ranks.
+        cp_rank: this rank.
+
+    Returns:
+        int64 [T / cp_size], indices into the row's tokens.
+
+    Raises:
+        ScheduleError: a sequence is not divisible by 2 * cp_size.
+
+    Source: the result of Transformer Engine's `thd_get_partitioned_indices`.
+    """
+    bounds = np.asarray(cu_seqlens_padded, dtype=np.int64)
+    if not 0 <= cp_rank < cp_size:
+        raise ScheduleError(f"context-parallel rank {cp_rank} does not exist among {cp_size}")
+    if cp_size == 1:
+        return np.arange(bounds[-1], dtype=np.int64)
+    lengths = np.diff(bounds)
+    ragged = lengths % (2 * cp_size) != 0
+    if ragged.any():
+        at = int(np.argmax(ragged))
+        raise ScheduleError(
+            f"sequence {at} of the row has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size ({2 * cp_size})",
+            fix="build the row with multiple=row_multiple(cp_size=...)",
+        )
+    chunk = lengths // (2 * cp_size)
+    starts = np.stack([bounds[:-1] + cp_rank * chunk, bounds[:-1] + (2 * cp_size - 1 - cp_rank) * chunk], axis=1)
+    sizes = np.repeat(chunk, 2)
+    held = np.cumsum(sizes)
+    indices: Int64Array = np.arange(held[-1], dtype=np.int64)
+    indices += np.repeat(starts.reshape(-1) - (held - sizes), sizes)
+    return indices
+
+
+def _running_sum(lengths: Int64Array) -> Int64Array:
+    sums = np.zeros(lengths.shape[0] + 1, dtype=np.int64)
+    np.cumsum(lengths, out=sums[1:])
+    return sums
