@@ -1,0 +1,180 @@
+"""Where conversations come from: JSONL and Parquet files, read in a stream."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
+from harness.prep.checks import require_at_least, require_choice
+
+SOURCE_KINDS = ("files", "pydoc")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+_COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_CHUNK_BYTES = 1 << 20
+_CHUNK_ROWS = 1024
+
+
+@dataclass
+class SourceConfig:
+    """Where chat records are read.
+
+    Attributes:
+        kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library.
+        path: a file, a glob or a folder (searched with all below it); not used by `pydoc`.
+        on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
+        limit: read so many records at most; 0 reads all.
+    """
+
+    kind: str = "files"
+    path: str = ""
+    on_bad: str = "refuse"
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
+        require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+        require_at_least(self.limit, 0, setting="source.limit")
+        if self.kind == "files" and not self.path:
+            raise ConfigError(
+                "no path is given", where="source.path", fix="name a JSONL or Parquet file, a glob or a folder"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive records of one file, not yet parsed.
+
+    Attributes:
+        path: the file.
+        unit: `line` (counted from 1) or `row` (counted from 0).
+        first: number of the first record.
+        records: lines as bytes, or decoded rows.
+        num_bytes: size in the file, for progress; rows share their file's size evenly.
+    """
+
+    path: str
+    unit: str
+    first: int
+    records: list[Any]
+    num_bytes: int
+
+    def parse(self) -> Iterator[Conversation | BadRecord]:
+        """Every record in order; blank lines are no records."""
+        for number, record in enumerate(self.records, start=self.first):
+            where = f"{self.path}, {self.unit} {number}"
+            if self.unit == "row":
+                yield parse_record(record, where)
+            elif record.strip():
+                yield parse_line(record, where)
+
+
+def list_files(path: str) -> list[Path]:
+    """The files that `path` names, folders and globs in natural order (`part-2` before `part-10`).
+
+    Raises:
+        PrepError: nothing is there, or a file is of a kind that is not read.
+    """
+    found = Path(path)
+    if found.is_dir():
+        candidates = [file for file in found.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(found))]
+        readable = JSONL_SUFFIXES + PARQUET_SUFFIXES
+        files = [file for file in candidates if file.suffix in readable or file.suffix in _COMPRESSED_SUFFIXES]
+    elif found.is_file():
+        files = [found]
+    else:
+        names = glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        files = [Path(name) for name in names if Path(name).is_file()]
+    if not files:
+        raise PrepError(
+            "no chat files were found",
+            where=path,
+            fix=f"name a file, a glob or a folder with files that end in {' '.join(JSONL_SUFFIXES + PARQUET_SUFFIXES)}",
+        )
+    compressed = [file for file in files if file.suffix in _COMPRESSED_SUFFIXES]
+    if compressed:
+        raise PrepError("compressed chat files are not read", where=str(compressed[0]), fix="decompress them first")
+    return sorted(files, key=_natural_key)
+
+
+def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
+    """Read files in order, about 1 MiB or 1,024 rows at a time.
+
+    Args:
+        files: as from `list_files`.
+        limit: stop after so many records; 0 reads all.
+
+    Raises:
+        PrepError: a file cannot be read, or is Parquet without a usable `messages` column.
+    """
+    left = limit if limit else None
+    for file in files:
+        chunks = _read_parquet(file) if file.suffix in PARQUET_SUFFIXES else _read_jsonl(file)
+        for chunk in chunks:
+            if left is None:
+                yield chunk
+                continue
+            if len(chunk.records) >= left:
+                share = chunk.num_bytes * left // max(len(chunk.records), 1)
+                yield Chunk(chunk.path, chunk.unit, chunk.first, chunk.records[:left], share)
+                return
+            left -= len(chunk.records)
+            yield chunk
+
+
+def _read_jsonl(file: Path) -> Iterator[Chunk]:
+    first = 1
+    try:
+        with file.open("rb") as lines:
+            while records := lines.readlines(_CHUNK_BYTES):
+                yield Chunk(str(file), "line", first, records, sum(map(len, records)))
+                first += len(records)
+    except OSError as error:
+        raise PrepError(f"the file cannot be read: {error}", where=str(file)) from error
+
+
+def _read_parquet(file: Path) -> Iterator[Chunk]:
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+            _check_messages_column(parquet.schema_arrow, file)
+            row_bytes = file.stat().st_size / max(parquet.metadata.num_rows, 1)
+            first = 0
+            for batch in parquet.iter_batches(batch_size=_CHUNK_ROWS, columns=["messages"]):
+                records = batch.to_pylist()
+                yield Chunk(str(file), "row", first, records, int(row_bytes * len(records)))
+                first += len(records)
+    except (OSError, pa.ArrowException) as error:
+        raise PrepError(f"the Parquet file cannot be read: {error}", where=str(file)) from error
+
+
+def _check_messages_column(schema: Any, file: Path) -> None:
+    expected = "`messages` must be a list of structs with the strings `role` and `content`"
+    if "messages" not in schema.names:
+        raise PrepError(
+            f"there is no `messages` column among: {', '.join(schema.names)}", where=str(file), fix=expected
+        )
+    kind = schema.field("messages").type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    turn = kind.value_type if is_list else None
+    if turn is None or not pa.types.is_struct(turn) or not {"role", "content"} <= {field.name for field in turn}:
+        raise PrepError(f"`messages` is of type {kind}", where=str(file), fix=expected)
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.parts)
+
+
+def _natural_key(file: Path) -> tuple[list[tuple[int, int, str]], str]:
+    pieces = re.split(r"([0-9]+)", str(file))
+    return [
+        (1, int(piece), "") if piece.isascii() and piece.isdigit() else (0, 0, piece) for piece in pieces if piece
+    ], str(file)

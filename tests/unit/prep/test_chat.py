@@ -1,0 +1,101 @@
+"""What counts as a conversation, and what is said about a record that is not one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, parse_line, parse_record
+
+ASK = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+
+
+def test_a_good_line_becomes_a_conversation_with_its_place():
+    line = b'{"id": 7, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
+    assert parse_line(line, "chat.jsonl, line 3") == Conversation(
+        (Message("user", "Hi"), Message("assistant", "Hello")), "chat.jsonl, line 3"
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_every_role_is_taken(role):
+    assert isinstance(parse_record({"messages": [{"role": role, "content": "x"}, ANSWER]}, ""), Conversation)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "words"),
+    [
+        (b"not json", BadReason.NOT_JSON, "Expecting value"),
+        (b'{"messages": [', BadReason.NOT_JSON, "Expecting value"),
+        (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
+        (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
+        (b"[1, 2]", BadReason.NOT_AN_OBJECT, "a JSON list"),
+        (b"null", BadReason.NOT_AN_OBJECT, "a JSON NoneType"),
+        (b'{"text": "hi"}', BadReason.NO_MESSAGES, "holds nothing"),
+        (b'{"messages": []}', BadReason.NO_MESSAGES, "an empty list"),
+        (b'{"messages": "hi"}', BadReason.NO_MESSAGES, "a str"),
+        (b'{"messages": ["hi"]}', BadReason.BAD_TURN, "turn 1 is a str"),
+        (b'{"messages": [{"role": "human", "content": "x"}]}', BadReason.UNKNOWN_ROLE, "turn 1 has role 'human'"),
+        (b'{"messages": [{"content": "x"}]}', BadReason.UNKNOWN_ROLE, "role None"),
+        (b'{"messages": [{"role": ["user"], "content": "x"}]}', BadReason.UNKNOWN_ROLE, "role ['user']"),
+        (b'{"messages": [{"role": "user", "content": " \\n"}]}', BadReason.EMPTY_TURN, "turn 1 (user) is empty"),
+        (b'{"messages": [{"role": "user"}]}', BadReason.EMPTY_TURN, "no content"),
+        (b'{"messages": [{"role": "user", "content": ["x"]}]}', BadReason.NOT_TEXT, "type list"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', BadReason.NOT_TEXT, "surrogate"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', BadReason.NO_ASSISTANT_TURN, "none of the 1 turns"),
+        (b'{"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}', BadReason.UNKNOWN_FIELD, "tool_calls"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', BadReason.UNKNOWN_FIELD, "tools"),
+    ],
+)
+def test_a_bad_line_says_why(line, reason, words):
+    bad = parse_line(line, "f.jsonl, line 1")
+    assert isinstance(bad, BadRecord)
+    assert (bad.reason, bad.where) == (reason, "f.jsonl, line 1")
+    assert words in bad.detail
+
+
+def test_a_null_field_is_the_same_as_none_at_all():
+    # Parquet gives every turn of a column the same fields.
+    assert isinstance(parse_record({"messages": [ASK, {**ANSWER, "tool_calls": None}]}, ""), Conversation)
+
+
+def test_a_byte_order_mark_is_not_content():
+    line = b"\xef\xbb\xbf" + json.dumps({"messages": [ASK, ANSWER]}).encode()
+    assert isinstance(parse_line(line, ""), Conversation)
+
+
+def test_the_hash_tells_conversations_apart_and_ignores_where_they_were_read():
+    def hash_of(*turns: tuple[str, str], where: str = "") -> int:
+        return Conversation(tuple(Message(*turn) for turn in turns), where).hash()
+
+    assert hash_of(("user", "ab"), ("assistant", "c")) == hash_of(("user", "ab"), ("assistant", "c"), where="x")
+    assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("user", "a"), ("assistant", "bc"))
+    assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("assistant", "ab"), ("user", "c"))
+    # A stored split depends on this number: it may never change.
+    assert hash_of(("user", "Hi"), ("assistant", "Hello")) == 17707387282723869345
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["messages", "role", "content", "tools", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(JSON)
+def test_no_json_value_raises(value):
+    assert isinstance(parse_record(value, "here"), Conversation | BadRecord)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60))
+def test_no_bytes_raise(line):
+    assert isinstance(parse_line(line, "here"), BadRecord)

@@ -1,0 +1,122 @@
+"""Files are found in natural order and read in a stream, each record with its file and number."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.prep.sources import SourceConfig, list_files, read_chunks
+
+GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+def read_all(path, limit=0):
+    return [record for chunk in read_chunks(list_files(str(path)), limit=limit) for record in chunk.parse()]
+
+
+def test_a_folder_is_read_with_all_below_it_in_natural_order(tmp_path):
+    for name in ["part-10.jsonl", "part-2.jsonl", "deep/part-1.ndjson", ".hidden/x.jsonl", "README.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(GOOD) + "\n")
+    names = [str(file.relative_to(tmp_path)) for file in list_files(str(tmp_path))]
+    assert names == ["deep/part-1.ndjson", "part-2.jsonl", "part-10.jsonl"]
+
+
+def test_a_glob_and_a_single_file_are_found(tmp_path):
+    for name in ["b.jsonl", "a.jsonl", "c.txt"]:
+        (tmp_path / name).write_text("")
+    assert [file.name for file in list_files(str(tmp_path / "*.jsonl"))] == ["a.jsonl", "b.jsonl"]
+    assert [file.name for file in list_files(str(tmp_path / "c.txt"))] == ["c.txt"]
+
+
+@pytest.mark.parametrize("name", ["nothing.jsonl", "*.jsonl", ""])
+def test_no_files_is_an_error(tmp_path, name):
+    with pytest.raises(PrepError, match="no chat files"):
+        list_files(str(tmp_path / name))
+
+
+def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    with pytest.raises(PrepError, match="compressed"):
+        list_files(str(tmp_path))
+
+
+def test_lines_are_counted_from_one_and_blank_lines_keep_the_count_right(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n\n  \nbroken\n" + json.dumps(GOOD))
+    first, second, third = read_all(file)
+    assert isinstance(first, Conversation)
+    assert first.where == f"{file}, line 1"
+    assert isinstance(second, BadRecord)
+    assert (second.where, second.reason) == (f"{file}, line 4", BadReason.NOT_JSON)
+    assert third.where == f"{file}, line 5"
+
+
+def test_line_numbers_go_on_across_chunks(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    line = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}, GOOD["messages"][1]]}) + "\n"
+    file.write_text(line * 2500)
+    chunks = list(read_chunks([file]))
+    assert len(chunks) > 1
+    assert sum(chunk.num_bytes for chunk in chunks) == file.stat().st_size
+    assert [r.where for c in chunks for r in c.parse()] == [f"{file}, line {n}" for n in range(1, 2501)]
+
+
+def test_a_parquet_file_is_read_by_row(tmp_path):
+    file = tmp_path / "chat.parquet"
+    turns = GOOD["messages"]
+    pq.write_table(pa.table({"id": [1, 2, 3], "messages": [turns, None, turns]}), file)
+    first, second, third = read_all(file)
+    assert first.as_dicts() == turns
+    assert second == BadRecord(f"{file}, row 1", BadReason.NO_MESSAGES, second.detail)
+    assert third.where == f"{file}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"text": ["x"]}, "no `messages` column among: text"),
+        ({"messages": ["x"]}, "of type string"),
+        ({"messages": [[{"role": "user"}]]}, "of type list<"),
+    ],
+)
+def test_a_parquet_file_without_messages_is_refused(tmp_path, table, words):
+    file = tmp_path / "chat.parquet"
+    pq.write_table(pa.table(table), file)
+    with pytest.raises(PrepError, match=words):
+        read_all(file)
+
+
+def test_a_damaged_parquet_file_is_an_error(tmp_path):
+    file = tmp_path / "chat.parquet"
+    file.write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(PrepError, match="cannot be read"):
+        read_all(file)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 99])
+def test_the_limit_holds_over_files(tmp_path, limit):
+    for name in ["a.jsonl", "b.jsonl"]:
+        (tmp_path / name).write_text((json.dumps(GOOD) + "\n") * 3)
+    assert len(read_all(tmp_path, limit)) == min(limit, 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"kind": "http"}, "source.kind"),
+        ({"kind": "files"}, "source.path"),
+        ({"path": "x", "on_bad": "ignore"}, "source.on_bad"),
+        ({"path": "x", "limit": -1}, "source.limit"),
+    ],
+)
+def test_bad_settings_are_refused(settings, where):
+    with pytest.raises(ConfigError) as error:
+        SourceConfig(**settings)
+    assert error.value.where == where
