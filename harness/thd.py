@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ScheduleError
-from harness.records import Int32Array, Int64Array, SequenceView
+from harness.records import Int32Array, Int64Array, SequenceView, UInt8Array
 
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
@@ -103,12 +103,39 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, multiple: int = 1) -> 
     """
     if not sequences:
         raise ScheduleError("a row was built from no sequences", fix="use zero_loss_row for a row without sequences")
-    stored = np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences))
+    return thd_from_arrays(
+        np.concatenate([sequence.input_ids for sequence in sequences]),
+        np.concatenate([sequence.loss_mask for sequence in sequences]),
+        np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences)),
+        multiple=multiple,
+    )
+
+
+def thd_from_arrays(
+    input_ids: Int32Array, loss_mask: UInt8Array, stored_lengths: Int64Array, *, multiple: int = 1
+) -> ThdBatch:
+    """`build_thd_batch` of sequences that already lie end to end.
+
+    Args:
+        input_ids: int32 [n].
+        loss_mask: uint8 [n], label-aligned inside each sequence.
+        stored_lengths: int64 [S], each at least 2; their sum is n.
+        multiple: every sequence is padded at its end to a multiple of this many tokens.
+
+    Raises:
+        ScheduleError: a sequence of a single token, or lengths that are not those of the arrays.
+    """
+    stored = stored_lengths
     if stored.min() < 2:
         at = int(np.argmin(stored))
         raise ScheduleError(
             f"sequence {at} of the row has {stored[at]} stored token(s); training needs a token and the one after it",
             fix="prepare the dataset again; sequences of one token are refused there",
+        )
+    if not input_ids.shape[0] == loss_mask.shape[0] == stored.sum():
+        raise ScheduleError(
+            f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
+            f"and sequences of {int(stored.sum()):,} tokens together"
         )
     padded = padded_lengths(stored, multiple)
     cu_seqlens = _running_sum(stored - 1)
@@ -116,34 +143,32 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, multiple: int = 1) -> 
     total = int(cu_seqlens_padded[-1])
 
     # Every stored token but a sequence's last is an input, every one but its first is a label.
-    is_input = np.ones(int(stored.sum()), dtype=np.bool_)
+    is_input = np.ones(input_ids.shape[0], dtype=np.bool_)
     is_input[np.cumsum(stored) - 1] = False
     is_label = np.ones_like(is_input)
     is_label[np.cumsum(stored) - stored] = False
-    ids = np.concatenate([sequence.input_ids for sequence in sequences])
-    mask = np.concatenate([sequence.loss_mask for sequence in sequences])[is_input]
 
     position_ids = np.arange(total, dtype=np.int64)
     position_ids -= np.repeat(cu_seqlens_padded[:-1], padded)
     if total == cu_seqlens[-1]:
         padding_mask = np.zeros(total, dtype=np.bool_)
-        tokens = ids[is_input].astype(np.int64)
-        labels = ids[is_label].astype(np.int64)
-        loss_mask = mask.astype(np.float32)
+        tokens = input_ids[is_input].astype(np.int64)
+        labels = input_ids[is_label].astype(np.int64)
+        mask = loss_mask[is_input].astype(np.float32)
     else:
         padding_mask = position_ids >= np.repeat(stored - 1, padded)
         real = ~padding_mask
         tokens = np.zeros(total, dtype=np.int64)
-        tokens[real] = ids[is_input]
+        tokens[real] = input_ids[is_input]
         labels = np.zeros(total, dtype=np.int64)
-        labels[real] = ids[is_label]
-        loss_mask = np.zeros(total, dtype=np.float32)
-        loss_mask[real] = mask
+        labels[real] = input_ids[is_label]
+        mask = np.zeros(total, dtype=np.float32)
+        mask[real] = loss_mask[is_input]
     return ThdBatch(
         tokens=tokens,
         labels=labels,
         position_ids=position_ids,
-        loss_mask=loss_mask,
+        loss_mask=mask,
         cu_seqlens=cu_seqlens.astype(np.int32),
         cu_seqlens_padded=cu_seqlens_padded.astype(np.int32),
         max_seqlen=int(padded.max()),
@@ -189,7 +214,7 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     if ragged.any():
         at = int(np.argmax(ragged))
         raise ScheduleError(
-            f"sequence {at} of the row has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size ({2 * cp_size})",
+            f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}",
             fix="build the row with multiple=row_multiple(cp_size=...)",
         )
     chunk = lengths // (2 * cp_size)

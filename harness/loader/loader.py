@@ -1,0 +1,315 @@
+"""Global batches in order, through worker processes: complete, the same for any number of them, never a hang."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from harness.errors import ConfigError, HarnessError, LoaderError
+from harness.loader.order import OrderConfig, Step, steps_from, steps_per_epoch
+from harness.loader.state import LoaderState
+from harness.loader.step import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
+from harness.schedule import ScheduleConfig, SequenceCost
+
+_START_METHODS = (None, "fork", "spawn", "forkserver")
+
+
+@dataclass
+class LoaderConfig:
+    """How packs are read.
+
+    Attributes:
+        path: the dataset, as `open_dataset` takes it.
+        global_batch_size: packs of one global batch, over all ranks.
+        seed: of the order.
+        num_workers: reading processes of each rank; 0 reads in the training process. No number changes a batch.
+        persistent_workers: workers live across epochs and read ahead over their end; without, each epoch starts new.
+        prefetch_factor: steps that each worker reads ahead.
+        start_method: fork, spawn or forkserver; None is the platform's.
+        block_packs, window_blocks, drop_last, shuffle: see `harness.loader.order.OrderConfig`.
+        timeout_s: the longest wait for one step's data before the run stops with an error.
+        allow_other_data: resume although the dataset, seed or order is not the one of the checkpoint.
+    """
+
+    path: str = ""
+    global_batch_size: int = 8
+    seed: int = 0
+    num_workers: int = 2
+    persistent_workers: bool = True
+    prefetch_factor: int = 2
+    start_method: str | None = None
+    block_packs: int = 64
+    window_blocks: int = 16
+    drop_last: bool = False
+    shuffle: bool = True
+    timeout_s: float = 300.0
+    allow_other_data: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("global_batch_size", 1),
+            ("num_workers", 0),
+            ("prefetch_factor", 1),
+            ("block_packs", 1),
+            ("window_blocks", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}", where=f"loader.{name}", fix=f"give at least {least}"
+                )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}", where="loader.timeout_s", fix="give seconds above 0")
+        if self.start_method not in _START_METHODS:
+            raise ConfigError(
+                f"there is no start method {self.start_method!r}",
+                where="loader.start_method",
+                fix="choose fork, spawn, forkserver, or null for the platform's",
+            )
+
+    def order(self) -> OrderConfig:
+        return OrderConfig(
+            seed=self.seed,
+            global_batch_size=self.global_batch_size,
+            block_packs=self.block_packs,
+            window_blocks=self.window_blocks,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+        )
+
+
+class Loader:
+    """Yields one `StepBatch` a global batch, in order, across epochs.
+
+    Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
+    `iter()` starts again from `state`. Use it as a context manager, around the training loop: leaving it ends the
+    workers, and a worker's death that reaches the loop as torch's RuntimeError leaves as a LoaderError.
+
+    Args:
+        reader: an open dataset; it is pickled to workers that are not forked.
+        config: see LoaderConfig.
+        schedule: how sequences become rows.
+        dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.step.Layout`.
+        cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
+        state: go on from here; None begins with epoch 0.
+        num_steps: the number of batches to yield; None is without end.
+        num_epochs: end before this epoch number (from 0); None is without end.
+
+    Raises:
+        ScheduleError: a sequence of the dataset can never be placed.
+        LoaderError: `state` belongs to another dataset, seed or order.
+        ConfigError: the dataset never fills a global batch.
+    """
+
+    def __init__(
+        self,
+        reader: PackSource,
+        config: LoaderConfig,
+        *,
+        schedule: ScheduleConfig,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        cp_size: int = 1,
+        multiple: int = 1,
+        group_size: int = 1,
+        cost: SequenceCost | None = None,
+        state: LoaderState | None = None,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+    ) -> None:
+        self._num_packs = len(reader)
+        if self._num_packs == 0:
+            raise LoaderError(
+                "the dataset has no packs", where=config.path, fix="prepare it from data that is not empty"
+            )
+        self._config = config
+        self._order = config.order()
+        self._layout = Layout(
+            dp_rank=dp_rank, dp_size=dp_size, cp_size=cp_size, multiple=multiple, group_size=group_size
+        )
+        self._num_steps = num_steps
+        self._num_epochs = num_epochs
+        fresh = LoaderState(seed=config.seed, fingerprint=reader.fingerprint, order=self._order.signature)
+        self.state = fresh
+        if state is not None:
+            self.state = state.resumed(fresh, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
+        step_reader = StepReader(reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost)
+        step_reader.check()
+        # Raises here, and not in the first step, where no global batch can be made.
+        next(self._all_steps())
+        self._sampler = _StepSampler()
+        workers = config.num_workers
+        self._dataloader: DataLoader[RawStep | HarnessError] = DataLoader(
+            _StepDataset(step_reader),
+            batch_size=None,
+            sampler=self._sampler,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=config.prefetch_factor if workers else None,
+            persistent_workers=config.persistent_workers and workers > 0,
+            multiprocessing_context=config.start_method if workers else None,
+            timeout=config.timeout_s if workers else 0,
+            # Without one of its own it draws from torch's global generator, and dropout would depend on the workers.
+            generator=torch.Generator(),
+        )
+        self._workers: Any = None
+
+    @property
+    def num_packs(self) -> int:
+        return self._num_packs
+
+    @property
+    def num_steps_per_epoch(self) -> int:
+        """Global batches of one whole epoch."""
+        return steps_per_epoch(self._order, self._num_packs)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        steps = self._all_steps()
+        if self._num_epochs is not None:
+            num_epochs = self._num_epochs
+            steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
+        steps = itertools.islice(steps, self._num_steps)
+        if self._config.num_workers == 0 or self._config.persistent_workers:
+            yield from self._batches(steps)
+            return
+        for _, epoch_steps in itertools.groupby(steps, key=lambda step: step.epoch):
+            yield from self._batches(epoch_steps)
+            self.close()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the living workers; empty before the first batch and with num_workers 0."""
+        workers = [] if self._workers is None else self._workers._workers
+        return [worker.pid for worker in workers if worker.is_alive()]
+
+    def close(self) -> None:
+        """End the workers and wait until they are gone. The loader can be iterated again."""
+        self._end_workers(at_once=False)
+
+    def _end_workers(self, *, at_once: bool) -> None:
+        iterator, self._workers = self._workers, None
+        if iterator is None:
+            return
+        # A persistent DataLoader holds its iterator, and would go on with workers that are gone.
+        self._dataloader._iterator = None
+        workers = list(iterator._workers)
+        if at_once:
+            _kill(workers)
+        with suppress(RuntimeError):
+            iterator._shutdown_workers()
+        # Torch asks politely and leaves a process that does not listen: one that is stopped or stuck in a read.
+        _kill(worker for worker in workers if worker.is_alive())
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and _is_about_workers(error):
+            pids = self.worker_pids()
+            self._end_workers(at_once=True)
+            raise self._lost(error, pids) from error
+        self.close()
+
+    def _all_steps(self) -> Iterator[Step]:
+        return steps_from(
+            self._order, self._num_packs, epoch=self.state.epoch, packs_consumed=self.state.packs_consumed
+        )
+
+    def _batches(self, steps: Iterable[Step]) -> Iterator[StepBatch]:
+        self._sampler.steps = steps
+        items = iter(self._dataloader)
+        if self._config.num_workers:
+            self._workers = items
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not _is_about_workers(error):
+                    raise
+                pids = self.worker_pids()
+                self._end_workers(at_once=True)
+                raise self._lost(error, pids) from None
+            if isinstance(item, HarnessError):
+                self.close()
+                raise item
+            yield build_step(item, layout=self._layout, before=self.state, num_packs=self._num_packs)
+
+    def _lost(self, error: RuntimeError, alive: list[int]) -> LoaderError:
+        """What torch says of a dead or silent worker, with what to do about it."""
+        where = f"data-parallel rank {self._layout.dp_rank}, {self._config.num_workers} workers"
+        if "timed out" in str(error):
+            return LoaderError(
+                f"no data came for {self._config.timeout_s:g} s from the loader's workers "
+                f"(process ids {', '.join(map(str, alive)) or 'none alive'})",
+                where=where,
+                fix="look at what the workers wait for (py-spy dump --pid), at the file system, "
+                "or raise loader.timeout_s for slow storage",
+            )
+        pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
+        reason = re.search(r"by signal: ([A-Za-z ]+)", str(error))
+        return LoaderError(
+            f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
+            where=where,
+            fix="a killed worker is mostly one that ran out of memory: see dmesg, lower loader.num_workers or "
+            "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
+        )
+
+
+class _StepDataset(Dataset[RawStep | HarnessError]):
+    """Reads a step. Errors are returned, because torch would raise them as another kind with its own traceback."""
+
+    def __init__(self, reader: StepReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, step: Step) -> RawStep | HarnessError:
+        try:
+            return self._reader.read(step)
+        except HarnessError as error:
+            return error
+        except OSError as error:
+            return LoaderError(
+                f"reading failed: {error}",
+                where=f"epoch {step.epoch}, step {step.index}",
+                fix="check that the dataset is still there and readable",
+            )
+
+
+class _StepSampler(Sampler[Step]):
+    """The steps that are to be read next; set before each pass."""
+
+    def __init__(self) -> None:
+        self.steps: Iterable[Step] = ()
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+
+def _as_it_is(item: Any) -> Any:
+    """In place of torch's collate, which would turn arrays into tensors in shared memory, a file each."""
+    return item
+
+
+def _kill(workers: Iterable[Any]) -> None:
+    """End processes that may not listen, and wait for them."""
+    found = list(workers)
+    # Torch's SIGCHLD handler raises in the main thread, once for a loader, when the first of its workers dies.
+    for _ in range(2):
+        with suppress(RuntimeError):
+            for worker in found:
+                worker.kill()
+            for worker in found:
+                worker.join()
+
+
+def _is_about_workers(error: RuntimeError) -> bool:
+    return "DataLoader worker" in str(error) or "DataLoader timed out" in str(error)

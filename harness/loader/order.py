@@ -1,0 +1,177 @@
+"""Which packs make up which global batch: a permutation that is a pure function of seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError
+from harness.records import Int64Array
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+# Separate streams, so that the order of blocks says nothing about the order of packs.
+_BLOCKS, _PACKS = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class OrderConfig:
+    """How an epoch is shuffled and cut into global batches.
+
+    Blocks of `block_packs` neighbouring packs are shuffled; then packs are shuffled inside every `window_blocks`
+    consecutive blocks of that order. A reader so needs `window_blocks` places of a file at a time and decodes each
+    of them once. The order does not depend on the format: it is these numbers and the number of packs alone.
+
+    Attributes:
+        seed: any integer.
+        global_batch_size: packs of one global batch.
+        block_packs: packs of one block; 1 with a window as large as the dataset is a plain shuffle.
+        window_blocks: blocks that packs are mixed across.
+        drop_last: leave out the packs at the end of an epoch that do not fill a global batch.
+        shuffle: False reads packs in stored order.
+    """
+
+    seed: int
+    global_batch_size: int
+    block_packs: int = 64
+    window_blocks: int = 16
+    drop_last: bool = False
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "block_packs", "window_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1", where=f"loader.{name}")
+
+    @property
+    def signature(self) -> str:
+        """What fixes the order of an epoch beside seed and data; the cut into global batches does not."""
+        return f"block_packs={self.block_packs} window_blocks={self.window_blocks}" if self.shuffle else "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One global batch: the packs at positions start to stop of an epoch's order.
+
+    Attributes:
+        epoch: from 0.
+        index: number of the batch in its epoch.
+        start, stop: positions in the epoch's order.
+    """
+
+    epoch: int
+    index: int
+    start: int
+    stop: int
+
+
+class EpochOrder:
+    """The order of packs in one epoch. Opening costs O(blocks), reading a batch O(window)."""
+
+    def __init__(self, config: OrderConfig, num_packs: int, epoch: int) -> None:
+        self.epoch = epoch
+        self._config = config
+        self._num_packs = num_packs
+        self._window_index = -1
+        self._window = np.zeros(0, dtype=np.int64)
+        if not config.shuffle:
+            return
+        self._pack_key = _key(config.seed, epoch, _PACKS)
+        num_blocks = -(-num_packs // config.block_packs)
+        numbers = np.arange(num_blocks, dtype=np.uint64)
+        self._blocks: Int64Array = np.argsort(_hash(numbers, _key(config.seed, epoch, _BLOCKS)), kind="stable")
+        sizes = np.full(num_blocks, config.block_packs, dtype=np.int64)
+        sizes[-1:] = num_packs - (num_blocks - 1) * config.block_packs
+        windows = np.add.reduceat(sizes[self._blocks], np.arange(0, num_blocks, config.window_blocks))
+        self._window_starts: Int64Array = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(windows)])
+
+    def packs(self, start: int, stop: int) -> Int64Array:
+        """int64 [stop - start]: ids of the packs at positions start to stop of this epoch."""
+        if not 0 <= start < stop <= self._num_packs:
+            raise IndexError(f"positions {start} to {stop} of {self._num_packs} packs")
+        if not self._config.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        first = int(np.searchsorted(self._window_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._window_starts, stop, side="left"))
+        parts = [self._packs_of_window(window) for window in range(first, last)]
+        offset = int(self._window_starts[first])
+        return np.concatenate(parts)[start - offset : stop - offset]
+
+    def _packs_of_window(self, window: int) -> Int64Array:
+        # Consecutive batches mostly fall into one window; a plain shuffle has a single window of all packs.
+        if window != self._window_index:
+            size = self._config.block_packs
+            blocks = self._blocks[window * self._config.window_blocks : (window + 1) * self._config.window_blocks]
+            packs = (blocks[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
+            packs = packs[packs < self._num_packs]
+            keys = _hash(packs.astype(np.uint64), self._pack_key)
+            self._window = packs[np.argsort(keys, kind="stable")]
+            self._window_index = window
+        return self._window
+
+
+def steps_per_epoch(config: OrderConfig, num_packs: int) -> int:
+    """Global batches of one epoch; the ragged last one counts unless `drop_last`."""
+    if config.drop_last:
+        return num_packs // config.global_batch_size
+    return -(-num_packs // config.global_batch_size)
+
+
+def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[Step]:
+    """Global batches from a position on, across epochs, without end.
+
+    After a resume with another global batch size the first batch starts where the state ended, so every pack is read
+    once an epoch whatever the sizes were.
+    """
+    size = config.global_batch_size
+    if num_packs < (size if config.drop_last else 1):
+        raise ConfigError(
+            f"{num_packs:,} packs never fill a global batch of {size:,}, and drop_last leaves out what does not",
+            where="loader.global_batch_size",
+            fix="lower global_batch_size, or set drop_last to false",
+        )
+    start = packs_consumed
+    while True:
+        index = -(-start // size)
+        while start < num_packs:
+            stop = min(start + size, num_packs)
+            if config.drop_last and stop - start < size:
+                break
+            yield Step(epoch, index, start, stop)
+            start, index = stop, index + 1
+        epoch, start = epoch + 1, 0
+
+
+def packs_of_global_batch(config: OrderConfig, num_packs: int, epoch: int, batch_index: int) -> Int64Array:
+    """int64 [packs]: ids of the packs of global batch `batch_index` of `epoch`, in training order."""
+    start = batch_index * config.global_batch_size
+    return EpochOrder(config, num_packs, epoch).packs(start, min(start + config.global_batch_size, num_packs))
+
+
+def _key(seed: int, epoch: int, stream: int) -> int:
+    """A 64-bit key that depends on every bit of its inputs."""
+    key = 0
+    for number in (seed, epoch, stream):
+        key = int(_hash(np.asarray([number & _MASK], dtype=np.uint64), key)[0])
+    return key
+
+
+def _hash(numbers: UInt64Array, key: int) -> UInt64Array:
+    """uint64, shape of `numbers`: SplitMix64 of numbers + key.
+
+    Written out because numpy keeps no promise that a Generator gives the same permutation in its next version, and a
+    run that is resumed years later must go on in its own order.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); constants of Stafford's
+    variant 13.
+    """
+    with np.errstate(over="ignore"):
+        x = (numbers + np.uint64(key)) * np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)

@@ -1,0 +1,296 @@
+"""One training step's data on one rank: planned from lengths, read from packs, laid out as THD rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from harness.errors import LoaderError, ScheduleError
+from harness.loader.order import EpochOrder, OrderConfig, Step
+from harness.loader.state import LoaderState
+from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
+from harness.schedule import ScheduleConfig, SequenceCost, schedule
+from harness.schedule.imbalance import Imbalance, imbalance
+from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
+
+
+class PackSource(Protocol):
+    """What a loader needs of a dataset; every reader of `harness.formats` has it. It must be picklable."""
+
+    @property
+    def pack_offsets(self) -> Int64Array: ...
+
+    @property
+    def sequence_lengths(self) -> Int32Array: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: list[int]) -> list[Pack]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What of the parallel layout matters to data.
+
+    Attributes:
+        dp_rank, dp_size: data parallel.
+        cp_size: context-parallel ranks that share a row.
+        multiple: every sequence is padded to a multiple of this (`harness.thd.row_multiple`).
+        group_size: the number of microbatches of a step is a multiple of this.
+    """
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    cp_size: int = 1
+    multiple: int = 1
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp_size", "cp_size", "multiple", "group_size"):
+            if getattr(self, name) < 1:
+                raise LoaderError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise LoaderError(f"data-parallel rank {self.dp_rank} does not exist among {self.dp_size}")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepBatch:
+    """One step's data on one rank, and what every rank knows of the whole step.
+
+    Attributes:
+        epoch, step_in_epoch: from 0.
+        pack_ids: int64 [packs], the global batch in training order.
+        rows: one a microbatch, of this rank.
+        sequence_ids: one a microbatch, int64: ids of the row's sequences in the dataset; sequence i of pack p has
+            the id pack_offsets[p] + i. Empty for a row of zero loss.
+        num_sequences: of the global batch.
+        num_tokens: model tokens of the global batch, without padding.
+        imbalance: how evenly the global batch lies on the ranks.
+        state: of the loader once this step is trained.
+    """
+
+    epoch: int
+    step_in_epoch: int
+    pack_ids: Int64Array
+    rows: list[ThdBatch]
+    sequence_ids: list[Int64Array]
+    num_sequences: int
+    num_tokens: int
+    imbalance: Imbalance
+    state: LoaderState
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.rows)
+
+    def digest(self) -> str:
+        """32 hexadecimal digits over tokens, labels, masks, positions and boundaries of this rank's rows, in order."""
+        digest = xxhash.xxh3_128()
+        for row in self.rows:
+            digest.update(np.asarray([len(row), row.num_sequences], dtype=np.int64).tobytes())
+            arrays = (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, row.cu_seqlens_padded)
+            for array in arrays:
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return str(digest.hexdigest())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RawStep:
+    """What a worker sends: 5 bytes a token instead of the 29 of finished rows.
+
+    Attributes:
+        input_ids: int32 [n], stored tokens of this rank's rows end to end.
+        loss_mask: uint8 [n].
+        row_lengths: one a microbatch, int64: stored tokens of each sequence of the row; empty for a zero-loss row.
+        others: as in StepBatch.
+    """
+
+    step: Step
+    pack_ids: Int64Array
+    input_ids: Int32Array
+    loss_mask: UInt8Array
+    row_lengths: list[Int64Array]
+    sequence_ids: list[Int64Array]
+    num_sequences: int
+    num_tokens: int
+    imbalance: Imbalance
+
+
+class StepReader:
+    """Plans a step for all ranks and reads one rank's part. Sent to every worker; holds no batch."""
+
+    def __init__(
+        self,
+        source: PackSource,
+        *,
+        order: OrderConfig,
+        schedule: ScheduleConfig,
+        layout: Layout,
+        cost: SequenceCost | None = None,
+    ) -> None:
+        self._source = source
+        self._order_config = order
+        self._schedule = schedule
+        self._layout = layout
+        self._cost = cost or SequenceCost()
+        self._epoch_order: EpochOrder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The order is computed again faster than it is sent.
+        return {**self.__dict__, "_epoch_order": None}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one row holds."""
+        return self._schedule.max_tokens_per_rank * self._layout.cp_size
+
+    def check(self) -> None:
+        """Raise ScheduleError where a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
+        lengths = padded_lengths(self._source.sequence_lengths, self._layout.multiple)
+        offsets = self._source.pack_offsets
+        if lengths.max() > self.capacity:
+            sequence = int(np.argmax(lengths > self.capacity))
+            pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
+            raise ScheduleError(
+                f"sequence {sequence} of the dataset has {lengths[sequence]:,} model tokens after padding to "
+                f"{self._layout.multiple}, more than the {self.capacity:,} of a row "
+                f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {self._layout.cp_size}); "
+                f"{np.count_nonzero(lengths > self.capacity):,} of {lengths.shape[0]:,} sequences are that long",
+                where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
+                fix=f"set schedule.max_tokens_per_rank to at least "
+                f"{-(-int(lengths.max()) // self._layout.cp_size):,}, or prepare the data with a smaller limit",
+            )
+        if lengths.min() < 1:
+            sequence = int(np.argmin(lengths))
+            pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
+            raise ScheduleError(
+                f"sequence {sequence} of the dataset has a single stored token; training needs the one after it too",
+                where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
+                fix="prepare the dataset again; sequences of one token are refused there",
+            )
+        if self._schedule.name != "as_packed":
+            return
+        tokens = np.add.reduceat(lengths, offsets[:-1])
+        if tokens.max() > self.capacity:
+            pack = int(np.argmax(tokens > self.capacity))
+            raise ScheduleError(
+                f"pack {pack} of the dataset takes {tokens[pack]:,} tokens with its sequences padded to "
+                f"{self._layout.multiple}, more than the {self.capacity:,} of a row; "
+                f"{np.count_nonzero(tokens > self.capacity):,} of {tokens.shape[0]:,} packs do",
+                where="schedule.max_tokens_per_rank",
+                fix=f"set it to at least {-(-int(tokens.max()) // self._layout.cp_size):,}, prepare smaller packs, "
+                "or choose the dp_balanced schedule",
+            )
+
+    def plan(self, step: Step) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
+        """Pack ids, ids of their sequences, where each goes, and how even that is: the same on every rank."""
+        if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
+            self._epoch_order = EpochOrder(self._order_config, len(self._source), step.epoch)
+        packs = self._epoch_order.packs(step.start, step.stop)
+        starts = self._source.pack_offsets[packs]
+        counts = self._source.pack_offsets[packs + 1] - starts
+        offsets = np.zeros(packs.shape[0] + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
+        lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.multiple)
+        placed = schedule(
+            self._schedule.name,
+            lengths,
+            dp_size=self._layout.dp_size,
+            cp_size=self._layout.cp_size,
+            max_tokens_per_rank=self._schedule.max_tokens_per_rank,
+            group_size=self._layout.group_size,
+            pack_offsets=offsets,
+            cost=self._cost,
+        )
+        return packs, sequences, placed, imbalance(placed, lengths, capacity=self.capacity, cost=self._cost)
+
+    def read(self, step: Step) -> RawStep:
+        """Plan `step` and read this rank's sequences, from the packs that hold them alone.
+
+        Raises:
+            HarnessError: as the reader does; LoaderError where a pack is not what the dataset's index says.
+        """
+        pack_ids, sequences, placed, evenness = self.plan(step)
+        rows = [
+            sequences[placed.row(microbatch, self._layout.dp_rank)] for microbatch in range(placed.num_microbatches)
+        ]
+        mine = np.concatenate(rows)
+        stored = self._source.sequence_lengths[mine].astype(np.int64)
+        parts = list(self._parts(mine))
+        return RawStep(
+            step=step,
+            pack_ids=pack_ids,
+            input_ids=np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32),
+            loss_mask=np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, dtype=np.uint8),
+            row_lengths=np.split(stored, np.cumsum([row.shape[0] for row in rows])[:-1]),
+            sequence_ids=rows,
+            num_sequences=int(sequences.shape[0]),
+            num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
+            imbalance=evenness,
+        )
+
+    def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
+        """Tokens and masks of runs of `sequences`: neighbours in one pack are one slice."""
+        if sequences.shape[0] == 0:
+            return
+        offsets = self._source.pack_offsets
+        pack_of = np.searchsorted(offsets, sequences, side="right") - 1
+        needed = np.unique(pack_of)
+        packs = dict(zip(needed.tolist(), self._source.read(needed.tolist()), strict=True))
+        for index, pack in packs.items():
+            self._check_pack(index, pack)
+        runs = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(pack_of) != 0)) + 1
+        firsts = [0, *runs.tolist()]
+        for first, stop in zip(firsts, [*runs.tolist(), sequences.shape[0]], strict=True):
+            pack = packs[int(pack_of[first])]
+            inside = int(sequences[first] - offsets[pack_of[first]])
+            start = int(pack.seq_start_id[inside])
+            after = inside + stop - first
+            end = int(pack.seq_start_id[after]) if after < pack.num_sequences else len(pack)
+            yield pack.input_ids[start:end], pack.loss_mask[start:end]
+
+    def _check_pack(self, index: int, pack: Pack) -> None:
+        expected = self._source.sequence_lengths[
+            int(self._source.pack_offsets[index]) : int(self._source.pack_offsets[index + 1])
+        ]
+        if not np.array_equal(pack.sequence_lengths, expected):
+            raise LoaderError(
+                f"pack {index} holds {pack.num_sequences} sequences of {len(pack):,} tokens, "
+                f"its dataset's index says {expected.shape[0]} of {int(expected.sum()):,}",
+                fix="the index belongs to other data; prepare or convert the dataset again",
+            )
+
+
+def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: int) -> StepBatch:
+    """Finished rows of what a worker read; `before` is the state that the step starts from."""
+    rows = []
+    start = 0
+    for lengths in raw.row_lengths:
+        if lengths.shape[0] == 0:
+            rows.append(zero_loss_row(layout.multiple))
+            continue
+        stop = start + int(lengths.sum())
+        rows.append(
+            thd_from_arrays(raw.input_ids[start:stop], raw.loss_mask[start:stop], lengths, multiple=layout.multiple)
+        )
+        start = stop
+    position = LoaderState(before.seed, raw.step.epoch, raw.step.start, before.fingerprint, before.order)
+    return StepBatch(
+        epoch=raw.step.epoch,
+        step_in_epoch=raw.step.index,
+        pack_ids=raw.pack_ids,
+        rows=rows,
+        sequence_ids=raw.sequence_ids,
+        num_sequences=raw.num_sequences,
+        num_tokens=raw.num_tokens,
+        imbalance=raw.imbalance,
+        state=position.advance(raw.step.stop - raw.step.start, of=num_packs),
+    )
