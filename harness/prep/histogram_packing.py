@@ -1,0 +1,188 @@
+"""Decreasing packers that work on the histogram of lengths.
+
+Sequences of equal length are interchangeable, so best-fit and first-fit decreasing can place all of one length in one
+step over *runs*: bins with consecutive numbers, the same history and so the same free space. The work grows with the
+number of distinct lengths; each length splits at most one run, so runs stay few however many sequences there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.records import Int64Array
+
+_EXPAND_ITEMS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Placement:
+    """Where items go, in the order of decreasing length.
+
+    Row i puts `per_bin[i]` equal items into each of the bins `first_bin[i] ... first_bin[i] + num_bins[i] - 1`, after
+    the `before[i]` items that each of them already holds.
+
+    Attributes:
+        first_bin, num_bins, per_bin, before: int64 [rows].
+        total_bins: bins in all.
+    """
+
+    first_bin: Int64Array
+    num_bins: Int64Array
+    per_bin: Int64Array
+    before: Int64Array
+    total_bins: int
+
+    def items_per_bin(self) -> Int64Array:
+        """int64 [total_bins]."""
+        change = np.zeros(self.total_bins + 1, np.int64)
+        np.add.at(change, self.first_bin, self.per_bin)
+        np.subtract.at(change, self.first_bin + self.num_bins, self.per_bin)
+        return np.cumsum(change[:-1])
+
+    def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
+        """Lay items out bin by bin.
+
+        Args:
+            items: int64 [n], by decreasing length.
+            bin_starts: int64 [total_bins], position of each bin's first item in the result.
+
+        Returns:
+            int64 [n].
+        """
+        placed = np.empty_like(items)
+        row_ends = np.cumsum(self.num_bins * self.per_bin)
+        row = done = 0
+        while row < len(row_ends):
+            # In pieces of about a million items: temporaries stay in the cache and memory stays small.
+            stop = max(int(np.searchsorted(row_ends, done + _EXPAND_ITEMS, side="right")), row + 1)
+            end = int(row_ends[stop - 1])
+            placed[self._positions(slice(row, stop), bin_starts)] = items[done:end]
+            row, done = stop, end
+        return placed
+
+    def _positions(self, rows: slice, bin_starts: Int64Array) -> Int64Array:
+        num_bins, per_bin = self.num_bins[rows], self.per_bin[rows]
+        bins = np.repeat(self.first_bin[rows], num_bins) + _ramps(num_bins)
+        positions: Int64Array = bin_starts[bins] + np.repeat(self.before[rows], num_bins)
+        if per_bin.max() == 1:
+            return positions
+        repeats = np.repeat(per_bin, num_bins)
+        return np.asarray(np.repeat(positions, repeats) + _ramps(repeats))
+
+
+def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
+    """Place every item into the fullest bin that has room for it, longest items first.
+
+    Exactly the number of bins of best-fit decreasing run item by item: after an item of length s went into the bin
+    with the least sufficient room r, that bin is again the tightest while it has room, so it takes r // s of them.
+
+    Args:
+        sizes: int64 [distinct], decreasing, each at most `pack_size`.
+        counts: int64 [distinct], items of each size.
+        pack_size: room of an empty bin.
+    """
+    # Room -> runs (first bin, bins, items already in each) with exactly that room.
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    rooms: list[int] = []
+    rows: list[tuple[int, int, int, int]] = []
+    smallest = int(sizes[-1]) if len(sizes) else 0
+    total_bins = 0
+
+    def put(room: int, run: tuple[int, int, int]) -> None:
+        if room < smallest:
+            return
+        if room in runs:
+            runs[room].append(run)
+        else:
+            runs[room] = [run]
+            insort(rooms, room)
+
+    def fill(room: int, size: int, left: int, run: tuple[int, int, int]) -> int:
+        """Fill bins of one run with items of one size; returns how many items are left over."""
+        first, bins, before = run
+        per_bin = room // size
+        full = min(bins, left // per_bin)
+        if full:
+            rows.append((first, full, per_bin, before))
+            put(room - per_bin * size, (first, full, before + per_bin))
+            left -= full * per_bin
+        if full == bins:
+            return left
+        if left:
+            rows.append((first + full, 1, left, before))
+            put(room - left * size, (first + full, 1, before + left))
+            full += 1
+        if full < bins:
+            put(room, (first + full, bins - full, before))
+        return 0
+
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        left = count
+        while left:
+            tightest = bisect_left(rooms, size)
+            if tightest == len(rooms):
+                bins = -(-left // (pack_size // size))
+                total_bins += bins
+                left = fill(pack_size, size, left, (total_bins - bins, bins, 0))
+                continue
+            room = rooms.pop(tightest)
+            waiting = runs.pop(room)
+            while waiting and left:
+                left = fill(room, size, left, waiting.pop())
+            for run in waiting:
+                put(room, run)
+    return _placement(np.array(rows, np.int64).reshape(-1, 4), total_bins)
+
+
+def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
+    """Place every item into the first opened bin that has room for it, longest items first.
+
+    Arguments as of `best_fit_decreasing`; exactly the bins of first-fit decreasing run item by item.
+    """
+    # Runs in the order in which their bins were opened: first bin, bins, room, items already in each.
+    runs = np.empty((0, 4), np.int64)
+    rows: list[Int64Array] = []
+    total_bins = 0
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        per_new_bin = pack_size // size
+        per_bin = runs[:, 2] // size
+        ends = np.cumsum(per_bin * runs[:, 1])
+        in_old = int(ends[-1]) if len(ends) else 0
+        if in_old < count:
+            bins = -(-(count - in_old) // per_new_bin)
+            runs = np.concatenate([runs, np.array([[total_bins, bins, pack_size, 0]], np.int64)])
+            per_bin = np.append(per_bin, per_new_bin)
+            ends = np.append(ends, in_old + bins * per_new_bin)
+            total_bins += bins
+        last = int(np.searchsorted(ends, count))
+        left = count - (int(ends[last - 1]) if last else 0)
+        # The run in which the items end is split into filled bins, a partly filled one, and untouched ones.
+        first, bins, room, before = runs[last].tolist()
+        full, rest = divmod(left, int(per_bin[last]))
+        pieces = [(first, full, int(per_bin[last])), (first + full, int(rest > 0), rest)]
+        pieces.append((first + full + int(rest > 0), bins - full - int(rest > 0), 0))
+        split = np.array([(at, n, room, before) for at, n, _ in pieces if n], np.int64)
+        split_per_bin = np.array([k for _, n, k in pieces if n], np.int64)
+
+        runs = np.concatenate([runs[:last], split, runs[last + 1 :]])
+        per_bin = np.concatenate([per_bin[:last], split_per_bin, np.zeros(len(per_bin) - last - 1, np.int64)])
+        used = np.flatnonzero(per_bin)
+        rows.append(np.stack([runs[used, 0], runs[used, 1], per_bin[used], runs[used, 3]], axis=1))
+        runs[:, 2] -= per_bin * size
+        runs[:, 3] += per_bin
+        runs = runs[runs[:, 2] >= sizes[-1]]
+    return _placement(np.concatenate(rows) if rows else np.empty((0, 4), np.int64), total_bins)
+
+
+def _placement(rows: Int64Array, total_bins: int) -> Placement:
+    first_bin, num_bins, per_bin, before = np.ascontiguousarray(rows.T)
+    return Placement(first_bin, num_bins, per_bin, before, total_bins)
+
+
+def _ramps(counts: Int64Array) -> Int64Array:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
+    ends = np.cumsum(counts)
+    return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))

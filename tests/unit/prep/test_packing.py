@@ -1,0 +1,185 @@
+"""Packing: legal plans, the textbook algorithms' own packs, and the same plan everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.packing import PACKERS, PackingConfig, plan_packs, shuffled
+
+LENGTHS = st.integers(2, 40).flatmap(
+    lambda pack_size: st.tuples(st.just(pack_size), st.lists(st.integers(2, pack_size), max_size=60))
+)
+
+
+def plain_best_fit(lengths, pack_size):
+    rooms: list[int] = []
+    for length in lengths:
+        fitting = [index for index, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting, key=lambda index: rooms[index])] -= length
+        else:
+            rooms.append(pack_size - length)
+    return sorted(rooms)
+
+
+def plain_first_fit(lengths, pack_size):
+    rooms: list[int] = []
+    for length in lengths:
+        fitting = [index for index, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[fitting[0]] -= length
+        else:
+            rooms.append(pack_size - length)
+    return rooms
+
+
+def pack_lengths(plan, lengths):
+    return [[lengths[i] for i in plan.pack(p)] for p in range(plan.num_packs)]
+
+
+def lognormal_lengths(count, pack_size):
+    return np.clip(np.random.default_rng(5).lognormal(np.log(600), 1, count), 2, pack_size).astype(np.int64)
+
+
+@pytest.mark.parametrize("algorithm", PACKERS)
+@settings(max_examples=60, deadline=None)
+@given(case=LENGTHS, seed=st.integers(0, 2**70))
+@example(case=(5, []), seed=0)
+def test_every_sequence_is_in_one_pack_and_no_pack_is_over(algorithm, case, seed):
+    pack_size, lengths = case
+    plan = plan_packs(lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)
+    assert sorted(plan.sequence_ids.tolist()) == list(range(len(lengths)))
+    assert (plan.sequence_ids.dtype, plan.pack_offsets.dtype) == (np.int64, np.int64)
+    assert all(0 < sum(pack) <= pack_size for pack in pack_lengths(plan, lengths))
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=LENGTHS, seed=st.integers(0, 9))
+def test_best_fit_decreasing_leaves_the_same_room_as_the_plain_algorithm(case, seed):
+    pack_size, lengths = case
+    plan = plan_packs(lengths, pack_size=pack_size, seed=seed)
+    rooms = sorted(pack_size - sum(pack) for pack in pack_lengths(plan, lengths))
+    assert rooms == plain_best_fit(sorted(lengths, reverse=True), pack_size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=LENGTHS, seed=st.integers(0, 9))
+def test_first_fit_decreasing_leaves_the_same_room_as_the_plain_algorithm(case, seed):
+    pack_size, lengths = case
+    plan = plan_packs(lengths, pack_size=pack_size, algorithm="first_fit_decreasing", seed=seed)
+    rooms = sorted(pack_size - sum(pack) for pack in pack_lengths(plan, lengths))
+    assert rooms == sorted(plain_first_fit(sorted(lengths, reverse=True), pack_size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=LENGTHS, seed=st.integers(0, 9))
+def test_first_fit_leaves_the_same_room_as_the_plain_algorithm_in_its_order(case, seed):
+    pack_size, lengths = case
+    plan = plan_packs(lengths, pack_size=pack_size, algorithm="first_fit", seed=seed)
+    order = shuffled(len(lengths), seed=seed, stream=0)
+    rooms = sorted(pack_size - sum(pack) for pack in pack_lengths(plan, lengths))
+    assert rooms == sorted(plain_first_fit([lengths[i] for i in order], pack_size))
+
+
+def test_best_and_first_fit_decreasing_by_hand():
+    # 7 and 6 open packs of 10; 4 fits beside 6 only; 3 beside 7; 2 and 2 need a third.
+    lengths = [2, 7, 4, 2, 3, 6]
+    best = sorted(sorted(pack) for pack in pack_lengths(plan_packs(lengths, pack_size=10), lengths))
+    assert best == [[2, 2], [3, 7], [4, 6]]
+    # 4 fits beside 40 and 40, opened first, and exactly beside three of 32.
+    lengths = [40, 40, 32, 32, 32, 4]
+    best = sorted(map(sorted, pack_lengths(plan_packs(lengths, pack_size=100), lengths)))
+    assert best == [[4, 32, 32, 32], [40, 40]]
+    first = plan_packs(lengths, pack_size=100, algorithm="first_fit_decreasing")
+    assert sorted(map(sorted, pack_lengths(first, lengths))) == [[4, 40, 40], [32, 32, 32]]
+
+
+def test_next_fit_keeps_the_order():
+    plan = plan_packs([4, 4, 5, 2, 8, 2], pack_size=10, algorithm="next_fit", seed=3)
+    assert plan.sequence_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert plan.pack_offsets.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "first_fit"])
+def test_the_seed_moves_equal_sequences_and_packs_but_changes_no_count(algorithm):
+    lengths = lognormal_lengths(3000, 4096)
+    one = plan_packs(lengths, pack_size=4096, algorithm=algorithm, seed=1)
+    again = plan_packs(lengths, pack_size=4096, algorithm=algorithm, seed=1)
+    two = plan_packs(lengths, pack_size=4096, algorithm=algorithm, seed=2)
+    np.testing.assert_array_equal(one.sequence_ids, again.sequence_ids)
+    np.testing.assert_array_equal(one.pack_offsets, again.pack_offsets)
+    assert not np.array_equal(one.pack_offsets, two.pack_offsets)
+    assert not np.array_equal(one.sequence_ids, two.sequence_ids)
+    if algorithm != "first_fit":
+        assert one.num_packs == two.num_packs
+
+
+def test_equal_sequences_are_shared_out_at_random():
+    plan = plan_packs([5] * 1000, pack_size=10, seed=0)
+    together = np.abs(plan.sequence_ids[::2] - plan.sequence_ids[1::2])
+    assert 200 < together.mean() < 470  # a third of 1,000 for strangers, 1 for neighbours
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "digest"),
+    [
+        ("best_fit_decreasing", "9376d203bacca39a"),
+        ("first_fit_decreasing", "96e194ac63c1ec2e"),
+        ("first_fit", "eaf62fa4f6011835"),
+        ("next_fit", "86104f4448f9445b"),
+    ],
+)
+def test_the_plan_is_the_same_on_every_machine(algorithm, digest):
+    # Lengths by arithmetic: numpy's own distributions may change between its versions.
+    lengths = 2 + (np.arange(5000) * 7919 % 1009) * (np.arange(5000) % 4 + 1)
+    plan = plan_packs(lengths, pack_size=4096, algorithm=algorithm, seed=7)
+    stored = plan.pack_offsets.astype("<i8").tobytes() + plan.sequence_ids.astype("<i8").tobytes()
+    assert hashlib.sha256(stored).hexdigest()[:16] == digest
+
+
+def test_pack_sizes_beyond_16_bits_work():
+    lengths = [70_000, 30_000, 66_000, 34_000, 2]
+    assert sorted(map(sorted, pack_lengths(plan_packs(lengths, pack_size=100_000), lengths))) == [
+        [2],
+        [30_000, 70_000],
+        [34_000, 66_000],
+    ]
+
+
+def test_a_million_sequences_are_planned_in_a_moment_and_waste_next_to_nothing():
+    lengths = lognormal_lengths(1_000_000, 4096)
+    start = time.process_time()
+    plan = plan_packs(lengths, pack_size=4096)
+    assert time.process_time() - start < 2  # 0.1 s on one core; item by item it takes minutes
+    lower_bound = -(-int(lengths.sum()) // 4096)
+    assert plan.num_packs - lower_bound <= lower_bound * 1e-4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([5, 11, 12], "2 of 3 sequences are longer than pack_size 10; sequence 1 has 11"),
+        ([5, 1], "1 of 2 sequences have fewer than 2 tokens; sequence 1 has 1"),
+        ([5, -3], "sequence 1 has -3"),
+        ([5.0], "float64"),
+        ([[5]], "2 dimensions"),
+    ],
+)
+def test_unusable_lengths_are_named(lengths, words):
+    with pytest.raises(PrepError, match=words):
+        plan_packs(lengths, pack_size=10)
+
+
+@pytest.mark.parametrize("change", [{"algorithm": "magic"}, {"pack_size": 1}, {"seed": -1}])
+def test_unusable_settings_are_refused(change):
+    with pytest.raises(ConfigError):
+        plan_packs([5], **{"pack_size": 10, **change})
+    with pytest.raises(ConfigError, match="where: data"):
+        PackingConfig(**{"path": "x", **change})
