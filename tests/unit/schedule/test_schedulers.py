@@ -1,0 +1,58 @@
+"""What holds for every scheduler in the registry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ConfigError, ScheduleError
+from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@settings(deadline=None, max_examples=100)
+@given(
+    packs=st.lists(st.lists(st.integers(1, 10), min_size=1, max_size=3), min_size=1, max_size=30),
+    dp_size=st.integers(1, 9),
+    group_size=st.integers(1, 3),
+)
+def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
+    name: str, packs: list[list[int]], dp_size: int, group_size: int
+) -> None:
+    lengths = [length for pack in packs for length in pack]
+    offsets = np.cumsum([0, *[len(pack) for pack in packs]])
+    placed = schedule(
+        name, lengths, dp_size=dp_size, max_tokens_per_rank=30, group_size=group_size, pack_offsets=offsets
+    )
+    assert sorted(placed.order.tolist()) == list(range(len(lengths)))
+    assert placed.num_microbatches % group_size == 0
+    assert placed.num_microbatches * dp_size == placed.row_offsets.shape[0] - 1
+    for microbatch in range(placed.num_microbatches):
+        for rank in range(dp_size):
+            assert sum(lengths[index] for index in placed.row(microbatch, rank)) <= 30
+
+
+def test_an_unknown_schedule_is_refused_with_the_names_of_the_known() -> None:
+    with pytest.raises(ConfigError, match="no schedule named 'dp_balancd'") as caught:
+        ScheduleConfig(name="dp_balancd")
+    assert "dp_balanced" in caught.value.fix
+    with pytest.raises(ScheduleError, match="no schedule named"):
+        schedule("dp_balancd", [1], dp_size=1, max_tokens_per_rank=8)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_tokens_per_rank is 0"):
+        ScheduleConfig(max_tokens_per_rank=0)
+    with pytest.raises(ScheduleError, match="dp_size is 0"):
+        schedule("dp_balanced", [1], dp_size=0, max_tokens_per_rank=8)
+    with pytest.raises(ScheduleError, match="group_size is 0"):
+        schedule("dp_balanced", [1], dp_size=1, max_tokens_per_rank=8, group_size=0)
+    with pytest.raises(ConfigError, match="cannot cost"):
+        SequenceCost(linear=-1.0)
+
+
+def test_cost_grows_with_the_square_of_the_length() -> None:
+    assert SequenceCost(linear=2.0, quadratic=0.5).of(np.asarray([1, 10])).tolist() == [2.5, 70.0]
+    assert SequenceCost().of(np.asarray([8192])).tolist() == [16384.0]

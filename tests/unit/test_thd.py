@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ScheduleError
+from harness.records import SequenceView
+from harness.thd import (
+    ThdBatch,
+    build_thd_batch,
+    context_parallel_indices,
+    padded_lengths,
+    row_multiple,
+    thd_from_arrays,
+    zero_loss_row,
+)
+
+
+def view(ids: list[int], mask: list[int]) -> SequenceView:
+    return SequenceView(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.uint8))
+
+
+TWO = [view([11, 12, 13, 14], [0, 1, 1, 0]), view([21, 22, 23], [1, 0, 0])]
+
+
+def test_tokens_labels_and_mask_are_shifted_inside_each_sequence() -> None:
+    batch = build_thd_batch(TWO)
+    assert batch.tokens.tolist() == [11, 12, 13, 21, 22]
+    assert batch.labels.tolist() == [12, 13, 14, 22, 23]
+    assert batch.loss_mask.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == batch.cu_seqlens_padded.tolist() == [0, 3, 5]
+    assert batch.max_seqlen == 3
+    assert not batch.padding_mask.any()
+    assert (batch.num_sequences, batch.num_tokens, batch.num_trained_tokens, len(batch)) == (2, 5, 3, 5)
+
+
+def test_every_sequence_is_padded_at_its_end() -> None:
+    batch = build_thd_batch(TWO, multiple=4)
+    assert batch.tokens.tolist() == [11, 12, 13, 0, 21, 22, 0, 0]
+    assert batch.labels.tolist() == [12, 13, 14, 0, 22, 23, 0, 0]
+    assert batch.loss_mask.tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.padding_mask.tolist() == [False, False, False, True, False, False, True, True]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.cu_seqlens_padded.tolist() == [0, 4, 8]
+    assert batch.max_seqlen == 4
+    assert (batch.num_tokens, len(batch)) == (5, 8)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_types_are_those_that_megatron_takes(multiple: int) -> None:
+    batch = build_thd_batch(TWO, multiple=multiple)
+    assert batch.tokens.dtype == batch.labels.dtype == batch.position_ids.dtype == np.int64
+    assert batch.loss_mask.dtype == np.float32
+    assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
+    assert batch.padding_mask.dtype == np.bool_
+    assert type(batch.max_seqlen) is int
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sequences=st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=2, max_size=12), min_size=1, max_size=8
+    ),
+    multiple=st.integers(1, 9),
+)
+def test_a_row_is_its_sequences_built_alone(sequences: list[list[tuple[int, int]]], multiple: int) -> None:
+    views = [view([i for i, _ in pairs], [m for _, m in pairs]) for pairs in sequences]
+    row = build_thd_batch(views, multiple=multiple)
+    alone = [build_thd_batch([one], multiple=multiple) for one in views]
+    for field in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
+        assert getattr(row, field).tolist() == np.concatenate([getattr(one, field) for one in alone]).tolist()
+    assert np.diff(row.cu_seqlens).tolist() == [len(pairs) - 1 for pairs in sequences]
+    lengths = np.asarray([len(pairs) for pairs in sequences])
+    assert np.diff(row.cu_seqlens_padded).tolist() == padded_lengths(lengths, multiple).tolist()
+    assert row.max_seqlen == max(one.max_seqlen for one in alone)
+    assert row.padding_mask.sum() == len(row) - row.num_tokens
+
+
+def test_padded_lengths_round_the_model_view_up() -> None:
+    assert padded_lengths(np.asarray([2, 5, 6, 9], dtype=np.int32), 4).tolist() == [4, 4, 8, 8]
+    assert padded_lengths(np.asarray([2, 5, 6], dtype=np.int32)).tolist() == [1, 4, 5]
+
+
+def test_a_sequence_of_one_token_is_refused_by_its_place() -> None:
+    with pytest.raises(ScheduleError, match=r"sequence 1 of the row has 1 stored token"):
+        build_thd_batch([TWO[0], view([5], [0])])
+
+
+def test_no_sequences_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="no sequences"):
+        build_thd_batch([])
+
+
+def test_arrays_that_do_not_fit_their_lengths_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="4 tokens, 4 loss_mask entries and sequences of 5 tokens"):
+        thd_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), np.asarray([2, 3]))
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_zero_loss_row_is_legal_and_trains_nothing(multiple: int) -> None:
+    row = zero_loss_row(multiple)
+    assert isinstance(row, ThdBatch)
+    assert len(row) == multiple
+    assert row.num_sequences == 1
+    assert row.num_trained_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "tp_size", "sequence_parallel", "multiple"),
+    [
+        (1, 1, False, 1),
+        (1, 4, False, 1),
+        (1, 4, True, 4),
+        (2, 1, False, 4),
+        (2, 2, True, 4),
+        (2, 3, True, 12),
+        (2, 4, True, 8),
+        (4, 2, True, 8),
+        (4, 8, False, 8),
+    ],
+)
+def test_the_multiple_lets_every_rank_hold_equal_parts(
+    cp_size: int, tp_size: int, sequence_parallel: bool, multiple: int
+) -> None:
+    assert row_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=sequence_parallel) == multiple
+    if cp_size > 1:
+        assert multiple % (2 * cp_size) == 0
+    if sequence_parallel:
+        assert multiple // cp_size % tp_size == 0
+
+
+def test_context_parallel_ranks_hold_a_chunk_from_each_end() -> None:
+    # One sequence of 8 and one of 4 tokens, two ranks: chunks of 2 and of 1.
+    assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert context_parallel_indices(np.asarray([0, 3]), cp_size=1, cp_rank=0).tolist() == [0, 1, 2]
+
+
+@settings(deadline=None, max_examples=100)
+@given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6), cp_size=st.integers(2, 5))
+def test_context_parallel_ranks_hold_every_token_once(chunks: list[int], cp_size: int) -> None:
+    bounds = np.cumsum([0, *[2 * cp_size * chunk for chunk in chunks]])
+    held = [context_parallel_indices(bounds, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(bounds[-1]))
+    for rank, indices in enumerate(held):
+        expected: list[int] = []
+        for start, chunk in zip(bounds, chunks, strict=False):
+            for number in (rank, 2 * cp_size - 1 - rank):
+                expected += range(start + number * chunk, start + (number + 1) * chunk)
+        assert indices.tolist() == expected
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
+    with pytest.raises(ScheduleError, match=r"sequence 1 has 6 padded tokens, not a multiple of 2 \* cp_size = 4"):
+        context_parallel_indices(np.asarray([0, 8, 14]), cp_size=2, cp_rank=0)
+    with pytest.raises(ScheduleError, match="rank 2 does not exist among 2"):
+        context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=2)
