@@ -1,0 +1,135 @@
+"""The one place that knows Hydra: composes `configs/`, checks it against dataclasses, and reports errors plainly."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.errors import ConfigError, HarnessError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+T = TypeVar("T")
+
+
+def compose_config(name: str, schema: type[T], overrides: list[str] | None = None) -> T:
+    """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
+
+    Only the root is registered (as `<name>_schema`), so that a misspelt key anywhere is refused.
+
+    Raises:
+        ConfigError: unknown key or group, a value of another type, or one that a dataclass refuses.
+    """
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+            return cast(T, OmegaConf.to_object(compose(name, overrides=overrides or [])))
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        if isinstance(cause, HarnessError):
+            raise cause from None
+        said = str(error).strip().splitlines()
+        told = [line.strip() for line in said if line.strip() and "full_key" not in line and "object_type" not in line]
+        if cause is not None and str(cause) not in str(error):
+            told.append(str(cause).splitlines()[0])
+        keys = [line.split(":", 1)[1].strip() for line in said if "full_key" in line]
+        raise ConfigError(
+            "; ".join(told) or type(error).__name__,
+            where=f"configs/{name}.yaml" + (f", key {keys[0]}" if keys and keys[0] else "") + _shown(overrides),
+            fix=f"`python -m recipes.{name} --cfg` prints every key with its value",
+        ) from error
+
+
+def _shown(overrides: list[str] | None) -> str:
+    return f" with {' '.join(overrides)}" if overrides else ""
+
+
+def to_plain(config: Any) -> Any:
+    """Dataclasses as dicts, lists and scalars: what is written to YAML and JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return value
+
+    return plain(asdict(config) if is_dataclass(config) and not isinstance(config, type) else config)
+
+
+def to_yaml(config: Any) -> str:
+    return cast(str, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+
+
+def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:
+    """Make `main(config)` the entry point of `python -m recipes.<name> [overrides]`.
+
+    `--cfg` prints the composed configuration and `--help` how to change it. A HarnessError ends the process with
+    exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the traceback.
+    """
+
+    def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def entry() -> None:
+            arguments = sys.argv[1:]
+            if {"-h", "--help"} & set(arguments):
+                print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
+                print(
+                    f"\nSettings: `key=value` ..., groups: {', '.join(_groups())}; "
+                    f"`python -m recipes.{name} --cfg` prints them all."
+                )
+                return
+            show = "--cfg" in arguments
+            with exit_on_error():
+                config = compose_config(name, schema, [a for a in arguments if a != "--cfg"])
+                if show:
+                    print(to_yaml(config), end="")
+                    return
+                code = main(config)
+                if code:
+                    sys.exit(code)
+
+        return entry
+
+    return decorate
+
+
+def _groups() -> list[str]:
+    return sorted(f"{folder.name}={{{','.join(sorted(f.stem for f in folder.glob('*.yaml')))}}}" for folder in CONFIGS.iterdir() if folder.is_dir())
+
+
+class exit_on_error:  # noqa: N801 - reads as a statement where it is used
+    """Context manager: a HarnessError becomes its message on stderr and exit code 2, Ctrl-C exit code 130."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+        if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
+            return
+        # One rank speaks where all fail alike; a failure of one rank alone is shown by the launcher's summary.
+        if os.environ.get("RANK", "0") == "0" or getattr(error, "this_rank_only", False):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.exit(2)

@@ -1,0 +1,144 @@
+"""Attention and norm of our own where Transformer Engine is missing.
+
+Megatron's local core attention refuses the `thd` format and its local norm refuses sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+
+class VarlenAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed row, by PyTorch's `scaled_dot_product_attention`.
+
+    Takes the place of Megatron's `core_attention`. Sequences are cut apart at `cu_seqlens_q_padded` (or
+    `cu_seqlens_q` where nothing is padded), so no token can see another sequence. Padding stands at the end of its
+    sequence: causality keeps real tokens from seeing it. With context parallelism keys and values are gathered over
+    the CP group, and each rank answers for its two chunks of every sequence.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_unused: Any,  # arguments that newer versions add for features that are off here
+    ) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.cp_size = config.context_parallel_size
+        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend inside sequences.
+
+        Args:
+            query: [T / cp, heads, head_dim], or [s, b, heads, head_dim] without `packed_seq_params`.
+            key, value: the same with the number of key-value heads.
+
+        Returns:
+            [T / cp, heads * head_dim], or [s, b, heads * head_dim].
+        """
+        if packed_seq_params is None:
+            out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        if bounds is None:
+            bounds = packed_seq_params.cu_seqlens_q
+        lengths: list[int] = torch.diff(bounds).tolist()
+        if self.cp_size > 1:
+            return self._forward_on_slices(query, key, value, lengths)
+        pieces = [
+            self._attend(*(_heads_first(t) for t in qkv)).squeeze(0).transpose(0, 1)
+            for qkv in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        ]
+        return torch.cat(pieces).flatten(1)
+
+    def _forward_on_slices(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
+        cp_rank = torch.distributed.get_rank(self.cp_group)
+        # One collective for both: [cp * T / cp, 2, heads, head_dim], rank after rank; its backward sums over ranks.
+        both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
+        local = [length // self.cp_size for length in lengths]
+        by_rank = [part.split(local) for part in both.chunk(self.cp_size)]
+        pieces = []
+        for index, one_query in enumerate(query.split(local)):
+            # Every rank holds chunks r and 2 * cp - 1 - r of a sequence: laid out in order they are the whole.
+            halves = [parts[index].chunk(2) for parts in by_rank]
+            whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
+            chunk = one_query.shape[0] // 2
+            for part, number in zip(one_query.chunk(2), (cp_rank, 2 * self.cp_size - 1 - cp_rank), strict=True):
+                end = (number + 1) * chunk
+                allowed = torch.arange(end, device=query.device) <= torch.arange(
+                    number * chunk, end, device=query.device
+                ).unsqueeze(1)
+                seen = whole[:end]
+                out = self._attend(_heads_first(part), _heads_first(seen[:, 0]), _heads_first(seen[:, 1]), allowed)
+                pieces.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(pieces).flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            is_causal=allowed is None,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+
+
+def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
+    """[L, h, d] -> [1, h, L, d]: the batched layout lets PyTorch choose its fused kernel."""
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight tells Megatron that sequence parallelism leaves its gradient partial.
+
+    Args:
+        config: reads `sequence_parallel` and `params_dtype`.
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Read by finalize_model_grads, which sums the gradient over the TP group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to the same shape and dtype; computed in float32."""
+        wide = hidden.float()
+        return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * self.weight.float()).type_as(hidden)

@@ -1,0 +1,67 @@
+"""Every difference between the supported versions of Megatron-Core (0.16 to 0.19), in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+MEGATRON_VERSION: str = megatron.core.__version__
+
+
+def packed_seq_params(
+    *,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    max_seqlen: int,
+    total_tokens: int,
+) -> PackedSeqParams:
+    """PackedSeqParams of one row whose queries and keys are the same tokens.
+
+    Args:
+        cu_seqlens: int32 [S + 1], real tokens.
+        cu_seqlens_padded: int32 [S + 1], padded ones, or None where nothing is padded.
+        max_seqlen: the longest padded sequence.
+        total_tokens: padded tokens of the row; newer versions carry it.
+    """
+    values: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "cu_seqlens_q_padded": cu_seqlens_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_padded,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_kv": max_seqlen,
+    }
+    if any(field.name == "total_tokens" for field in dataclasses.fields(PackedSeqParams)):
+        values["total_tokens"] = total_tokens
+    return PackedSeqParams(**values)
+
+
+def accepts(function: Any, name: str) -> bool:
+    """True where `function` (or a class's constructor) takes an argument called `name`."""
+    return name in inspect.signature(function).parameters
+
+
+def make_empty_adam_state(optimizer: Any) -> None:
+    """Give PyTorch's Adam, which makes its state in the first step, the state that loading writes into.
+
+    Megatron's distributed optimizer looks for `step` before anything is loaded; with Transformer Engine's or Apex's
+    Adam, which keep it elsewhere, there is nothing to do.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter.data),
+                        "exp_avg_sq": torch.zeros_like(parameter.data),
+                    }

@@ -1,0 +1,182 @@
+"""The process: its device, its place in the job, and Megatron-Core on a CPU.
+
+Megatron-Core says `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under
+a function mode that maps those to the CPU; nothing of Megatron is replaced, so what trains here is what trains there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.overrides import TorchFunctionMode
+
+from harness.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What this process is.
+
+    Attributes:
+        device: where tensors live.
+        rank, world_size: place in the job.
+        local_rank: place on the node.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`; raises ConfigError where CUDA is asked for and missing."""
+    if name not in DEVICES:
+        raise ConfigError(f"device {name!r} is unknown", where="trainer.device", fix=f"one of {', '.join(DEVICES)}")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device is cuda, but PyTorch sees no GPU",
+            where=f"host {socket.gethostname()}, torch {torch.__version__}",
+            fix="trainer.device=auto, or start on a node with GPUs and a CUDA build of torch",
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
+            where=f"host {socket.gethostname()}",
+            fix="start as many processes a node as it has GPUs",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime]:
+    """Join the job that torchrun (or a lone process) describes in its environment; leave it at the end.
+
+    Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
+
+    Raises:
+        ConfigError: no such device, or an incomplete launcher environment.
+    """
+    chosen = choose_device(device)
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set",
+            where="environment",
+            fix="start with torchrun, or set both",
+        )
+    runtime = Runtime(chosen, rank, world_size, int(os.environ.get("LOCAL_RANK", "0")))
+    with _cpu_as_cuda() if chosen.type == "cpu" else _on_gpu(chosen):
+        timeout = timedelta(seconds=timeout_s)
+        backend = "gloo" if chosen.type == "cpu" else "nccl"
+        if world_size > 1:
+            torch.distributed.init_process_group(backend, timeout=timeout)
+        else:
+            torch.distributed.init_process_group(
+                backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        try:
+            yield runtime
+        finally:
+            from megatron.core import parallel_state
+
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _on_gpu(device: torch.device) -> Iterator[None]:
+    torch.cuda.set_device(device)
+    yield
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` answers as a GPU tensor would.
+
+    Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    # A plain integer is a GPU's index, but a bool would be an argument of another meaning.
+    return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
+
+
+class _NoStream:
+    """Stands for a CUDA stream where work is never asynchronous."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def _cpu_as_cuda() -> Iterator[None]:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    stream = _NoStream()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    for name, value in {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "empty_cache": lambda: None,
+    }.items():
+        replace(torch.cuda, name, value)
+    # Megatron's seed tracker reaches for the GPU's generator; on a CPU the one generator there is serves.
+    replace(megatron_random, "_set_cuda_rng_state", set_rng_state)
+    replace(megatron_random, "_get_cuda_rng_state", get_rng_state)
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)

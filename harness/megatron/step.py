@@ -1,0 +1,203 @@
+"""One optimizer step and one evaluation, by Megatron-Core's own schedules, optimizer and learning-rate scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from harness.errors import ConfigError
+from harness.loader.loader import StepBatch
+from harness.megatron.batch import to_device
+from harness.megatron.topology import ParallelConfig, Topology
+from harness.thd import ThdBatch
+from harness.train import Evaluation, StepResult
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule.
+
+    Attributes:
+        lr, min_lr: largest and final learning rate.
+        warmup_steps: linear from 0 to lr.
+        decay_steps: where the schedule ends, None for the run's number of steps.
+        decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
+        clip_grad: largest gradient norm, 0 for none.
+    """
+
+    lr: float = 2e-3
+    min_lr: float = 2e-4
+    warmup_steps: int = 5
+    decay_steps: int | None = None
+    decay: str = "cosine"
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_lr <= self.lr or self.lr <= 0:
+            raise ConfigError(
+                f"learning rates are {self.lr} (largest) and {self.min_lr} (smallest)",
+                where="optimizer.lr, optimizer.min_lr",
+                fix="0 <= min_lr <= lr, and lr above 0",
+            )
+        if self.decay not in ("cosine", "linear", "constant", "inverse-square-root"):
+            raise ConfigError(
+                f"decay {self.decay!r} is unknown",
+                where="optimizer.decay",
+                fix="one of cosine, linear, constant, inverse-square-root",
+            )
+        if self.warmup_steps < 0 or self.clip_grad < 0:
+            raise ConfigError(
+                f"warmup_steps is {self.warmup_steps} and clip_grad {self.clip_grad}", where="optimizer", fix="0 or more"
+            )
+
+
+def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Summed loss, trained tokens, and both as one float64 tensor [2] for the report.
+
+    The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
+    depend on how sequences were placed.
+    """
+    total = (losses.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))
+
+
+class MegatronStep:
+    """Trains and evaluates a model on this rank's rows.
+
+    Args:
+        chunks: from `build_model`.
+        decay_steps: steps after which the learning rate has reached `min_lr`.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        *,
+        optimizer: OptimizerConfig,
+        parallel: ParallelConfig,
+        topology: Topology,
+        device: torch.device,
+        decay_steps: int,
+    ) -> None:
+        self.chunks = chunks
+        self.topology = topology
+        self.device = device
+        self.config = get_model_config(chunks[0])
+        self.optimizer: Any = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=optimizer.lr,
+                min_lr=optimizer.min_lr,
+                weight_decay=optimizer.weight_decay,
+                adam_beta1=optimizer.beta1,
+                adam_beta2=optimizer.beta2,
+                adam_eps=optimizer.eps,
+                clip_grad=optimizer.clip_grad,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+            ),
+            chunks,
+        )
+        decay_steps = optimizer.decay_steps or decay_steps
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            # Megatron insists on a warm-up that ends before the decay does.
+            lr_warmup_steps=min(optimizer.warmup_steps, decay_steps - 1),
+            lr_decay_steps=decay_steps,
+            lr_decay_style=optimizer.decay,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=decay_steps,
+            wd_incr_style="constant",
+        )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self._forward_backward = get_forward_backward_func()
+
+    def train(self, batch: StepBatch) -> StepResult:
+        """One optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._run(batch.rows, forward_only=False)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        updated, grad_norm, _zeros = self.optimizer.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        total, tokens = self._reduce(sums)
+        return StepResult(
+            loss=total / max(tokens, 1),
+            trained_tokens=int(tokens),
+            grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
+            learning_rate=learning_rate,
+            skipped=not updated,
+        )
+
+    def evaluate(self, batches: Iterable[StepBatch]) -> Evaluation:
+        """Mean loss of a trained token over `batches`, without gradients."""
+        for chunk in self.chunks:
+            chunk.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in batches:
+                sums += self._run(batch.rows, forward_only=True)
+        total, tokens = self._reduce(sums)
+        return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens))
+
+    def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
+        iterators = [iter(rows) for _ in self.chunks]
+        reports: list[torch.Tensor] = self._forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(rows),
+            seq_length=max(int(row.cu_seqlens_padded[-1]) for row in rows),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        if not reports:
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
+        return torch.stack(reports).sum(dim=0)
+
+    def _forward(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+        row = to_device(next(rows), self.device, cp_size=self.topology.cp_size, cp_rank=self.topology.cp_rank)
+        output = model(
+            input_ids=row.tokens,
+            position_ids=row.position_ids,
+            attention_mask=None,
+            labels=row.labels,
+            packed_seq_params=row.packed_seq_params,
+        )
+        return output, partial(_sum_loss, row.loss_mask)
+
+    def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:
+        """Loss sum and trained tokens of the whole job; only the last pipeline stage has its part."""
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            torch.distributed.broadcast(
+                sums,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        total, tokens = sums.tolist()
+        return total, tokens

@@ -1,0 +1,121 @@
+"""How ranks divide the model and the data: checked before any process group is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+
+from harness.errors import ConfigError
+from harness.thd import row_multiple
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the parallel dimensions; data parallelism takes the ranks that are left.
+
+    Attributes:
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: stages of layers.
+        virtual_pipeline_parallel_size: model chunks a stage, None for one.
+        context_parallel_size: ranks that share each sequence.
+        sequence_parallel: split norms and dropout over the TP group.
+        distributed_optimizer: split optimizer state over data-parallel ranks.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    virtual_pipeline_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"parallel.{name}", fix="1 or more")
+        chunks = self.virtual_pipeline_parallel_size
+        if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
+            raise ConfigError(
+                f"virtual_pipeline_parallel_size is {chunks} with {self.pipeline_parallel_size} pipeline stages",
+                where="parallel.virtual_pipeline_parallel_size",
+                fix="2 or more chunks on 2 or more stages, or null",
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel splits over the tensor-parallel group, which has one rank",
+                where="parallel.sequence_parallel",
+                fix="parallel.tensor_parallel_size=2 or more, or sequence_parallel=false",
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: tp * pp * cp."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def row_multiple(self) -> int:
+        """Every sequence is padded to a multiple of this many tokens."""
+        return row_multiple(
+            cp_size=self.context_parallel_size,
+            tp_size=self.tensor_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @property
+    def microbatch_group(self) -> int:
+        """The number of microbatches is a multiple of this; interleaved pipelines need whole rounds of stages."""
+        return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1
+
+    def dp_size(self, world_size: int) -> int:
+        """Data-parallel ranks of a job; raises ConfigError where ranks would be left over."""
+        if world_size % self.model_ranks:
+            raise ConfigError(
+                f"{world_size} ranks cannot hold whole copies of a model on {self.model_ranks} ranks (tensor "
+                f"{self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
+                f"{self.context_parallel_size})",
+                where="parallel",
+                fix=f"start a multiple of {self.model_ranks} ranks, or make the parallel sizes smaller",
+            )
+        return world_size // self.model_ranks
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands.
+
+    Attributes:
+        dp_rank, dp_size: data parallelism: which rows of a global batch this rank trains.
+        tp_rank, pp_rank, cp_rank: its place in one copy of the model.
+        is_first_stage, is_last_stage: of the pipeline.
+    """
+
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    cp_size: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def join(config: ParallelConfig, world_size: int) -> Topology:
+    """Make Megatron's process groups and say where this rank stands."""
+    dp_size = config.dp_size(world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+    )
+    return Topology(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=dp_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=config.context_parallel_size,
+        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    )

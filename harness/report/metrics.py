@@ -1,0 +1,186 @@
+"""What a run tells while it trains: a line of JSON a step, TensorBoard events, and at the end a plot and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from harness.errors import FormatError
+from harness.train import StepRecord
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`.
+
+    Attributes:
+        step: 1 for the first.
+        epoch: 0 for the first.
+        loss: mean of a trained token, nats.
+        validation_loss: the same over the validation set, None where this step was not followed by a validation.
+        learning_rate, grad_norm: of this step; the norm before clipping.
+        tokens: model tokens of the global batch, padding not counted.
+        trained_tokens: those of them with a loss.
+        tokens_per_s: tokens / step_s, the whole job.
+        fill: share of the rows' capacity that holds tokens.
+        num_microbatches: of each rank.
+        step_s: wall time of the step, data wait included, validation and checkpoint not.
+        data_wait_s: wait for the loader on rank 0.
+        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
+            1 is even.
+        packs_consumed: of this epoch, after this step.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    validation_loss: float | None
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    trained_tokens: int
+    tokens_per_s: float
+    fill: float
+    num_microbatches: int
+    step_s: float
+    data_wait_s: float
+    imbalance_tokens: float
+    imbalance_cost: float
+    packs_consumed: int
+
+
+def step_metrics(record: StepRecord) -> StepMetrics:
+    """The metrics of one step."""
+    batch, result = record.batch, record.result
+    return StepMetrics(
+        step=record.step,
+        epoch=batch.epoch,
+        loss=result.loss,
+        validation_loss=None if record.validation is None else record.validation.loss,
+        learning_rate=result.learning_rate,
+        grad_norm=result.grad_norm,
+        tokens=batch.num_tokens,
+        trained_tokens=result.trained_tokens,
+        tokens_per_s=batch.num_tokens / record.step_s,
+        fill=batch.imbalance.fill,
+        num_microbatches=batch.num_microbatches,
+        step_s=record.step_s,
+        data_wait_s=record.data_wait_s,
+        imbalance_tokens=batch.imbalance.token_ratio,
+        imbalance_cost=batch.imbalance.cost_ratio,
+        packs_consumed=batch.state.packs_consumed,
+    )
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and to TensorBoard events below `folder`.
+
+    Args:
+        first_step: lines of this step and later ones, left by a run that was stopped after its newest checkpoint,
+            are removed: these steps are trained again.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int = 1) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
+        rewritten = path.with_suffix(".rewritten")
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
+        self._file: IO[str] = path.open("a")
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)  # type: ignore[no-untyped-call]
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step; it is on its way to the disk when this returns."""
+        values = asdict(metrics)
+        # JSON has no NaN; readers of other languages refuse Python's.
+        whole = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        self._file.write(json.dumps(whole) + "\n")
+        self._file.flush()
+        for key, value in values.items():
+            if key != "step" and value is not None:
+                self._events.add_scalar(f"train/{key}", value, metrics.step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()  # type: ignore[no-untyped-call]
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """Lines that end; a process that was killed may have left half of one."""
+    with path.open() as file:
+        yield from (line for line in file if line.endswith("\n"))
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps of a `metrics.jsonl`, in order; raises FormatError for a line that is not one."""
+    steps = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        try:
+            values = json.loads(line)
+            steps.append(StepMetrics(**{key: math.nan if value is None and key in ("loss", "grad_norm") else value for key, value in values.items()}))
+        except (ValueError, TypeError) as error:
+            raise FormatError(
+                f"line {number} is not a step's metrics: {error}",
+                where=str(path),
+                fix="the file was changed by hand or written by another version; start a new run folder",
+            ) from error
+    return steps
+
+
+def plot_loss(steps: list[StepMetrics], path: Path) -> None:
+    """Draw training and validation loss over the steps as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
+    validated = [(s.step, s.validation_loss) for s in steps if s.validation_loss is not None]
+    if validated:
+        xs, ys = zip(*validated, strict=True)
+        axes.plot(xs, ys, "o--", label="validation", color="#d1570c", markersize=5)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per trained token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
+    """Write `report.md`: the result first, then what ran where.
+
+    Args:
+        facts: name to value, in the order to show: dataset, model, device, versions, how to go on.
+    """
+    first, last = steps[0], steps[-1]
+    validated = [s for s in steps if s.validation_loss is not None]
+    seconds = sum(s.step_s for s in steps)
+    rows = {
+        "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
+        "validation loss": (
+            ", ".join(f"{s.validation_loss:.4f} at step {s.step}" for s in validated) if validated else "not measured"
+        ),
+        "tokens": f"{sum(s.tokens for s in steps):,}, of them {sum(s.trained_tokens for s in steps):,} trained",
+        "tokens per second": f"{sum(s.tokens for s in steps) / seconds:,.0f}",
+        "fill of rows": f"{sum(s.fill for s in steps) / len(steps):.1%}",
+        "busiest rank over the mean": (
+            f"{sum(s.imbalance_tokens for s in steps) / len(steps):.3f} in tokens, "
+            f"{sum(s.imbalance_cost for s in steps) / len(steps):.3f} in attention cost"
+        ),
+        "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
+        **facts,
+    }
+    lines = ["# Fine-tuning run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
