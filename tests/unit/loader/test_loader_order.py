@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ConfigError
+from harness.loader.order import (
+    EpochOrder,
+    OrderConfig,
+    packs_of_global_batch,
+    steps_from,
+    steps_per_epoch,
+)
+
+
+def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> OrderConfig:
+    return OrderConfig(seed=seed, global_batch_size=size, block_packs=block, window_blocks=window, **other)
+
+
+def test_the_order_of_a_seed_and_epoch_never_changes() -> None:
+    # Runs that are resumed years later, with another numpy, go on in this order.
+    order = config(12, seed=1234, block=3, window=2)
+    assert EpochOrder(order, 12, 0).packs(0, 12).tolist() == [1, 2, 10, 11, 0, 9, 7, 8, 3, 5, 6, 4]
+    assert EpochOrder(order, 12, 1).packs(0, 12).tolist() == [5, 10, 3, 11, 4, 9, 2, 8, 7, 1, 0, 6]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    num_packs=st.integers(1, 200),
+    block=st.integers(1, 20),
+    window=st.integers(1, 12),
+    seed=st.integers(-5, 2**70),
+    epoch=st.integers(0, 5),
+)
+def test_an_epoch_holds_every_pack_once(num_packs: int, block: int, window: int, seed: int, epoch: int) -> None:
+    order = EpochOrder(config(seed=seed, block=block, window=window), num_packs, epoch)
+    assert sorted(order.packs(0, num_packs).tolist()) == list(range(num_packs))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    num_packs=st.integers(1, 120), cuts=st.lists(st.integers(1, 119), max_size=6), shuffle=st.booleans(), data=st.data()
+)
+def test_an_epoch_cut_anywhere_is_the_same_epoch(
+    num_packs: int, cuts: list[int], shuffle: bool, data: st.DataObject
+) -> None:
+    order = config(block=data.draw(st.integers(1, 9)), window=data.draw(st.integers(1, 9)), shuffle=shuffle)
+    whole = EpochOrder(order, num_packs, 3).packs(0, num_packs).tolist()
+    bounds = sorted({0, num_packs, *(cut for cut in cuts if cut < num_packs)})
+    pieces = list(itertools.pairwise(bounds))
+    again = EpochOrder(order, num_packs, 3)
+    read = {piece: again.packs(*piece).tolist() for piece in data.draw(st.permutations(pieces))}
+    assert [pack for piece in pieces for pack in read[piece]] == whole
+
+
+def test_packs_stay_within_their_window_of_blocks() -> None:
+    order = EpochOrder(config(block=10, window=3), 300, 0)
+    seen = []
+    for start in range(0, 300, 30):
+        blocks = np.unique(order.packs(start, start + 30) // 10)
+        assert blocks.shape[0] == 3
+        seen += blocks.tolist()
+    assert sorted(seen) == list(range(30))
+
+
+def test_epochs_and_seeds_differ_and_blocks_are_mixed() -> None:
+    orders = [
+        EpochOrder(config(seed=seed, block=4, window=8), 1000, epoch).packs(0, 1000).tolist()
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    # Neighbours stay neighbours about once in a window of 32, not in every block.
+    steps = np.diff(np.asarray(orders[0]))
+    assert np.count_nonzero(steps == 1) < 100
+
+
+def test_without_shuffle_packs_come_as_stored() -> None:
+    assert packs_of_global_batch(config(4, shuffle=False), 10, 5, 2).tolist() == [8, 9]
+
+
+def test_the_ragged_end_is_kept_unless_dropped() -> None:
+    assert steps_per_epoch(config(4), 10) == 3
+    assert steps_per_epoch(config(4, drop_last=True), 10) == 2
+    kept = list(itertools.islice(steps_from(config(4), 10, epoch=0, packs_consumed=0), 4))
+    assert [(step.epoch, step.index, step.start, step.stop) for step in kept] == [
+        (0, 0, 0, 4),
+        (0, 1, 4, 8),
+        (0, 2, 8, 10),
+        (1, 0, 0, 4),
+    ]
+    dropped = list(itertools.islice(steps_from(config(4, drop_last=True), 10, epoch=0, packs_consumed=0), 3))
+    assert [(step.epoch, step.start, step.stop) for step in dropped] == [(0, 0, 4), (0, 4, 8), (1, 0, 4)]
+
+
+def test_steps_go_on_from_any_position() -> None:
+    steps = itertools.islice(steps_from(config(4), 10, epoch=2, packs_consumed=3), 3)
+    assert [(step.epoch, step.index, step.start, step.stop) for step in steps] == [
+        (2, 1, 3, 7),
+        (2, 2, 7, 10),
+        (3, 0, 0, 4),
+    ]
+
+
+def test_a_dataset_that_never_fills_a_dropped_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 packs never fill a global batch of 4"):
+        next(steps_from(config(4, drop_last=True), 3, epoch=0, packs_consumed=0))
+
+
+def test_settings_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="window_blocks is 0"):
+        config(window=0)
+
+
+def test_positions_past_the_end_are_refused() -> None:
+    with pytest.raises(IndexError):
+        EpochOrder(config(), 10, 0).packs(8, 11)
+
+
+def test_two_million_packs_are_ready_at_once() -> None:
+    started = time.process_time()
+    order = EpochOrder(OrderConfig(seed=0, global_batch_size=256), 2_000_000, 0)
+    order.packs(0, 256)
+    assert time.process_time() - started < 1.0
+    started = time.process_time()
+    for start in range(256, 256 * 101, 256):
+        order.packs(start, start + 256)
+    assert (time.process_time() - started) / 100 < 0.01

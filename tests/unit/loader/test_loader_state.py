@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import LoaderError
+from harness.loader.state import LoaderState
+
+START = LoaderState(seed=7, fingerprint="aaaa", order="stored")
+
+
+def test_a_state_survives_json() -> None:
+    state = LoaderState(seed=7, epoch=2, packs_consumed=31, fingerprint="aaaa", order="stored")
+    assert LoaderState.from_json(state.to_json()) == state
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"seed": 1}', START.to_json().replace("7", '"7"'), START.to_json().replace("7", "true")]
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(LoaderError, match="loader state"):
+        LoaderState.from_json(text)
+
+
+def test_the_end_of_an_epoch_begins_the_next() -> None:
+    state = START.advance(6, of=10)
+    assert (state.epoch, state.packs_consumed) == (0, 6)
+    state = state.advance(4, of=10)
+    assert (state.epoch, state.packs_consumed) == (1, 0)
+    with pytest.raises(LoaderError, match="11 packs of an epoch were read, and it has 10"):
+        state.advance(11, of=10)
+
+
+def test_a_run_goes_on_where_it_was() -> None:
+    state = START.advance(6, of=10)
+    assert state.resumed(START, num_packs=10) == state
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (LoaderState(seed=7, fingerprint="bbbb", order="stored"), "fingerprint was 'aaaa' and is 'bbbb'"),
+        (LoaderState(seed=8, fingerprint="aaaa", order="stored"), "seed was 7 and is 8"),
+        (LoaderState(seed=7, fingerprint="aaaa", order="block_packs=1"), "order was 'stored' and is 'block_packs=1'"),
+    ],
+)
+def test_other_data_seed_or_order_is_refused_unless_named(now: LoaderState, message: str) -> None:
+    state = START.advance(6, of=10)
+    with pytest.raises(LoaderError, match=message) as caught:
+        state.resumed(now, num_packs=10)
+    assert "allow_other_data" in caught.value.fix
+    went_on = state.resumed(now, num_packs=10, allow_other_data=True)
+    assert (went_on.epoch, went_on.packs_consumed) == (0, 6)
+    assert (went_on.seed, went_on.fingerprint, went_on.order) == (now.seed, now.fingerprint, now.order)
+
+
+def test_a_position_past_the_end_of_other_data_begins_its_next_epoch() -> None:
+    other = LoaderState(seed=7, fingerprint="bbbb", order="stored")
+    went_on = START.advance(6, of=10).resumed(other, num_packs=5, allow_other_data=True)
+    assert (went_on.epoch, went_on.packs_consumed) == (1, 0)
