@@ -28,6 +28,9 @@ class BadReason(StrEnum):
     NOT_TEXT = "not_text"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     CONTROL_TOKEN = "control_token"
+    TEMPLATE_FAILED = "template_failed"
+    NOTHING_TRAINED = "nothing_trained"
+    TOO_SHORT = "too_short"
 
 
 @dataclass(frozen=True, slots=True)
