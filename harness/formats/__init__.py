@@ -1,0 +1,99 @@
+"""Five formats, one dataset: `open_dataset` and `open_writer`, whatever the layout on disk."""
+
+from __future__ import annotations
+
+import importlib
+from os import PathLike
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.formats.base import Format
+from harness.formats.manifest import Manifest, Provenance
+from harness.formats.opening import open_path
+from harness.formats.reader import PackReader
+from harness.formats.writer import PackWriter
+
+__all__ = [
+    "FORMATS",
+    "Manifest",
+    "PackReader",
+    "PackWriter",
+    "Provenance",
+    "load_format",
+    "open_dataset",
+    "open_writer",
+]
+
+# Name -> module that defines `FORMAT`. A new format is one file and one line here. The order is that of detection.
+FORMATS: dict[str, str] = {
+    "npy": "harness.formats.npy",
+    "parquet": "harness.formats.parquet",
+}
+
+
+def load_format(name: str) -> Format:
+    """The format of that name; raises ConfigError for an unknown one."""
+    if name not in FORMATS:
+        raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
+    module = importlib.import_module(FORMATS[name])
+    found: Format = module.FORMAT
+    return found
+
+
+def open_dataset(path: str | PathLike[str]) -> PackReader:
+    """Open a stored dataset.
+
+    Args:
+        path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; or a glob of
+            files, taken in natural order.
+
+    Returns:
+        a reader, before any pack is read. Files without a manifest are looked through for their lengths first.
+
+    Raises:
+        FormatError: nothing is there, an interrupted write is, or shards are missing, cut short, extra or of another
+            schema.
+    """
+    return open_path(str(path), [load_format(name) for name in FORMATS])
+
+
+def open_writer(
+    path: str | PathLike[str],
+    *,
+    format: str = "parquet",
+    pack_size: int,
+    provenance: Provenance | None = None,
+    packs_per_shard: int | None = None,
+    rows_per_group: int = 64,
+    overwrite: bool = False,
+    resume_key: str | None = None,
+) -> PackWriter:
+    """A writer for a new dataset, to be used in a `with` block.
+
+    Args:
+        path: a new or empty folder; or, where the format has one, a file with its suffix (`.npy`, `.parquet`), which
+            then is the whole dataset.
+        format: one of FORMATS.
+        pack_size: tokens that no pack may exceed.
+        provenance: stored in the manifest.
+        packs_per_shard: the format's default where None. A single file has no shards.
+        rows_per_group: packs in a Parquet row group, the unit that is decoded at once; other formats have none.
+        overwrite: replace a dataset that is there. It is gone from the start, not from the end.
+        resume_key: names the content. An interrupted write with the same key and settings is gone on with after its
+            last whole shard: append from pack `writer.num_packs` on. Not for single files.
+
+    Raises:
+        ConfigError: an unknown format or a number below 1.
+        FormatError: on entering, where the destination is in use, is not empty or cannot be written.
+    """
+    chosen = load_format(format)
+    return PackWriter(
+        Path(path),
+        format=chosen,
+        pack_size=pack_size,
+        provenance=provenance or Provenance(),
+        packs_per_shard=chosen.packs_per_shard if packs_per_shard is None else packs_per_shard,
+        rows_per_group=rows_per_group,
+        overwrite=overwrite,
+        resume_key=resume_key,
+    )

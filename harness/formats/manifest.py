@@ -1,0 +1,258 @@
+"""The manifest of a dataset folder: written last, so that without it there is no dataset."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from harness.errors import FormatError
+from harness.formats.files import write_atomically
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = 1
+# Hundreds of thousands of shards fit; a damaged or hostile file does not fill the memory.
+MAX_MANIFEST_BYTES = 256 << 20
+
+_HEX64 = re.compile(r"[0-9a-f]{16}")
+_HEX128 = re.compile(r"[0-9a-f]{32}")
+_WRITE_AGAIN = "copy the dataset again, or write it again with `python -m recipes.prepare`"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a dataset comes from; empty where unknown.
+
+    Attributes:
+        tokenizer: name or folder of the tokenizer.
+        tokenizer_hash: digest of the tokenizer's files.
+        chat_template_hash: digest of the chat template's text.
+        packer: the packing algorithm.
+        seed: the packing seed.
+        settings_hash: digest of all preparation settings.
+        counts: free-form whole numbers, such as conversations read and dropped.
+    """
+
+    tokenizer: str = ""
+    tokenizer_hash: str = ""
+    chat_template_hash: str = ""
+    packer: str = ""
+    seed: int | None = None
+    settings_hash: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
+
+    path: str
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard: its path (a file, or what its files' names start with), its packs and its files."""
+
+    path: str
+    num_packs: int
+    files: tuple[StoredFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a dataset holds. `fingerprint` is the digest of the ordered content, equal across formats.
+
+    A manifest stored inside a dataset's only file lists no shards and no index files: a file cannot hold its own hash.
+    """
+
+    format: str
+    pack_size: int
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    num_trained_tokens: int
+    fingerprint: str
+    shards: tuple[Shard, ...]
+    index: tuple[StoredFile, ...]
+    provenance: Provenance = Provenance()
+    version: int = MANIFEST_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "") -> Manifest:
+        """Parse and validate; raises FormatError that names the field."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
+        return _Parser(where).manifest(values)
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` atomically and durably."""
+        write_atomically(folder / MANIFEST_NAME, self.to_json().encode())
+
+
+def is_manifest(values: object) -> bool:
+    """Whether parsed JSON is a manifest of ours: other tools also call files `manifest.json`."""
+    return isinstance(values, dict) and {"format", "version", "fingerprint", "shards"} <= values.keys()
+
+
+def load_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest, or None where there is none of ours.
+
+    Raises:
+        FormatError: it is unreadable, breaks an invariant, or was written by a newer version.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=str(path)) from None
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise FormatError(
+            f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=str(path), fix=_WRITE_AGAIN
+        )
+    try:
+        text = data.decode()
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the manifest is not JSON: {error}", where=str(path), fix=_WRITE_AGAIN) from None
+    if not is_manifest(values):
+        return None
+    manifest = _Parser(str(path)).manifest(values)
+    if not manifest.shards:
+        raise FormatError("the manifest lists no shards", where=str(path), fix=_WRITE_AGAIN)
+    return manifest
+
+
+class _Parser:
+    """Checks types and invariants while it builds; every error names file and field."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def manifest(self, values: Any) -> Manifest:
+        if not is_manifest(values):
+            raise self._error("lacks format, version, fingerprint or shards")
+        version = self._whole(values, "version")
+        if version != MANIFEST_VERSION:
+            raise FormatError(
+                f"the manifest has version {version}, this program reads version {MANIFEST_VERSION}",
+                where=self._where,
+                fix="use the program's version that wrote it, or write the dataset again",
+            )
+        manifest = Manifest(
+            format=self._text(values, "format"),
+            version=version,
+            pack_size=self._whole(values, "pack_size"),
+            num_packs=self._whole(values, "num_packs"),
+            num_sequences=self._whole(values, "num_sequences"),
+            num_tokens=self._whole(values, "num_tokens"),
+            num_trained_tokens=self._whole(values, "num_trained_tokens"),
+            fingerprint=self._text(values, "fingerprint"),
+            shards=tuple(self._shard(shard) for shard in self._list(values, "shards")),
+            index=tuple(self._file(file) for file in self._list(values, "index")),
+            provenance=self._provenance(values.get("provenance", {})),
+        )
+        self._check(manifest)
+        return manifest
+
+    def _check(self, manifest: Manifest) -> None:
+        stored = sum(shard.num_packs for shard in manifest.shards)
+        if manifest.shards and stored != manifest.num_packs:
+            raise self._error(f"has num_packs {manifest.num_packs:,}, but its shards hold {stored:,}")
+        if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
+            raise self._error(
+                f"counts {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences and "
+                f"{manifest.num_tokens:,} tokens; each pack has a sequence and each sequence a token"
+            )
+        if manifest.num_tokens > manifest.num_packs * manifest.pack_size:
+            raise self._error(
+                f"counts {manifest.num_tokens:,} tokens in {manifest.num_packs:,} packs "
+                f"of at most {manifest.pack_size:,}"
+            )
+        if manifest.num_trained_tokens > manifest.num_tokens:
+            raise self._error(f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens")
+        if not _HEX128.fullmatch(manifest.fingerprint):
+            raise self._error(f"has the fingerprint {manifest.fingerprint[:40]!r}, expected 32 hexadecimal digits")
+        paths = [shard.path for shard in manifest.shards]
+        files = [file.path for shard in manifest.shards for file in shard.files] + [f.path for f in manifest.index]
+        for names in (paths, files):
+            if len(set(names)) != len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise self._error(f"lists {twice!r} twice")
+
+    def _shard(self, values: Any) -> Shard:
+        num_packs = self._whole(values, "num_packs")
+        if num_packs == 0:
+            raise self._error("lists a shard without packs")
+        files = tuple(self._file(file) for file in self._list(values, "files"))
+        if not files:
+            raise self._error("lists a shard without files")
+        return Shard(path=self._path(values), num_packs=num_packs, files=files)
+
+    def _file(self, values: Any) -> StoredFile:
+        digest = self._text(values, "xxh3")
+        if not _HEX64.fullmatch(digest):
+            raise self._error(f"has the file hash {digest[:24]!r}, expected 16 hexadecimal digits")
+        return StoredFile(path=self._path(values), num_bytes=self._whole(values, "num_bytes"), xxh3=digest)
+
+    def _path(self, values: Any) -> str:
+        text = self._text(values, "path")
+        path = PurePosixPath(text)
+        if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
+            raise self._error(f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder")
+        return text
+
+    def _provenance(self, values: Any) -> Provenance:
+        if not isinstance(values, dict):
+            raise self._error("has a provenance that is not an object")
+        seed = values.get("seed")
+        counts = values.get("counts", {})
+        if seed is not None and not _is_whole(seed):
+            raise self._error(f"has the seed {seed!r}, expected a whole number")
+        if not isinstance(counts, dict) or not all(_is_whole(count) for count in counts.values()):
+            raise self._error("has provenance counts that are not whole numbers")
+        texts = {}
+        for name in ("tokenizer", "tokenizer_hash", "chat_template_hash", "packer", "settings_hash"):
+            texts[name] = self._text(values, name) if name in values else ""
+        return Provenance(seed=seed, counts=counts, **texts)
+
+    def _whole(self, values: Any, name: str) -> int:
+        value = values.get(name) if isinstance(values, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise self._error(f"has {name} {str(value)[:40]!r}, expected a whole number from 0")
+        return value
+
+    def _text(self, values: Any, name: str) -> str:
+        value = values.get(name) if isinstance(values, dict) else None
+        if not isinstance(value, str):
+            raise self._error(f"has {name} {str(value)[:40]!r}, expected text")
+        return value
+
+    def _list(self, values: Any, name: str) -> list[Any]:
+        value = values.get(name) if isinstance(values, dict) else None
+        if not isinstance(value, list):
+            raise self._error(f"has {name} that is not a list")
+        return value
+
+    def _error(self, problem: str) -> FormatError:
+        return FormatError(f"the manifest {problem}", where=self._where, fix=_WRITE_AGAIN)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

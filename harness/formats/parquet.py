@@ -1,0 +1,354 @@
+"""`parquet`: lists of tokens, masks and starts, zstd, page checksums, small row groups.
+
+A row group is decoded at once and a few are kept, because the loader's order stays within few groups at a time.
+Token ids are stored as BYTE_STREAM_SPLIT: measured on 4,096-token packs against plain zstd, a quarter smaller, half
+again as fast to read and twice as fast to write. A file on its own holds its manifest and index in its metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.errors import FormatError
+from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.files import AtomicFile, natural_key
+from harness.formats.manifest import Manifest
+from harness.formats.parts import unpack_index_bytes
+from harness.records import Int64Array, Pack
+
+SUFFIX = ".parquet"
+SUFFIXES = (SUFFIX, ".pq")
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
+CACHE_BYTES = 64 << 20
+
+_SCHEMA = pa.schema(
+    [
+        pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+        for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
+    ]
+)
+_COMPRESSION_LEVEL = 1
+_METADATA_PREFIX = "harness."
+# What a footer may claim: thrift allocates what it reads there.
+_MAX_FOOTER_STRING = 1 << 30
+_MAX_FOOTER_LIST = 1 << 20
+_MAX_COLUMNS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """A list column of one row group: its values, and where each row's begin."""
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+
+    def row(self, row: int) -> npt.NDArray[Any]:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+class ParquetShard:
+    """One open file and its last few decoded row groups."""
+
+    def __init__(self, path: Path, *, pack_size: int | None = None) -> None:
+        self._path = path
+        self._pack_size = pack_size
+        with self._explained("the footer"):
+            self._file = pq.ParquetFile(
+                path,
+                page_checksum_verification=True,
+                pre_buffer=False,
+                thrift_string_size_limit=_MAX_FOOTER_STRING,
+                thrift_container_size_limit=_MAX_FOOTER_LIST,
+            )
+            metadata = self._file.metadata
+            self._check_schema()
+            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if min(counts, default=0) < 0:
+            raise FormatError("a row group has a negative number of rows", where=str(path))
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, np.int64))])
+        self._cache: OrderedDict[int, tuple[_Column, _Column, _Column]] = OrderedDict()
+        self._cached_bytes = 0
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def metadata(self) -> dict[str, bytes]:
+        """Our own entries of the file's key-value metadata."""
+        stored = self._file.metadata.metadata or {}
+        prefix = _METADATA_PREFIX.encode()
+        return {
+            key.removeprefix(prefix).decode("latin1"): value for key, value in stored.items() if key.startswith(prefix)
+        }
+
+    def read(self, rows: Sequence[int]) -> list[Pack]:
+        groups = np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1
+        packs: list[Pack | None] = [None] * len(rows)
+        # Group by group, so that no more than one need be in memory for any order of rows.
+        for position in np.argsort(groups, kind="stable").tolist():
+            group = int(groups[position])
+            row = rows[position] - int(self._starts[group])
+            ids, mask, starts = (column.row(row) for column in self._group(group))
+            # Copies: a view would keep the whole row group in memory for as long as the pack lives.
+            packs[position] = Pack(ids.copy(), mask.copy(), starts.copy())
+        return [pack for pack in packs if pack is not None]
+
+    def lengths(self) -> Iterator[tuple[Int64Array, npt.NDArray[Any], npt.NDArray[Any]]]:
+        """For each row group: tokens of each row, and values and offsets of seq_start_id; reads no token."""
+        for group in range(len(self._starts) - 1):
+            mask, starts = self._columns(group, ("loss_mask", "seq_start_id"))
+            yield np.diff(mask.offsets).astype(np.int64), starts.values, starts.offsets
+
+    def where(self, row: int) -> str:
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return f"{self._path}, row group {group:,}, row {row - int(self._starts[group]):,}"
+
+    def close(self) -> None:
+        self._cache.clear()
+        self._file.close()
+
+    def _group(self, group: int) -> tuple[_Column, _Column, _Column]:
+        cached = self._cache.get(group)
+        if cached is not None:
+            self._cache.move_to_end(group)
+            return cached
+        ids, mask, starts = self._columns(group, FIELDS)
+        columns = (ids, mask, starts)
+        self._cache[group] = columns
+        self._cached_bytes += _num_bytes(columns)
+        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+            self._cached_bytes -= _num_bytes(self._cache.popitem(last=False)[1])
+        return columns
+
+    def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
+        rows = int(self._starts[group + 1] - self._starts[group])
+        with self._explained(f"row group {group:,}"):
+            table = self._file.read_row_group(group, columns=list(names), use_threads=False)
+            if table.num_rows != rows:
+                raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
+            return [_decode(table.column(name), name) for name in names]
+
+    def _check_schema(self) -> None:
+        num_columns = self._file.metadata.num_columns
+        if num_columns > _MAX_COLUMNS:
+            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", where=str(self._path))
+        schema = self._file.schema_arrow
+        for name in FIELDS:
+            if schema.get_field_index(name) < 0:
+                raise FormatError(
+                    f"lacks the column {name}; it has {', '.join(schema.names[:8])}",
+                    where=str(self._path),
+                    fix="a packed dataset has the list columns input_ids, loss_mask and seq_start_id",
+                )
+            kind = schema.field(name).type
+            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+                raise FormatError(
+                    f"has the column {name} of type {kind}, expected a list of integers", where=str(self._path)
+                )
+
+    @contextlib.contextmanager
+    def _explained(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except FormatError as error:
+            raise FormatError(error.what, where=error.where or f"{self._path}, {part}", fix=error.fix) from None
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise FormatError(
+                f"damaged or not a Parquet file: {str(error).splitlines()[0][:200] if str(error) else error!r}",
+                where=f"{self._path}, {part}",
+                fix="copy the file again, or write the dataset again",
+            ) from None
+
+
+def _num_bytes(columns: tuple[_Column, ...]) -> int:
+    return sum(column.values.nbytes + column.offsets.nbytes for column in columns)
+
+
+def _decode(column: Any, name: str) -> _Column:
+    """Numpy views of an Arrow list column's buffers."""
+    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    if len(chunks) != 1:
+        chunks = [pa.concat_arrays(chunks)] if chunks else [pa.array([], column.type)]
+    array = chunks[0]
+    if array.null_count or array.values.null_count:
+        raise FormatError(f"has missing values in {name}")
+    offsets = array.offsets.to_numpy()
+    values = array.values.to_numpy(zero_copy_only=True)
+    return _Column(values, offsets)
+
+
+class ParquetWriter:
+    """Buffers one row group of packs and writes it."""
+
+    def __init__(self, path: Path, options: ShardOptions) -> None:
+        self._path = path
+        self._rows_per_group = options.rows_per_group
+        self._packs: list[Pack] = []
+        self._file = AtomicFile(path)
+        try:
+            self._writer = pq.ParquetWriter(
+                self._file,
+                _SCHEMA,
+                compression="zstd",
+                compression_level=_COMPRESSION_LEVEL,
+                use_dictionary=False,
+                column_encoding={"input_ids.list.element": "BYTE_STREAM_SPLIT"},
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+        except BaseException:
+            self._file.abort()
+            raise
+
+    def append(self, pack: Pack) -> None:
+        # A copy, because the caller may use the arrays again before the row group is written.
+        self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
+        if len(self._packs) == self._rows_per_group:
+            self._flush()
+
+    def finish(self, metadata: Mapping[str, bytes]) -> list[Path]:
+        self._flush()
+        if metadata:
+            self._writer.add_key_value_metadata(
+                {_METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
+            )
+        self._writer.close()
+        self._file.finish()
+        return [self._path]
+
+    def abort(self) -> None:
+        self._packs.clear()
+        self._file.abort()
+
+    def _flush(self) -> None:
+        if not self._packs:
+            return
+        columns = []
+        for name, field in zip(FIELDS, _SCHEMA, strict=True):
+            rows = [getattr(pack, name) for pack in self._packs]
+            offsets = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
+            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), row_group_size=len(self._packs))
+        self._packs.clear()
+
+
+def _to_text(key: str, value: bytes) -> bytes:
+    # Metadata is text to other tools; the manifest is text already.
+    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
+
+
+def shard_name(number: int) -> str:
+    return f"shard_{number:06d}{SUFFIX}"
+
+
+def open_shard(info: ShardInfo) -> ShardReader:
+    shard = ParquetShard(info.path, pack_size=info.pack_size)
+    if shard.num_rows != info.num_packs:
+        raise FormatError(f"holds {shard.num_rows:,} packs, expected {info.num_packs:,}", where=str(info.path))
+    return shard
+
+
+def write_shard(path: Path, options: ShardOptions) -> ShardWriter:
+    return ParquetWriter(path, options)
+
+
+def find_bare(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = [entry for entry in path.iterdir() if entry.name.endswith(SUFFIXES) and entry.is_file()]
+        return sorted(found, key=lambda entry: natural_key(entry.name))
+    return [path] if path.name.endswith(SUFFIXES) and path.is_file() else []
+
+
+def inspect_bare(path: Path) -> BareShard:
+    shard = ParquetShard(path)
+    stored = shard.metadata
+    if "manifest" in stored and "index" in stored:
+        return _inspect_own(path, shard, stored)
+    counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    row = 0
+    for num_tokens, starts, offsets in shard.lengths():
+        counts.append(np.diff(offsets).astype(np.int64))
+        lengths.append(_sequence_lengths(num_tokens, starts, offsets, path, row))
+        row += num_tokens.shape[0]
+    return BareShard(
+        path=path, sequence_counts=np.concatenate(counts), sequence_lengths=np.concatenate(lengths), reader=shard
+    )
+
+
+def _sequence_lengths(
+    num_tokens: Int64Array, starts: npt.NDArray[Any], offsets: npt.NDArray[Any], path: Path, first_row: int
+) -> npt.NDArray[np.int32]:
+    """int32 [sequences] of one row group, from each row's tokens and starts; refuses rows that break the invariants."""
+    counts = np.diff(offsets)
+    begins = starts[offsets[0] : offsets[-1]].astype(np.int64)
+    if (counts <= 0).any():
+        raise FormatError(f"pack {first_row + int(np.argmax(counts <= 0)):,} has no sequences", where=str(path))
+    lasts = (np.cumsum(counts) - 1).astype(np.int64)
+    ends = np.append(begins[1:], 0)
+    ends[lasts] = num_tokens
+    lengths = ends - begins
+    bad = (lengths <= 0) | (lengths > np.iinfo(np.int32).max)
+    firsts = lasts - counts + 1
+    bad[firsts] |= begins[firsts] != 0
+    if bad.any():
+        row = first_row + int(np.searchsorted(lasts, int(np.argmax(bad))))
+        raise FormatError(
+            f"pack {row:,} has seq_start_id that do not start at 0 and rise strictly below its tokens", where=str(path)
+        )
+    return lengths.astype(np.int32)
+
+
+def _inspect_own(path: Path, shard: ParquetShard, stored: dict[str, bytes]) -> BareShard:
+    manifest = Manifest.from_json(stored["manifest"].decode("utf-8", "replace"), where=f"{path}, metadata")
+    size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(base64.b64decode(stored["index"], validate=True), size + 1)
+        part = unpack_index_bytes(data)
+    except (ValueError, zlib.error) as error:
+        raise FormatError(f"the index in the metadata is damaged: {error}", where=str(path)) from None
+    found = (part.checksums.shape[0], part.sequence_lengths.shape[0])
+    if found != (manifest.num_packs, manifest.num_sequences) or shard.num_rows != manifest.num_packs:
+        raise FormatError(
+            f"holds {shard.num_rows:,} packs and an index of {found[0]:,}, its manifest counts {manifest.num_packs:,}",
+            where=str(path),
+            fix="copy the file again",
+        )
+    return BareShard(
+        path=path,
+        sequence_counts=part.sequence_counts.astype(np.int64),
+        sequence_lengths=part.sequence_lengths,
+        pack_size=manifest.pack_size,
+        checksums=part.checksums,
+        manifest=manifest,
+        reader=shard,
+    )
+
+
+FORMAT = Format(
+    name="parquet",
+    shard_name=shard_name,
+    shard_suffixes=SUFFIXES,
+    packs_per_shard=16384,
+    files_per_shard=1,
+    write_shard=write_shard,
+    open_shard=open_shard,
+    find_bare=find_bare,
+    inspect_bare=inspect_bare,
+    single_file_suffix=SUFFIX,
+)

@@ -1,0 +1,204 @@
+"""Reading a dataset: lazily, from any process, with every pack checked."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from harness.errors import FormatError
+from harness.formats.base import Format, ShardInfo, ShardReader
+from harness.formats.digest import content_digest, dataset_fingerprint, pack_digest
+from harness.formats.handles import HandleCache
+from harness.formats.index import PackIndex, load_index
+from harness.formats.manifest import Manifest
+from harness.records import Int32Array, Int64Array, Pack
+
+MAX_OPEN_FILES = 64
+# Packs that iteration reads at a time.
+_CHUNK = 64
+_DAMAGED = "copy the dataset again; `harness verify` lists all that is damaged"
+
+
+class PackReader:
+    """A stored dataset as a sequence of packs.
+
+    Opens files when they are first read, in each process anew; pickles before and after use. One reader serves one
+    thread at a time.
+
+    Attributes:
+        path: what was opened.
+        format: name of the format.
+        pack_size: tokens that no pack exceeds; for files without a manifest the longest pack.
+        manifest: None for files without one.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: Format,
+        index: PackIndex,
+        shards: Sequence[ShardInfo],
+        pack_size: int,
+        manifest: Manifest | None,
+        index_folder: Path | None = None,
+    ) -> None:
+        self.path = path
+        self.format = format.name
+        self.pack_size = pack_size
+        self.manifest = manifest
+        self._format = format
+        self._index = index
+        self._index_folder = index_folder
+        self._shards = tuple(shards)
+        self._starts = [0, *np.cumsum([shard.num_packs for shard in shards]).tolist()]
+        self._num_packs = int(self._starts[-1])
+        self._fingerprint = manifest.fingerprint if manifest is not None else None
+        self._handles: HandleCache[ShardReader] = HandleCache(MAX_OPEN_FILES // format.files_per_shard)
+
+    def __len__(self) -> int:
+        return self._num_packs
+
+    @property
+    def pack_offsets(self) -> Int64Array:
+        """int64 [packs + 1]; pack p holds sequences pack_offsets[p] to pack_offsets[p + 1]. Read-only."""
+        return self._index.pack_offsets
+
+    @property
+    def sequence_lengths(self) -> Int32Array:
+        """int32 [sequences]: stored tokens of each sequence, in dataset order. Read-only."""
+        return self._index.sequence_lengths
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the ordered content, equal across formats; without a manifest, all packs are read for it once."""
+        if self._fingerprint is None:
+            digests = (np.array([pack_digest(pack)], np.uint64) for pack in self)
+            self._fingerprint = dataset_fingerprint(digests)
+        return self._fingerprint
+
+    def __getitem__(self, index: int) -> Pack:
+        """The pack at `index`, counted from the end where negative.
+
+        Raises:
+            IndexError: past either end.
+            FormatError: the stored pack is not what was written, or cannot be read.
+        """
+        pack_id = operator.index(index)
+        if pack_id < 0:
+            pack_id += self._num_packs
+        if not 0 <= pack_id < self._num_packs:
+            raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
+        shard = bisect.bisect_right(self._starts, pack_id) - 1
+        return self._read_shard(shard, [pack_id - self._starts[shard]])[0]
+
+    def read(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
+        """Packs in the order asked for, duplicates allowed; reads each part of a file once where it can.
+
+        Raises: as `reader[i]`.
+        """
+        wanted = [operator.index(one) for one in ids]
+        by_shard: dict[int, list[int]] = {}
+        for position, index in enumerate(wanted):
+            pack_id = index + self._num_packs if index < 0 else index
+            if not 0 <= pack_id < self._num_packs:
+                raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
+            wanted[position] = pack_id
+            by_shard.setdefault(bisect.bisect_right(self._starts, pack_id) - 1, []).append(position)
+        found: dict[int, Pack] = {}
+        for shard, positions in sorted(by_shard.items()):
+            start = self._starts[shard]
+            for position, pack in zip(
+                positions, self._read_shard(shard, [wanted[p] - start for p in positions]), strict=True
+            ):
+                found[position] = pack
+        return [found[position] for position in range(len(wanted))]
+
+    def __iter__(self) -> Iterator[Pack]:
+        for start in range(0, self._num_packs, _CHUNK):
+            yield from self.read(range(start, min(start + _CHUNK, self._num_packs)))
+
+    def where(self, pack_id: int) -> str:
+        """File and position in it of a pack, for error messages."""
+        shard = bisect.bisect_right(self._starts, pack_id) - 1
+        return self._handle(shard).where(pack_id - self._starts[shard])
+
+    def close(self) -> None:
+        """Close all files; reading opens them again."""
+        self._handles.close()
+
+    def adopt(self, shard: int, handle: ShardReader) -> None:
+        """Use an already open shard, in this process."""
+        self._handles.put(shard, handle)
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        if self._index_folder is not None:
+            # Mapped arrays would pickle by value: a worker maps the files itself.
+            del state["_index"]
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        if self._index_folder is not None:
+            assert self.manifest is not None
+            self._index = load_index(self._index_folder, self.manifest)
+
+    def _handle(self, shard: int) -> ShardReader:
+        return self._handles.get(shard, self._open)
+
+    def _open(self, shard: int) -> ShardReader:
+        with _explained(self._shards[shard].path):
+            return self._format.open_shard(self._shards[shard])
+
+    def _read_shard(self, shard: int, rows: list[int]) -> list[Pack]:
+        handle = self._handle(shard)
+        with _explained(self._shards[shard].path):
+            packs = handle.read(rows)
+        first = self._starts[shard]
+        for row, pack in zip(rows, packs, strict=True):
+            problem = self._problem(first + row, pack)
+            if problem is not None:
+                raise FormatError(f"pack {first + row:,} {problem}", where=handle.where(row), fix=_DAMAGED)
+        return packs
+
+    def _problem(self, pack_id: int, pack: Pack) -> str | None:
+        """What is wrong with a pack that was read, or None."""
+        checksums = self._index.checksums
+        if checksums is None:
+            problem = pack.problem(self.pack_size)
+            if problem is not None:
+                return problem
+        elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) != checksums[pack_id]:
+            return "does not match its checksum"
+        # The index is never hashed whole on open; a flipped bit in it would place sequences of wrong lengths.
+        lengths = self._index.lengths_of(pack_id)
+        starts = pack.seq_start_id
+        n = pack.input_ids.shape[0]
+        if (
+            lengths.shape[0] != starts.shape[0]
+            or starts[-1] + lengths[-1] != n
+            or not (starts[1:] - starts[:-1] == lengths[:-1]).all()
+        ):
+            return f"holds sequences of other lengths than the index says ({lengths.shape[0]:,} sequences)"
+        return None
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say where for errors that do not know it, and turn those of the system into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(
+            f"reading failed: {error.strerror or error}", where=str(error.filename or path), fix=_DAMAGED
+        ) from error
+    except FormatError as error:
+        if error.where:
+            raise
+        raise FormatError(error.what, where=str(path), fix=error.fix or _DAMAGED) from None

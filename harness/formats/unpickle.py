@@ -1,0 +1,276 @@
+"""Unpickling that builds nothing but lists, dicts, numbers, strings and plain numpy arrays, and runs no code.
+
+Two passes. The first walks the opcodes: it lets only a short list of them through and holds every size that they
+claim against the bytes that are there, because the C unpickler allocates what an opcode claims. The second is the C
+unpickler with every name replaced by a builder of ours; numpy's own reconstruction is never called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError
+
+_FIX = "the file is damaged, or holds more than packed samples: load it only with the tool that made it"
+
+# Runs of what nearly all of a file consists of: small integers, appended to lists.
+_INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
+
+# Opcode -> bytes of its fixed argument.
+_FIXED = {
+    b"\x80": 1,  # PROTO
+    b"\x95": 8,  # FRAME
+    b"(": 0,  # MARK
+    b"]": 0,  # EMPTY_LIST
+    b"}": 0,  # EMPTY_DICT
+    b")": 0,  # EMPTY_TUPLE
+    b"l": 0,  # LIST
+    b"d": 0,  # DICT
+    b"t": 0,  # TUPLE
+    b"\x85": 0,  # TUPLE1
+    b"\x86": 0,  # TUPLE2
+    b"\x87": 0,  # TUPLE3
+    b"a": 0,  # APPEND
+    b"e": 0,  # APPENDS
+    b"s": 0,  # SETITEM
+    b"u": 0,  # SETITEMS
+    b"K": 1,  # BININT1
+    b"M": 2,  # BININT2
+    b"J": 4,  # BININT
+    b"G": 8,  # BINFLOAT
+    b"N": 0,  # NONE
+    b"\x88": 0,  # NEWTRUE
+    b"\x89": 0,  # NEWFALSE
+    b"0": 0,  # POP
+    b"2": 0,  # DUP
+    b"\x94": 0,  # MEMOIZE
+    b"h": 1,  # BINGET
+    b"j": 4,  # LONG_BINGET
+    b"\x93": 0,  # STACK_GLOBAL
+    b"R": 0,  # REDUCE
+    b"b": 0,  # BUILD
+    b"q": 1,  # BINPUT
+    b"r": 4,  # LONG_BINPUT
+}
+# Opcode -> bytes of the length that its argument starts with.
+_COUNTED = {
+    b"\x8a": 1,  # LONG1
+    b"\x8c": 1,  # SHORT_BINUNICODE
+    b"X": 4,  # BINUNICODE
+    b"U": 1,  # SHORT_BINSTRING
+    b"T": 4,  # BINSTRING
+    b"C": 1,  # SHORT_BINBYTES
+    b"B": 4,  # BINBYTES
+    b"\x8e": 8,  # BINBYTES8
+    b"\x96": 8,  # BYTEARRAY8
+}
+_MAX_NAME_BYTES = 256
+_MAX_LONG_BYTES = 9
+
+
+def check_opcodes(data: bytes) -> None:
+    """Walk a pickle's opcodes; raises FormatError for one that is not needed here or that claims too much."""
+    view = memoryview(data)
+    position, end, memoized = 0, len(view), 0
+    while True:
+        run = _INTEGERS.match(view, position)
+        assert run is not None
+        position = run.end()
+        if position >= end:
+            raise FormatError("the pickle is cut short", fix=_FIX)
+        opcode = bytes(view[position : position + 1])
+        position += 1
+        if opcode == b".":
+            return
+        if opcode == b"c":
+            position = _skip_names(view, position)
+        elif opcode in _COUNTED:
+            width = _COUNTED[opcode]
+            length = int.from_bytes(view[position : position + width], "little")
+            position += width
+            if length > end - position:
+                raise FormatError(f"the pickle claims {length:,} bytes where {end - position:,} are left", fix=_FIX)
+            if opcode == b"\x8a" and length > _MAX_LONG_BYTES:
+                raise FormatError(f"the pickle holds a number of {length} bytes", fix=_FIX)
+            position += length
+        elif opcode in _FIXED:
+            width = _FIXED[opcode]
+            if width > end - position:
+                raise FormatError("the pickle is cut short", fix=_FIX)
+            argument = int.from_bytes(view[position : position + width], "little")
+            if opcode == b"r" and argument > memoized + 1:
+                # The C unpickler makes room for the number that is claimed, zeroed.
+                raise FormatError(f"the pickle memoizes object {argument:,} after {memoized:,}", fix=_FIX)
+            if opcode == b"\x95" and argument > end - position:
+                raise FormatError(f"the pickle claims a frame of {argument:,} bytes", fix=_FIX)
+            memoized += opcode in (b"\x94", b"q", b"r")
+            position += width
+        else:
+            raise FormatError(f"the pickle uses opcode {opcode!r}, which packed samples do not need", fix=_FIX)
+
+
+def _skip_names(view: memoryview, position: int) -> int:
+    for _ in range(2):
+        line = bytes(view[position : position + _MAX_NAME_BYTES])
+        length = line.find(b"\n")
+        if length < 0:
+            raise FormatError("the pickle names something without an end", fix=_FIX)
+        position += length + 1
+    return position
+
+
+class _Dtype:
+    """Stands for numpy's dtype while unpickling: plain numbers only."""
+
+    def __init__(self, text: object, *_flags: object) -> None:
+        name = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+        if not isinstance(name, str) or not re.fullmatch(r"[<>=|]?(?:[iu][1248]|f[248]|b1|O8?)", name):
+            raise FormatError(f"the pickle holds an array of {str(name)[:40]!r}", fix=_FIX)
+        self.is_object = "O" in name
+        self.dtype = np.dtype("O" if self.is_object else name)
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) < 8 or state[2:5] != (None, None, None):
+            raise FormatError("the pickle holds a dtype that is not plain", fix=_FIX)
+        order = state[1].decode("ascii", "replace") if isinstance(state[1], bytes) else state[1]
+        if order not in ("<", ">", "|", "="):
+            raise FormatError(f"the pickle holds the byte order {str(order)[:10]!r}", fix=_FIX)
+        if not self.is_object and order == ">":
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+class _Array:
+    """Stands for an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
+
+    def __init__(self) -> None:
+        self.value: npt.NDArray[Any] | list[Any] | None = None
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise FormatError("the pickle holds an array state of another form", fix=_FIX)
+        _, shape, dtype, _, data = state
+        self.value = _build_array(dtype, shape, data)
+
+
+def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any] | list[Any]:
+    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
+        raise FormatError("the pickle holds an array that is not one-dimensional", fix=_FIX)
+    count = shape[0]
+    if dtype.is_object:
+        if not isinstance(data, list) or len(data) != count:
+            raise FormatError(f"the pickle holds an object array of {count:,} without its {count:,} objects", fix=_FIX)
+        return data
+    if isinstance(data, str):  # Python 2 pickles bytes as text.
+        try:
+            data = data.encode("latin1")
+        except UnicodeEncodeError:
+            data = None
+    if not isinstance(data, bytes | bytearray) or len(data) != count * dtype.dtype.itemsize:
+        raise FormatError(f"the pickle holds an array of {count:,} {dtype.dtype} with other bytes", fix=_FIX)
+    return np.frombuffer(data, dtype.dtype)
+
+
+class _Name:
+    """A name that a pickle asked for. The BUILD opcode would set attributes on a bare function or class."""
+
+    __slots__ = ("_builder",)
+
+    def __init__(self, builder: Callable[..., Any] | None) -> None:
+        self._builder = builder
+
+    @property
+    def is_array_type(self) -> bool:
+        return self._builder is None
+
+    def __call__(self, *arguments: object) -> Any:
+        if self._builder is None:
+            raise FormatError("the pickle calls numpy.ndarray", fix=_FIX)
+        return self._builder(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise FormatError("the pickle sets the state of a function", fix=_FIX)
+
+
+def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
+    if not isinstance(subtype, _Name) or not subtype.is_array_type:
+        raise FormatError("the pickle reconstructs something that is no array", fix=_FIX)
+    return _Array()
+
+
+def _frombuffer(data: object, dtype: object, shape: object, *_order: object) -> _Array:
+    array = _Array()
+    array.value = _build_array(dtype, shape, data)
+    return array
+
+
+def _scalar(dtype: object, data: object) -> Any:
+    values = _build_array(dtype, (1,), data)
+    if isinstance(values, list):
+        raise FormatError("the pickle holds an object scalar", fix=_FIX)
+    return values[0].item()
+
+
+def _encode(text: object, encoding: object) -> bytes:
+    # How Python 3 writes bytes at protocol 2.
+    if not isinstance(text, str) or encoding != "latin1":
+        raise FormatError("the pickle encodes something other than bytes", fix=_FIX)
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        raise FormatError("the pickle encodes something other than bytes", fix=_FIX) from None
+
+
+# None stands for the array type itself, which is passed on but never called.
+_NAMES: dict[tuple[str, str], Callable[..., Any] | None] = {
+    ("numpy", "ndarray"): None,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+}
+for _module in ("numpy.core", "numpy._core"):
+    _NAMES[(f"{_module}.multiarray", "_reconstruct")] = _reconstruct
+    _NAMES[(f"{_module}.multiarray", "scalar")] = _scalar
+    _NAMES[(f"{_module}.numeric", "_frombuffer")] = _frombuffer
+    _NAMES[(f"{_module}.multiarray", "_frombuffer")] = _frombuffer
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> _Name:
+        if (module, name) not in _NAMES:
+            raise FormatError(f"the pickle asks for {f'{module}.{name}'[:80]!r}, which is refused", fix=_FIX)
+        return _Name(_NAMES[(module, name)])
+
+    def persistent_load(self, _identity: object) -> object:
+        raise FormatError("the pickle refers to something outside it", fix=_FIX)
+
+
+def unpickle_objects(data: bytes) -> list[Any]:
+    """The objects of a pickled one-dimensional object array, whose arrays of numbers are numpy arrays.
+
+    Raises:
+        FormatError: the pickle is damaged, asks for anything else, or is something else.
+    """
+    check_opcodes(data)
+    try:
+        # latin1, as numpy loads pickles of Python 2.
+        found = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+    except FormatError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything; it must not pass as our own mistake
+        raise FormatError(f"the pickle is damaged: {type(error).__name__}: {str(error)[:200]}", fix=_FIX) from None
+    if isinstance(found, _Array) and isinstance(found.value, list):
+        return found.value
+    raise FormatError("the pickle is not an array of packed samples", fix=_FIX)
+
+
+def array_of(value: object) -> object:
+    """The numpy array of numbers that an unpickled value stands for, or the value."""
+    if isinstance(value, _Array):
+        return value.value
+    return value
