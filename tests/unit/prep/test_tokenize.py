@@ -103,10 +103,13 @@ def test_white_space_outside_the_offsets_neither_loses_nor_leaks_training(folder
     settings = json.loads(file.read_text())
     settings["post_processor"]["trim_offsets"] = True
     file.write_text(json.dumps(settings))
-    template = CHAT_TEMPLATE.replace("'<|im_end|>' }}{% end", "'<|im_end|>\\n' }}{% end")
+    template = CHAT_TEMPLATE.replace(
+        "{{- message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "{{- message['content'] }}{% endgeneration %}{{- '<|im_end|>' }}",
+    )
     trimmed = with_template(tmp_path / "trim", tmp_path, template)
-    sequence = encode(trimmed, chat("Hi", " Hello", "secret", "Bye"))
-    assert trained_text(trimmed, sequence) == " Hello<|im_end|>\nBye<|im_end|>\n"
+    sequence = encode(trimmed, chat("Hi", " Hello ", "secret", "Bye  "))
+    assert trained_text(trimmed, sequence) == " Hello Bye  "
 
 
 @pytest.mark.parametrize("who", [0, 1])
