@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 
 from harness.records import Schedule
@@ -18,14 +20,13 @@ def dp_balanced(batch: GlobalBatch) -> Schedule:
     stops with "Not enough samples to move" where this adds empty rows.
     """
     num_sequences = batch.lengths.shape[0]
-    ends = np.cumsum(batch.lengths)
-    starts = [0]
-    while True:
-        used = int(ends[starts[-1] - 1]) if starts[-1] else 0
-        stop = int(np.searchsorted(ends, used + batch.capacity, side="right"))
-        if stop >= num_sequences:
-            break
+    ends: list[int] = np.cumsum(batch.lengths).tolist()
+    starts: list[int] = []
+    stop = used = 0
+    while stop < num_sequences:
         starts.append(stop)
+        stop = bisect_right(ends, used + batch.capacity, lo=stop)
+        used = ends[stop - 1]
 
     counts = np.diff(starts, append=num_sequences).tolist()
     split: list[int] = []
@@ -38,6 +39,7 @@ def dp_balanced(batch: GlobalBatch) -> Schedule:
             missing -= 1
         else:
             row -= 1
-    kept = [np.arange(start, start + count, dtype=np.int64) for start, count in zip(starts, counts, strict=True)]
-    order = np.concatenate([*kept, np.asarray(split, dtype=np.int64)])
+    stays = np.ones(num_sequences, dtype=np.bool_)
+    stays[split] = False
+    order = np.concatenate([np.flatnonzero(stays), np.asarray(split, dtype=np.int64)])
     return Schedule(batch.dp_size, order, row_offsets(counts + [1] * len(split), batch.row_multiple))
