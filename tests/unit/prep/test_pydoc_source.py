@@ -1,0 +1,56 @@
+"""The built-in corpus is big enough, the same on every run, and made of good conversations."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import pytest
+
+from harness.errors import PrepError
+from harness.prep.chat import Conversation
+from harness.prep.pydoc_collect import sections
+from harness.prep.pydoc_source import write_pydoc_corpus
+from harness.prep.sources import list_files, read_chunks
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "pydoc.jsonl"
+    write_pydoc_corpus(path)
+    return path
+
+
+def test_there_are_at_least_8000_conversations_and_none_is_bad(corpus):
+    records = [record for chunk in read_chunks(list_files(str(corpus))) for record in chunk.parse()]
+    assert len(records) >= 8000
+    assert all(isinstance(record, Conversation) for record in records)
+    assert len({record.hash() for record in records}) == len(records)
+    sizes = sorted(sum(len(message.content) for message in record.messages) for record in records)
+    assert sizes[-1] > 8000
+    assert statistics.median(sizes) < 500
+    assert sum(len(record.messages) > 3 for record in records) > 500
+
+
+def test_every_answer_is_given_once(corpus):
+    records = [record for chunk in read_chunks(list_files(str(corpus))) for record in chunk.parse()]
+    answers = [m.content for record in records for m in record.messages if m.role == "assistant"]
+    # The same words under a question in validation and in training would make one of them worthless.
+    assert len(set(answers)) == len(answers)
+
+
+def test_a_second_run_writes_the_same_bytes(corpus, tmp_path):
+    write_pydoc_corpus(tmp_path / "deep" / "again.jsonl")
+    assert (tmp_path / "deep" / "again.jsonl").read_bytes() == corpus.read_bytes()
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["again.jsonl"]
+
+
+def test_a_python_that_cannot_collect_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PrepError, match="ended with code 1"):
+        write_pydoc_corpus(tmp_path / "x.jsonl")
+
+
+def test_a_topic_is_cut_at_its_underlined_titles():
+    topic = "Numbers\n*******\n\nAll of them.\n\nIntegers\n========\n\nWhole.\n\n   code\n   ====\n"
+    assert list(sections(topic)) == [("Numbers", "All of them."), ("Integers", "Whole.\n\n   code\n   ====")]
