@@ -31,6 +31,9 @@ class AtomicFile:
         return self._file.closed
 
     def write(self, data: bytes | memoryview) -> int:
+        if self._done:
+            # A library's writer that is dropped after `abort` writes its footer; there is no file for it any more.
+            return len(data)
         return self._file.write(data)
 
     def tell(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo
 from harness.formats.files import TEMPORARY_SUFFIX, natural_key
-from harness.formats.index import PackIndex, build_index, load_index
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PackIndex, build_index, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader
 from harness.formats.writer import MARKER_NAME
@@ -68,6 +68,13 @@ def _check_files(folder: Path, manifest: Manifest, format: Format) -> None:
     for number, shard in enumerate(manifest.shards):
         _check_shard(folder, root, shard, number)
         listed.update(stored.path.split("/")[0] for stored in shard.files)
+    expected = {f"{INDEX_FOLDER}/{name}" for name in INDEX_NAMES}
+    if {stored.path for stored in manifest.index} != expected:
+        raise FormatError(
+            f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
+            where=str(folder / MANIFEST_NAME),
+            fix=_COPY,
+        )
     for stored in manifest.index:
         _check_size(folder, root, stored.path, stored.num_bytes, "index file")
     with os.scandir(folder) as entries:

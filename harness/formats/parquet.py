@@ -233,6 +233,8 @@ class ParquetWriter:
     def abort(self) -> None:
         self._packs.clear()
         self._file.abort()
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._writer.close()
 
     def _flush(self) -> None:
         if not self._packs:

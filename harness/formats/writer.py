@@ -14,7 +14,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, ShardOptions, ShardWriter
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.files import TEMPORARY_SUFFIX, Marker, sync_folder
-from harness.formats.index import INDEX_FOLDER, PACK_CHECKSUMS, PACK_OFFSETS, SEQUENCE_LENGTHS, IndexPart, write_index
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.parts import (
     PART_SUFFIX,
@@ -234,7 +234,7 @@ class PackWriter:
         for number in range(len(self._finished)):
             self._part_path(number).unlink()
         sync_folder(index)
-        files = stored_files(self.path, [index / name for name in (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)])
+        files = stored_files(self.path, [index / name for name in INDEX_NAMES])
         manifest = self._build_manifest(fingerprint)
         manifest = replace(manifest, shards=tuple(one.shard for one in self._finished), index=files)
         manifest.save(self.path)

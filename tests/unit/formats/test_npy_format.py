@@ -1,0 +1,202 @@
+"""The legacy pickled format: read without running anything, written for `np.load`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.errors import FormatError
+from harness.formats import open_dataset, open_writer
+from harness.formats.unpickle import check_opcodes, unpickle_objects
+from harness.records import Pack
+
+ROWS: list[dict[str, Any]] = [
+    {"input_ids": [1, 2, 300, 70_000, 5], "loss_mask": [0, 1, 0, 1, 0], "seq_start_id": [0, 3]},
+    {"input_ids": [9], "loss_mask": [0], "seq_start_id": [0]},
+]
+PACKS = [Pack(row["input_ids"], row["loss_mask"], row["seq_start_id"]) for row in ROWS]
+
+
+def save_pickle(path: Path, pickled: bytes, count: int) -> Path:
+    """A `.npy` file of `count` objects around any pickle."""
+    text = f"{{'descr': '|O', 'fortran_order': False, 'shape': ({count},), }}".ljust(117) + "\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + pickled)
+    return path
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", [list, np.array, lambda values: np.array(values, np.int64)])
+def test_pickles_of_every_protocol_are_read(tmp_path: Path, protocol: int, kind: Any) -> None:
+    rows = np.array([{key: kind(values) for key, values in row.items()} for row in ROWS], dtype=object)
+    path = save_pickle(tmp_path / "data.npy", pickle.dumps(rows, protocol=protocol), 2)
+    assert list(open_dataset(path)) == PACKS
+
+
+def test_what_numpy_saves_is_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", ROWS, allow_pickle=True)  # type: ignore[arg-type]
+    reader = open_dataset(tmp_path / "data.npy")
+    assert list(reader) == PACKS
+    assert (reader.pack_size, reader.manifest) == (5, None)
+    assert reader.sequence_lengths.tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_numpy_1_and_numpy_2_pickles_are_read(tmp_path: Path, module: str) -> None:
+    pickled = pickle.dumps(np.array(ROWS, dtype=object), protocol=2)
+    pickled = pickled.replace(b"cnumpy._core.multiarray\n", b"c" + module.encode() + b"\n")
+    assert list(open_dataset(save_pickle(tmp_path / "data.npy", pickled, 2))) == PACKS
+
+
+def test_float_masks_of_older_tools_and_numpy_scalars_are_read(tmp_path: Path) -> None:
+    row = {"input_ids": [np.int64(4), np.int64(5)], "loss_mask": [1.0, 0.0], "seq_start_id": [0]}
+    np.save(tmp_path / "data.npy", [row], allow_pickle=True)  # type: ignore[arg-type]
+    assert list(open_dataset(tmp_path / "data.npy")) == [Pack([4, 5], [1, 0], [0])]
+
+
+def test_numpy_reads_what_we_write_as_lists(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "data.npy", format="npy", pack_size=8) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    loaded = np.load(tmp_path / "data.npy", allow_pickle=True)
+    assert (loaded.shape, loaded.dtype) == ((2,), np.dtype("O"))
+    assert loaded.tolist() == ROWS
+    assert type(loaded[0]["input_ids"]) is list
+    assert type(loaded[0]["input_ids"][2]) is int
+
+
+class Payload:
+    """Pickles as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def payloads(marker: Path) -> dict[str, Any]:
+    command = f"touch {marker}"
+    return {
+        "os.system": Payload(os.system, (command,)),
+        "eval": Payload(eval, (f"__import__('os').system({command!r})",)),
+        "exec": Payload(exec, (f"import os; os.system({command!r})",)),
+        "getattr": Payload(getattr, ("", "join")),
+        "pickle.loads": Payload(pickle.loads, (pickle.dumps(Payload(os.system, (command,))),)),
+        "np.load": Payload(np.load, (str(marker),)),
+        "bytearray": Payload(bytearray, (1 << 40,)),
+        "np.empty": Payload(np.empty, ((1 << 40,),)),
+        "object array in a dict": {**ROWS[0], "input_ids": np.array([1, [2], Payload(os.system, (command,))], object)},
+        "object array of objects": {**ROWS[0], "input_ids": np.array([1, None, 3], object)},
+        "structured array": {**ROWS[0], "input_ids": np.zeros(2, [("a", "i4")])},
+        "strings": {**ROWS[0], "input_ids": ["a", "b"]},
+        "text array": {**ROWS[0], "input_ids": np.array(["a", "b"])},
+        "nested lists": {**ROWS[0], "input_ids": [[1, 2], [3]]},
+        "two dimensions": {**ROWS[0], "input_ids": np.zeros((2, 2), np.int32)},
+        "no dict": [1, 2, 3],
+        "missing field": {"input_ids": [1], "loss_mask": [0]},
+        "huge number": {**ROWS[0], "input_ids": [1 << 70, 2, 3, 4, 5]},
+        "number past int32": {**ROWS[0], "input_ids": [1 << 31, 2, 3, 4, 5]},
+        "fractions": {**ROWS[0], "loss_mask": [0.5, 0, 0, 0, 0]},
+        "not a number": {**ROWS[0], "loss_mask": [float("nan"), 0, 0, 0, 0]},
+        "lengths differ": {**ROWS[0], "loss_mask": [0, 1]},
+    }
+
+
+@pytest.mark.parametrize("name", payloads(Path("x")))
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_hostile_pickle_is_an_error_and_runs_nothing(tmp_path: Path, name: str, protocol: int) -> None:
+    marker = tmp_path / "ran"
+    rows = np.empty(1, object)
+    rows[0] = payloads(marker)[name]
+    path = save_pickle(tmp_path / "data.npy", pickle.dumps(rows, protocol=protocol), 1)
+    with pytest.raises(FormatError):
+        open_dataset(path)
+    assert not marker.exists()
+
+
+RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
+DTYPE_I4 = b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R"
+
+
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [
+        ("_reconstruct of a huge shape", RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R."),
+        ("_reconstruct of another type", RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R."),
+        ("ndarray called", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
+        ("state of a function", RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b."),
+        ("state of a class", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
+        (
+            "huge shape without bytes",
+            RECONSTRUCT
+            + b"cnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01J\xff\xff\xff\x7f\x85"
+            + DTYPE_I4
+            + b"\x89C\x00tb.",
+        ),
+        ("memo number", b"]r\xff\xff\xff\x7f."),
+        ("bytes of 2**60", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
+        ("text of 2**31", b"X\xff\xff\xff\x7f."),
+        ("frame of 2**60", b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"]."),
+        ("long of 2**31 bytes", b"\x8b\xff\xff\xff\x7f."),
+        ("persistent id", b"Pname\n."),
+        ("extension code", b"\x82\x01."),
+        ("instance", b"(ios\nsystem\n."),
+        ("text protocol", b"I5\n."),
+        ("empty stack", b"t."),
+        ("no end", b"](K\x01K"),
+        ("name without an end", b"c" + b"a" * 5000),
+    ],
+)
+def test_crafted_opcodes_are_refused(name: str, pickled: bytes) -> None:
+    with pytest.raises(FormatError):
+        unpickle_objects(pickled)
+
+
+def test_names_come_back_as_what_nothing_can_be_set_on() -> None:
+    # BUILD with slot state calls setattr on whatever is on the stack: on a bare function it would change ours.
+    with pytest.raises(FormatError, match="sets the state of a function"):
+        unpickle_objects(RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b.")
+
+
+def test_one_list_named_many_times_does_not_fill_the_memory(tmp_path: Path) -> None:
+    big = list(range(50_000))
+    row = {"input_ids": big, "loss_mask": [0] * 50_000, "seq_start_id": [0]}
+    path = save_pickle(tmp_path / "data.npy", pickle.dumps(np.array([row] * 1000 + [{}], object)[:1000], 4), 1000)
+    with pytest.raises(FormatError, match="more than a file of this size can hold"):
+        open_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (99999999999,), }", "claims 99,999,999,999 packs"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }", "claims 3 packs but holds 2"),
+        ("{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }", "expected a pickled list"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (1, 2), }", "expected a pickled list"),
+        ("__import__('os').system('true')", "header is damaged"),
+    ],
+)
+def test_a_header_that_claims_something_else_is_an_error(tmp_path: Path, header: str, problem: str) -> None:
+    text = header.ljust(117) + "\n"
+    data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+    (tmp_path / "data.npy").write_bytes(data + pickle.dumps(np.array(ROWS, object)))
+    with pytest.raises(FormatError, match=problem):
+        open_dataset(tmp_path / "data.npy")
+
+
+def test_shards_of_a_glob_come_in_natural_order(tmp_path: Path) -> None:
+    for number in (10, 2, 1):
+        row = {"input_ids": [number], "loss_mask": [0], "seq_start_id": [0]}
+        np.save(tmp_path / f"part_{number}.npy", [row], allow_pickle=True)  # type: ignore[arg-type]
+    reader = open_dataset(str(tmp_path / "part_*.npy"))
+    assert [int(pack.input_ids[0]) for pack in reader] == [1, 2, 10]
+
+
+def test_integers_of_every_width_pass_the_opcode_check() -> None:
+    check_opcodes(pickle.dumps(list(range(-300, 70_000, 7)), protocol=2))

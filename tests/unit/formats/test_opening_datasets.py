@@ -1,0 +1,255 @@
+"""What a path can be, and what the errors say where it is nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats.files import natural_key
+from harness.formats.manifest import Manifest, load_manifest
+from harness.records import Pack
+
+PACKS = [Pack([1, 2, 3], [1, 1, 0], [0]), Pack([4, 5], [0, 0], [0, 1])]
+
+
+def write(path: Path, **options: Any) -> Path:
+    with open_writer(path, pack_size=4, **options) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    return path
+
+
+def error_of(path: Path | str) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        open_dataset(path)
+    return caught.value
+
+
+def test_a_missing_dataset_names_what_is_near(tmp_path: Path) -> None:
+    write(tmp_path / "sft-train")
+    error = error_of(tmp_path / "sft-trian")
+    assert error.what == "no dataset there"
+    assert error.fix == f"did you mean {tmp_path / 'sft-train'}?"
+    assert error_of(tmp_path / "no" / "such").fix == "check the path"
+
+
+def test_a_folder_without_a_manifest_says_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "interrupted write or no dataset (found 1 files: notes.txt)" in error_of(tmp_path).what
+    (tmp_path / "empty").mkdir()
+    assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
+
+
+def test_an_unknown_suffix_names_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("1,2")
+    error = error_of(tmp_path / "data.csv")
+    assert "'.csv'" in error.what
+    assert ".parquet" in error.fix
+
+
+def test_a_glob_without_matches_or_of_two_formats_is_an_error(tmp_path: Path) -> None:
+    assert "no file matches" in error_of(str(tmp_path / "*.parquet")).what
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.npy", format="npy")
+    assert "1 of 2 files are not" in error_of(str(tmp_path / "*")).what
+
+
+def test_another_tools_manifest_json_is_not_ours(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "shard_000001.parquet")
+    (tmp_path / "data" / "manifest.json").write_text('{"num_bins": 3, "version": "1.0"}')
+    assert list(open_dataset(tmp_path / "data")) == PACKS
+
+
+def change_manifest(path: Path, change: Callable[[Any], None]) -> FormatError:
+    values = json.loads((path / "manifest.json").read_text())
+    change(values)
+    (path / "manifest.json").write_text(json.dumps(values))
+    return error_of(path)
+
+
+def _set(*keys: Any) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
+        for key in keys[:-2]:
+            values = values[key]
+        values[keys[-2]] = keys[-1]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_set("version", 2), "has version 2, this program reads version 1"),
+        (_set("format", "tar"), "names the format 'tar'"),
+        (_set("pack_size", "4"), "has pack_size '4', expected a whole number"),
+        (_set("pack_size", True), "has pack_size 'True'"),
+        (_set("pack_size", 2), "counts 5 tokens in 2 packs of at most 2"),
+        (_set("num_packs", 3), "has num_packs 3, but its shards hold 2"),
+        (_set("num_sequences", 1), "counts 2 packs, 1 sequences"),
+        (_set("num_trained_tokens", 9), "counts 9 trained of 5 tokens"),
+        (_set("num_tokens", -5), "has num_tokens '-5'"),
+        (_set("num_tokens", 1 << 70), "has num_tokens"),
+        (_set("fingerprint", "abc"), "has the fingerprint 'abc'"),
+        (_set("shards", []), "lists no shards"),
+        (_set("shards", 0, "files", 0, "path", "../x.parquet"), "not a plain path inside"),
+        (_set("shards", 0, "files", 0, "path", "/etc/passwd"), "not a plain path inside"),
+        (_set("shards", 0, "path", "a/../../x"), "not a plain path inside"),
+        (_set("shards", 0, "files", 0, "path", "a\\..\\b"), "not a plain path inside"),
+        (_set("shards", 0, "files", 0, "xxh3", "zz"), "file hash 'zz'"),
+        (_set("shards", 0, "files", 0, "num_bytes", 1), "the manifest says 1"),
+        (_set("index", []), "index"),
+        (_set("provenance", 5), "provenance that is not an object"),
+        (_set("provenance", "counts", {"a": "b"}), "counts that are not whole numbers"),
+        (_set("provenance", "seed", "x"), "seed 'x'"),
+    ],
+)
+def test_a_manifest_that_breaks_an_invariant_is_an_error(tmp_path: Path, change: Any, problem: str) -> None:
+    assert problem in change_manifest(write(tmp_path / "data"), change).what
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff", '{"version": ' + "9" * 5000 + "}"])
+def test_a_manifest_that_is_not_json_is_an_error(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "data")
+    (path / "manifest.json").write_text(text, encoding="latin1")
+    assert "not JSON" in error_of(path).what
+
+
+def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "data")
+    shard = path / "shard_000000.parquet"
+    shard.rename(tmp_path / "outside")
+    shard.symlink_to(tmp_path / "outside")
+    assert "leaves the dataset's folder" in error_of(path).what
+    (tmp_path / "outside").rename(path / "inside")
+    shard.unlink()
+    shard.symlink_to("inside")
+    assert list(open_dataset(path)) == PACKS
+
+
+def test_a_manifest_survives_json(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "data",
+        provenance=Provenance(
+            tokenizer="bpe",
+            tokenizer_hash="1",
+            chat_template_hash="2",
+            packer="best_fit_decreasing",
+            seed=4,
+            settings_hash="5",
+            counts={"conversations": 7},
+        ),
+    )
+    manifest = load_manifest(path)
+    assert manifest is not None
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert (manifest.num_packs, manifest.num_sequences, manifest.num_tokens, manifest.num_trained_tokens) == (
+        2,
+        3,
+        5,
+        2,
+    )
+    assert manifest.provenance.counts == {"conversations": 7}
+
+
+def test_a_destination_in_use_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "data")
+    with pytest.raises(FormatError, match="already holds a dataset"), open_writer(path, pack_size=4):
+        pass
+    assert list(open_dataset(path)) == PACKS
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FormatError, match=r"1 files of something else, such as thesis\.txt"):
+        write(tmp_path / "docs")
+    assert [entry.name for entry in (tmp_path / "docs").iterdir()] == ["thesis.txt"]
+    with pytest.raises(FormatError, match="is a file"):
+        write(tmp_path / "docs" / "thesis.txt")
+
+
+def test_overwriting_replaces_a_dataset_of_another_format(tmp_path: Path) -> None:
+    path = write(tmp_path / "data", format="npy", packs_per_shard=1)
+    with open_writer(path, pack_size=4, overwrite=True) as writer:
+        writer.append(PACKS[1])
+    assert list(open_dataset(path)) == [PACKS[1]]
+    assert sorted(entry.name for entry in path.iterdir()) == ["index", "manifest.json", "shard_000000.parquet"]
+
+
+def test_two_writers_of_one_folder_are_refused(tmp_path: Path) -> None:
+    def second() -> None:
+        try:
+            write(tmp_path / "data")
+        except FormatError as error:
+            os._exit(7 if "another process is writing" in error.what else 8)
+
+    with open_writer(tmp_path / "data", pack_size=4) as writer:
+        child = multiprocessing.get_context("fork").Process(target=second)
+        child.start()
+        child.join()
+        assert child.exitcode == 7
+        writer.append(PACKS[0])
+    assert list(open_dataset(tmp_path / "data")) == [PACKS[0]]
+
+
+def test_a_write_of_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    def start(key: str) -> Any:
+        return open_writer(tmp_path / "data", pack_size=4, packs_per_shard=1, resume_key=key)
+
+    with pytest.raises(KeyboardInterrupt), start("a") as writer:  # noqa: PT012
+        writer.append(PACKS[0])
+        raise KeyboardInterrupt
+    with start("b") as writer:
+        assert writer.num_packs == 0
+        writer.append(PACKS[1])
+    assert list(open_dataset(tmp_path / "data")) == [PACKS[1]]
+
+
+def test_a_damaged_shard_of_an_interrupted_write_is_written_again(tmp_path: Path) -> None:
+    def start() -> Any:
+        return open_writer(tmp_path / "data", pack_size=4, packs_per_shard=1, resume_key="a")
+
+    with pytest.raises(KeyboardInterrupt), start() as writer:  # noqa: PT012
+        for pack in PACKS:
+            writer.append(pack)
+        raise KeyboardInterrupt
+    shard = tmp_path / "data" / "shard_000001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"X")
+    with start() as writer:
+        assert writer.num_packs == 1
+        writer.append(PACKS[1])
+    assert list(open_dataset(tmp_path / "data")) == PACKS
+
+
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no packs were written"), open_writer(tmp_path / "data", pack_size=4):
+        pass
+    assert not (tmp_path / "data").exists()
+
+
+def test_unusable_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown format 'tar'"):
+        open_writer(tmp_path / "data", format="tar", pack_size=4)
+    with pytest.raises(ConfigError, match="pack_size is 0"):
+        open_writer(tmp_path / "data", pack_size=0)
+    with pytest.raises(ConfigError, match="not open"):
+        open_writer(tmp_path / "data", pack_size=4).append(PACKS[0])
+
+
+def test_natural_order_counts_as_people_do() -> None:
+    names = ["shard_10", "shard_2", "shard_1", "a", "10", "9", "shard_2b"]
+    assert sorted(names, key=natural_key) == ["9", "10", "a", "shard_1", "shard_2", "shard_2b", "shard_10"]
+
+
+def test_a_reader_of_a_replaced_dataset_does_not_mix_old_and_new(tmp_path: Path) -> None:
+    reader = open_dataset(write(tmp_path / "data"))
+    with open_writer(tmp_path / "data", pack_size=4, overwrite=True) as writer:
+        writer.append(PACKS[1])
+        writer.append(PACKS[0])
+    with pytest.raises(FormatError):
+        reader[0]

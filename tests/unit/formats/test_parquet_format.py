@@ -1,0 +1,181 @@
+"""Parquet: files of other tools, single files, row groups, and what damaged footers claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness.errors import FormatError
+from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats.parquet import ParquetShard
+from harness.records import Pack
+
+ROWS = {
+    "input_ids": [[1, 2, 3, 70_000, 5], [9], [4, 4, 4]],
+    "loss_mask": [[0, 1, 0, 1, 0], [0], [1, 1, 0]],
+    "seq_start_id": [[0, 3], [0], [0]],
+}
+PACKS = [Pack(*row) for row in zip(ROWS["input_ids"], ROWS["loss_mask"], ROWS["seq_start_id"], strict=True)]
+
+
+def foreign_file(path: Path, rows: dict[str, Any] = ROWS, types: tuple[Any, ...] = (), **options: Any) -> Path:
+    columns = {name: pa.array(values) for name, values in rows.items()}
+    for name, kind in zip(rows, types, strict=False):
+        columns[name] = pa.array(rows[name], kind)
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        (),
+        (pa.list_(pa.int64()), pa.list_(pa.int8()), pa.list_(pa.int64())),
+        (pa.large_list(pa.uint32()), pa.list_(pa.uint8()), pa.list_(pa.int16())),
+    ],
+)
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
+def test_files_of_other_tools_are_read_with_their_integer_types(tmp_path: Path, types: Any, compression: str) -> None:
+    path = foreign_file(tmp_path / "data.idx.parquet", types=types, compression=compression, row_group_size=2)
+    reader = open_dataset(path)
+    assert list(reader) == PACKS
+    assert (reader.pack_size, reader.manifest) == (5, None)
+    assert reader.sequence_lengths.tolist() == [3, 2, 1, 3]
+    assert reader.pack_offsets.tolist() == [0, 2, 3, 4]
+
+
+def test_a_folder_of_shards_of_other_tools_is_read_in_natural_order(tmp_path: Path) -> None:
+    for number in (10, 2, 1):
+        row = {"input_ids": [[number]], "loss_mask": [[0]], "seq_start_id": [[0]]}
+        foreign_file(tmp_path / f"shard_{number}.parquet", row)
+    assert [int(pack.input_ids[0]) for pack in open_dataset(tmp_path)] == [1, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"input_ids": [[1 << 40], [9], [4, 4, 4]]}, "do not fit int32"),
+        ({"loss_mask": [[0, 1], [0], [1, 1, 0]]}, "pack 0 has seq_start_id that do not"),
+        ({"loss_mask": [[0, 1, 0, 1, 0], [7], [1, 1, 0]]}, "loss_mask 7"),
+        ({"seq_start_id": [[0, 3], [0], [0, 3]]}, "pack 2 has seq_start_id that do not"),
+        ({"seq_start_id": [[0, 3], [1], [0]]}, "pack 1 has seq_start_id that do not"),
+        ({"seq_start_id": [[0, 3], [], [0]]}, "pack 1 has no sequences"),
+        ({"seq_start_id": [[0, -3], [0], [0]]}, "pack 0 has seq_start_id that do not"),
+        ({"input_ids": [[1, 2, 3, 4, None], [9], [4, 4, 4]]}, "missing values in input_ids"),
+        ({"seq_start_id": [[0, 3], None, [0]]}, "missing values in seq_start_id"),
+        ({"input_ids": [[1.5], [9.0], [4.0]]}, "expected a list of integers"),
+        ({"input_ids": [1, 2, 3]}, "expected a list of integers"),
+    ],
+)
+def test_foreign_rows_that_break_an_invariant_are_errors(tmp_path: Path, change: Any, problem: str) -> None:
+    path = foreign_file(tmp_path / "data.parquet", {**ROWS, **change})
+    with pytest.raises(FormatError, match=problem):
+        list(open_dataset(path))
+
+
+def test_a_shard_of_another_schema_is_an_error_on_open(tmp_path: Path) -> None:
+    foreign_file(tmp_path / "a_1.parquet")
+    pq.write_table(pa.table({"text": ["x"], "input_ids": [[1]]}), tmp_path / "a_2.parquet")
+    with pytest.raises(FormatError, match="lacks the column loss_mask; it has text, input_ids") as caught:
+        open_dataset(tmp_path)
+    assert "a_2.parquet" in caught.value.where
+
+
+def test_a_single_file_holds_its_manifest_and_its_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "sft.parquet"
+    with open_writer(path, pack_size=8, provenance=Provenance(tokenizer="t", seed=3, counts={"dropped": 2})) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    reader = open_dataset(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sft.parquet"]
+    assert list(reader) == PACKS
+    assert reader.pack_size == 8
+    assert reader.manifest is not None
+    assert reader.manifest.provenance == Provenance(tokenizer="t", seed=3, counts={"dropped": 2})
+    assert (reader.manifest.num_tokens, reader.manifest.num_trained_tokens) == (9, 4)
+    with pytest.raises(FormatError, match="already holds a dataset"), open_writer(path, pack_size=8):
+        pass
+
+
+def test_any_changed_byte_of_a_single_file_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sft.parquet"
+    with open_writer(path, pack_size=8) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    original = path.read_bytes()
+    caught = 0
+    for position in range(0, len(original), 9):
+        damaged = bytearray(original)
+        damaged[position] ^= 16
+        path.write_bytes(damaged)
+        try:
+            reader = open_dataset(path)
+            assert list(reader) == PACKS
+            assert reader.sequence_lengths.tolist() == [3, 2, 1, 3]
+        except FormatError:
+            caught += 1
+    assert caught > len(original) // 9 // 3
+
+
+def test_row_groups_are_small_and_checked(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "data", pack_size=8, rows_per_group=2) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    file = pq.ParquetFile(tmp_path / "data" / "shard_000000.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(2)] == [2, 1]
+    assert [str(field.type) for field in file.schema_arrow] == [
+        "list<element: int32 not null>",
+        "list<element: uint8 not null>",
+        "list<element: int32 not null>",
+    ]
+    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+    with pytest.raises(FormatError, match="row group 1"):
+        _flip_and_read(
+            tmp_path / "data" / "shard_000000.parquet", file.metadata.row_group(1).column(0).data_page_offset
+        )
+
+
+def _flip_and_read(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset + 30] ^= 1
+    path.write_bytes(data)
+    list(open_dataset(path.parent))
+
+
+def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.formats.parquet.CACHE_BYTES", 200)
+    path = tmp_path / "one.parquet"
+    with open_writer(path, pack_size=8, rows_per_group=1) as writer:
+        for number in range(20):
+            writer.append(Pack([number] * 8, [0] * 8, [0]))
+    shard = ParquetShard(path)
+    read = shard.read(list(range(20)))
+    assert [int(pack.input_ids[0]) for pack in read] == list(range(20))
+    assert 1 <= len(shard._cache) <= 3
+
+
+def test_packs_of_many_row_groups_are_read_in_any_order(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "data", pack_size=8, rows_per_group=3, packs_per_shard=10) as writer:
+        for number in range(25):
+            writer.append(Pack([number] * (1 + number % 8), [0] * (1 + number % 8), [0]))
+    ids = np.random.default_rng(0).integers(0, 25, 60)
+    assert [int(pack.input_ids[0]) for pack in open_dataset(tmp_path / "data").read(ids)] == ids.tolist()
+
+
+def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:
+    names = [f"c{number}" for number in range(3000)]
+    pq.write_table(pa.table({name: [1] for name in names}), tmp_path / "wide.parquet")
+    with pytest.raises(FormatError, match="3,000 columns"):
+        open_dataset(tmp_path / "wide.parquet")
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1" + b"\xff\xff\xff\x7fPAR1", b"no parquet at all" * 10])
+def test_what_is_not_parquet_is_an_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "data.parquet").write_bytes(data)
+    with pytest.raises(FormatError, match="not a Parquet file"):
+        open_dataset(tmp_path / "data.parquet")
