@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import PrepError
+from harness.errors import ConfigError, PrepError
 from harness.prep import histogram_packing, sequential_packing
 from harness.prep.checks import require_at_least, require_choice
 from harness.prep.histogram_packing import Placement
@@ -17,6 +17,15 @@ from harness.records import Int64Array
 
 # A sequence of one token has nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
+
+# Setting -> name of the format.
+PACKED_STORAGE = {
+    "parquet": "parquet",
+    "memmap": "memmap",
+    "binidx": "binidx",
+    "jsonl": "jsonl",
+    "legacy_npy_pickle": "npy",
+}
 
 # Keys of the random streams; a plan depends on them.
 _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
@@ -34,11 +43,12 @@ class PackingConfig:
         over_long: `drop` or `truncate` a conversation of more than `pack_size` tokens.
         packed_storage: `parquet`, `memmap`, `binidx`, `jsonl` or `legacy_npy_pickle`.
         validation_fraction: share of conversations, chosen by their hash, that are kept for validation.
-        num_workers: processes that tokenise; 0 works in the main process, -1 takes one per core.
+        num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizer's
+            library; -1 takes one per core where the source is large enough to pay for starting them.
         overwrite: replace a dataset that was prepared with other settings.
     """
 
-    path: str = ""
+    path: str = "data/pydoc"
     pack_size: int = 4096
     algorithm: str = "best_fit_decreasing"
     seed: int = 0
@@ -53,6 +63,16 @@ class PackingConfig:
         require_at_least(self.seed, 0, setting="data.seed")
         require_at_least(self.num_workers, -1, setting="data.num_workers")
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
+        require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
+        require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(
+                f"{self.validation_fraction} is not a share of the conversations",
+                where="data.validation_fraction",
+                fix="set it to 0 or more, and below 1",
+            )
+        if not self.path:
+            raise ConfigError("no folder is named", where="data.path", fix="name the folder to write to")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, PrepError
+from harness.formats.files import natural_key
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
 from harness.prep.checks import require_at_least, require_choice
 
@@ -20,7 +20,7 @@ SOURCE_KINDS = ("files", "pydoc")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18
 _CHUNK_ROWS = 1024
 
 
@@ -35,7 +35,7 @@ class SourceConfig:
         limit: read so many records at most; 0 reads all.
     """
 
-    kind: str = "files"
+    kind: str = "pydoc"
     path: str = ""
     on_bad: str = "refuse"
     limit: int = 0
@@ -103,11 +103,11 @@ def list_files(path: str) -> list[Path]:
     compressed = [file for file in files if file.suffix in _COMPRESSED_SUFFIXES]
     if compressed:
         raise PrepError("compressed chat files are not read", where=str(compressed[0]), fix="decompress them first")
-    return sorted(files, key=_natural_key)
+    return sorted(files, key=lambda file: (natural_key(str(file)), str(file)))
 
 
 def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
-    """Read files in order, about 1 MiB or 1,024 rows at a time.
+    """Read files in order, about 256 KiB or 1,024 rows at a time.
 
     Args:
         files: as from `list_files`.
@@ -171,10 +171,3 @@ def _check_messages_column(schema: Any, file: Path) -> None:
 
 def _is_hidden(file: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.parts)
-
-
-def _natural_key(file: Path) -> tuple[list[tuple[int, int, str]], str]:
-    pieces = re.split(r"([0-9]+)", str(file))
-    return [
-        (1, int(piece), "") if piece.isascii() and piece.isdigit() else (0, 0, piece) for piece in pieces if piece
-    ], str(file)

@@ -112,8 +112,8 @@ def test_the_limit_holds_over_files(tmp_path, limit):
     [
         ({"kind": "http"}, "source.kind"),
         ({"kind": "files"}, "source.path"),
-        ({"path": "x", "on_bad": "ignore"}, "source.on_bad"),
-        ({"path": "x", "limit": -1}, "source.limit"),
+        ({"on_bad": "ignore"}, "source.on_bad"),
+        ({"limit": -1}, "source.limit"),
     ],
 )
 def test_bad_settings_are_refused(settings, where):

@@ -1,0 +1,20 @@
+"""Turn chat data into packed datasets.
+
+    python -m recipes.prepare source=files source.path=chats/ data.path=data/chats
+
+Without arguments it prepares questions and answers from the documentation of Python's standard library.
+"""
+
+from __future__ import annotations
+
+from harness.config import hydra_entry
+from harness.prep.pipeline import PrepareConfig, prepare
+
+
+@hydra_entry("prepare", PrepareConfig)
+def main(config: PrepareConfig) -> None:
+    prepare(config)
+
+
+if __name__ == "__main__":
+    main()
