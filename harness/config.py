@@ -76,7 +76,7 @@ def to_plain(config: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    return cast(str, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:
@@ -113,7 +113,11 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
 
 
 def _groups() -> list[str]:
-    return sorted(f"{folder.name}={{{','.join(sorted(f.stem for f in folder.glob('*.yaml')))}}}" for folder in CONFIGS.iterdir() if folder.is_dir())
+    return sorted(
+        f"{folder.name}={{{','.join(sorted(f.stem for f in folder.glob('*.yaml')))}}}"
+        for folder in CONFIGS.iterdir()
+        if folder.is_dir()
+    )
 
 
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used
@@ -128,8 +132,10 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
-        # One rank speaks where all fail alike; a failure of one rank alone is shown by the launcher's summary.
-        if os.environ.get("RANK", "0") == "0" or getattr(error, "this_rank_only", False):
+        # Before the job is joined every rank finds the same fault, and one speaks. Later a fault can be of one rank.
+        if os.environ.get("RANK", "0") == "0":
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        elif error.rank is not None and not error.is_shared:
+            print(f"rank {error.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.exit(2)

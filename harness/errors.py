@@ -17,6 +17,9 @@ class HarnessError(Exception):
         self.what = what
         self.where = where
         self.fix = fix
+        # Set by the runtime of a job: which rank raised it, and whether every rank raises the same.
+        self.rank: int | None = None
+        self.is_shared = False
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (loader workers); keyword-only arguments need help to be pickled.

@@ -50,10 +50,8 @@ def _state(step: MegatronStep, *, is_loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(step.chunks):
         key = "model" if len(step.chunks) == 1 else f"model{index}"
         state[key] = chunk.module.sharded_state_dict()
-    model_part = {name: part for name, part in state.items()}
-    if len(model_part) == 1:
-        model_part = model_part["model"]
-    state["optimizer"] = step.optimizer.sharded_state_dict(model_part, is_loading=is_loading, metadata=sharding)
+    weights = state["model"] if len(step.chunks) == 1 else dict(state)
+    state["optimizer"] = step.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=sharding)
     state["scheduler"] = step.scheduler.state_dict()
     return state
 
@@ -71,7 +69,8 @@ def save(folder: Path, step: MegatronStep, progress: Progress, *, keep: int) -> 
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     torch.distributed.barrier()
-    dist_checkpointing.save(_state(step, is_loading=False), str(unfinished), validate_access_integrity=False)
+    with compat.main_module_hidden():
+        dist_checkpointing.save(_state(step, is_loading=False), str(unfinished), validate_access_integrity=False)
     torch.distributed.barrier()
     if is_rank_0:
         document = {

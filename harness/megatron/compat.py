@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core
@@ -45,6 +48,25 @@ def packed_seq_params(
 def accepts(function: Any, name: str) -> bool:
     """True where `function` (or a class's constructor) takes an argument called `name`."""
     return name in inspect.signature(function).parameters
+
+
+@contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """Keep processes that are spawned meanwhile from importing the main module.
+
+    Megatron's checkpoint writer spawns one that needs nothing of it. Importing it costs seconds with PyTorch in it, and
+    a script without an `if __name__ == "__main__"` guard would start itself over and hang.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in hidden:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
 
 
 def make_empty_adam_state(optimizer: Any) -> None:

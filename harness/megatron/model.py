@@ -22,6 +22,7 @@ from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.attention import RMSNorm, VarlenAttention
 from harness.megatron.topology import ParallelConfig
+from harness.schedule import SequenceCost
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,7 +73,9 @@ class ModelConfig:
                 fix="choose a number of groups that divides num_attention_heads",
             )
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown", where="model.dtype", fix=f"one of {', '.join(DTYPES)}")
+            raise ConfigError(
+                f"dtype {self.dtype!r} is unknown", where="model.dtype", fix=f"one of {', '.join(DTYPES)}"
+            )
         if self.attention not in ("auto", "transformer_engine", "torch"):
             raise ConfigError(
                 f"attention {self.attention!r} is unknown",
@@ -103,6 +106,24 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     """`vocab_size` rounded up so that every TP rank holds a multiple of 128 rows (Megatron's own rule)."""
     multiple = 128 * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def sequence_cost(model: ModelConfig) -> SequenceCost:
+    """Forward FLOPs of one sequence, by tokens and by tokens squared.
+
+    A token costs 2 FLOPs a weight of the layers and of the output matrix; attention adds, per layer, scores and
+    weighted values of half the L x L square (it is causal): 2 * L^2 * heads * head_dim.
+
+    Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+    without recomputation.
+    """
+    head = model.hidden_size // model.num_attention_heads
+    attention = model.hidden_size * (2 * model.hidden_size + 2 * model.num_query_groups * head)
+    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size
+    output = model.hidden_size * (model.vocab_size or 0)
+    return SequenceCost(
+        linear=2.0 * (model.num_layers * layer + output), quadratic=2.0 * model.num_layers * model.hidden_size
+    )
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 
 DEVICES = ("auto", "cpu", "cuda")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,34 @@ def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime
         if world_size > 1:
             torch.distributed.init_process_group(backend, timeout=timeout)
         else:
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
+            torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
             yield runtime
+        except HarnessError as error:
+            error.rank = rank
+            raise
         finally:
             from megatron.core import parallel_state
 
             if parallel_state.model_parallel_is_initialized():
                 parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give its result to every rank; its HarnessError is raised on every rank."""
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except HarnessError as error:
+            outcome[1] = error
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        outcome[1].is_shared = True
+        raise outcome[1]
+    return cast(T, outcome[0])
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader.loader import StepBatch
+from harness.loader.step import StepBatch
 from harness.megatron.batch import to_device
 from harness.megatron.topology import ParallelConfig, Topology
 from harness.thd import ThdBatch
@@ -62,7 +62,9 @@ class OptimizerConfig:
             )
         if self.warmup_steps < 0 or self.clip_grad < 0:
             raise ConfigError(
-                f"warmup_steps is {self.warmup_steps} and clip_grad {self.clip_grad}", where="optimizer", fix="0 or more"
+                f"warmup_steps is {self.warmup_steps} and clip_grad {self.clip_grad}",
+                where="optimizer",
+                fix="0 or more",
             )
 
 
@@ -82,6 +84,7 @@ class MegatronStep:
 
     Args:
         chunks: from `build_model`.
+        vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: steps after which the learning rate has reached `min_lr`.
     """
 
@@ -93,9 +96,11 @@ class MegatronStep:
         parallel: ParallelConfig,
         topology: Topology,
         device: torch.device,
+        vocab_size: int,
         decay_steps: int,
     ) -> None:
         self.chunks = chunks
+        self.vocab_size = vocab_size
         self.topology = topology
         self.device = device
         self.config = get_model_config(chunks[0])
@@ -180,7 +185,15 @@ class MegatronStep:
         return torch.stack(reports).sum(dim=0)
 
     def _forward(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        row = to_device(next(rows), self.device, cp_size=self.topology.cp_size, cp_rank=self.topology.cp_rank)
+        arrays = next(rows)
+        if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
+            raise ConfigError(
+                f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model knows "
+                f"{self.vocab_size} tokens",
+                where="model.vocab_size",
+                fix="set it to the vocabulary size of the dataset's tokenizer",
+            )
+        row = to_device(arrays, self.device, cp_size=self.topology.cp_size, cp_rank=self.topology.cp_rank)
         output = model(
             input_ids=row.tokens,
             position_ids=row.position_ids,

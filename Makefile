@@ -1,0 +1,51 @@
+# `make sft` runs the main job, `make test` the tests; each installs what it needs into .venv first.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+
+.PHONY: setup sft prepare test lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
+	@echo "make test    run the tests"
+	@echo "make setup   install into $(VENV) only"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make bench   measure this machine"
+
+setup: $(VENV)/installed
+
+# The mark is newer than what it was made from only once everything is installed.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,tokenize,dev]'
+	@touch $@
+
+prepare: setup
+	$(BIN)/python -m recipes.prepare $(PREPARE)
+
+# OMP_NUM_THREADS: one thread a rank, so that ranks on one machine do not fight over its cores.
+sft: prepare
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m recipes.sft $(SFT)
+
+test: setup
+	$(BIN)/python -m pytest -n auto $(TESTS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/harness bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info

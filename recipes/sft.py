@@ -1,0 +1,219 @@
+"""Fine-tune a Megatron-Core GPT on a packed dataset.
+
+    torchrun --nproc-per-node 2 -m recipes.sft trainer.steps=60 resume=auto
+
+Every rank plans the same global batches from sequence lengths, reads its own sequences, and trains. The run's folder
+gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and report.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from harness.config import hydra_entry, to_yaml
+from harness.errors import ConfigError
+from harness.loader.datasets import DataConfig, RunData, open_datasets
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.state import LoaderState
+from harness.loader.step import StepBatch
+from harness.megatron import checkpoint, runtime
+from harness.megatron.compat import MEGATRON_VERSION
+from harness.megatron.model import ModelConfig, build_model, sequence_cost
+from harness.megatron.step import MegatronStep, OptimizerConfig
+from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
+from harness.report.progress import RunProgress
+from harness.report.run_folder import CHECKPOINTS, choose_run_folder
+from harness.schedule import ScheduleConfig
+from harness.train import StepRecord, TrainerConfig, train
+
+
+@dataclass
+class SftConfig:
+    """Settings of a fine-tuning run.
+
+    Attributes:
+        name: of the experiment; runs are numbered below `runs` under it.
+        run_dir: the run's folder, None for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
+        resume: false, true or auto.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    name: str = "sft"
+    runs: str = "runs"
+    run_dir: str | None = None
+    resume: str = "false"
+
+    def __post_init__(self) -> None:
+        self.resume = str(self.resume).lower()
+
+
+def check(config: SftConfig, data: RunData, world_size: int) -> int:
+    """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
+    config.model.check(config.parallel)
+    config.parallel.dp_size(world_size)
+    for reader in (data.train, data.validation):
+        if reader is not None and reader.pack_size > config.model.max_sequence_length:
+            raise ConfigError(
+                f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "
+                f"{config.model.max_sequence_length:,}",
+                where=str(reader.path),
+                fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
+            )
+    wanted, stored = config.model.vocab_size, data.vocab_size
+    if wanted is None and stored is None:
+        raise ConfigError(
+            "the vocabulary size is not known: the dataset does not say",
+            where="model.vocab_size",
+            fix="set it to the size of the tokenizer that made the dataset",
+        )
+    if wanted is not None and stored is not None and wanted < stored:
+        raise ConfigError(
+            f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens",
+            where=str(data.train.path),
+            fix=f"set model.vocab_size to {stored} or more, or leave it null",
+        )
+    return wanted or stored or 0
+
+
+def make_loaders(
+    config: SftConfig, data: RunData, topology: Topology, state: LoaderState | None
+) -> tuple[Loader, Loader | None]:
+    """The training loader from `state` on, and the one that reads the validation set once each time."""
+
+    def loader(reader: object, settings: LoaderConfig, *, start: LoaderState | None, epochs: int | None) -> Loader:
+        return Loader(
+            reader,  # type: ignore[arg-type]
+            settings,
+            schedule=config.schedule,
+            dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size,
+            cp_size=topology.cp_size,
+            multiple=config.parallel.row_multiple,
+            group_size=config.parallel.microbatch_group,
+            cost=sequence_cost(config.model),
+            state=start,
+            num_epochs=epochs,
+        )
+
+    training = loader(data.train, config.loader, start=state, epochs=None)
+    if data.validation is None:
+        return training, None
+    # Validation is short and rare: workers of its own would cost more than they save.
+    once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
+    return training, loader(data.validation, once, start=None, epochs=1)
+
+
+def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> dict[str, str]:
+    """The facts of a run for its report."""
+    import torch
+
+    model = config.model
+    return {
+        "dataset": f"{data.train.path} ({len(data.train):,} packs of up to {data.train.pack_size:,} tokens, "
+        f"fingerprint {data.train.fingerprint})",
+        "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"vocabulary {model.vocab_size:,}, {model.dtype}",
+        "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
+        "ranks": f"{world_size} on {device}: tensor {config.parallel.tensor_parallel_size}, "
+        f"pipeline {config.parallel.pipeline_parallel_size}, context {config.parallel.context_parallel_size}",
+        "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
+    }
+
+
+def main(config: SftConfig) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    data = open_datasets(config.data)
+    config.model.vocab_size = check(config, data, world_size)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s))
+        folder = runtime.on_rank_0(lambda: _prepare_folder(config))
+        newest = runtime.on_rank_0(lambda: _newest(folder, config.resume))
+        progress = checkpoint.read_progress(newest) if newest is not None else None
+        topology = join(config.parallel, world_size)
+        training, validation = make_loaders(config, data, topology, progress.loader if progress else None)
+        stack.enter_context(training)
+        step = MegatronStep(
+            build_model(config.model, config.parallel, vocab_size=config.model.vocab_size, device=ranks.device),
+            optimizer=config.optimizer,
+            parallel=config.parallel,
+            topology=topology,
+            device=ranks.device,
+            vocab_size=config.model.vocab_size,
+            decay_steps=config.trainer.steps,
+        )
+        if newest is not None:
+            checkpoint.load(newest, step)
+        first_step = progress.step + 1 if progress else 1
+        speaks = ranks.rank == 0
+        writer = MetricsWriter(folder, first_step=first_step) if speaks else None
+        shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
+
+        def record(taken: StepRecord) -> None:
+            metrics = step_metrics(taken)
+            if writer is not None:
+                writer.write(metrics)
+            shown.step(metrics)
+
+        def save(number: int, state: LoaderState) -> None:
+            with shown.doing("writing a checkpoint"):
+                checkpoint.save(
+                    folder / CHECKPOINTS, step, checkpoint.Progress(number, state), keep=config.trainer.keep_checkpoints
+                )
+
+        def validate() -> Iterable[StepBatch]:
+            assert validation is not None
+            return shown.doing_each("validating", _first(iter(validation), config.trainer.eval_batches))
+
+        train(
+            iter(training),
+            step,
+            config.trainer,
+            validation=validate if validation is not None else None,
+            save=save,
+            record=record,
+            first_step=first_step,
+        )
+        if writer is not None:
+            writer.close()
+            steps = read_metrics(folder / METRICS_FILE)
+            plot_loss(steps, folder / "loss.png")
+            write_report(folder, steps, describe(config, data, str(ranks.device), world_size))
+            shown.say(f"run {folder}, loss plot {folder / 'loss.png'}, report {folder / 'report.md'}")
+
+
+def _prepare_folder(config: SftConfig) -> Path:
+    folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+def _newest(folder: Path, resume: str) -> Path | None:
+    whole = checkpoint.whole_checkpoints(folder / CHECKPOINTS)
+    if resume == "true" and not whole:
+        raise ConfigError(
+            "no whole checkpoint to resume from", where=str(folder / CHECKPOINTS), fix="resume=auto starts anew"
+        )
+    return whole[-1] if whole and resume != "false" else None
+
+
+def _first(batches: Iterator[StepBatch], count: int | None) -> Iterator[StepBatch]:
+    for number, batch in enumerate(batches, start=1):
+        yield batch
+        if number == count:
+            return
+
+
+if __name__ == "__main__":
+    hydra_entry("sft", SftConfig)(main)()

@@ -1,0 +1,95 @@
+"""Real runs of `recipes.sft` in processes of their own, on a small dataset."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.formats import Provenance, open_writer
+from harness.records import Pack
+
+VOCAB = 300
+SMALL = (
+    "model.num_layers=4",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "loader.global_batch_size=6",
+    "loader.block_packs=4",
+    "schedule.max_tokens_per_rank=256",
+    "optimizer.decay_steps=10",
+    "trainer.device=cpu",
+)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 packs of up to 256 tokens with a pattern that can be learnt, and 5 for validation."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 40), ("validation", 5)):
+        provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": VOCAB})
+        with open_writer(folder / split, format="parquet", pack_size=256, provenance=provenance) as writer:
+            for _ in range(count):
+                lengths = rng.integers(5, 80, size=rng.integers(1, 4))
+                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+                ids = np.concatenate([(rng.integers(0, 290) + np.arange(n) % 7) for n in lengths])
+                mask = rng.integers(0, 4, size=ids.shape[0]) > 0
+                mask[starts[1:] - 1] = False
+                mask[-1] = False
+                writer.append(Pack(ids, mask, starts))
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int
+    output: str
+    metrics: list[dict[str, Any]]
+
+    def column(self, name: str) -> list[Any]:
+        return [line[name] for line in self.metrics]
+
+
+def command(dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[str]:
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return [*launcher, "recipes.sft", f"data.path={dataset}", f"run_dir={folder}", *SMALL, *overrides]
+
+
+def environment() -> dict[str, str]:
+    # A bare one: the test process may carry a launcher's variables.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def sft(dataset: Path) -> Callable[..., Run]:
+    """sft(folder, *overrides, ranks=1): run to the end."""
+
+    def run(folder: Path, *overrides: str, ranks: int = 1) -> Run:
+        done = subprocess.run(
+            command(dataset, folder, *overrides, ranks=ranks),
+            env=environment(),
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        return Run(done.returncode, done.stdout + done.stderr, read_metrics(folder))
+
+    return run

@@ -1,0 +1,96 @@
+"""A run that was killed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import command, environment, read_metrics
+
+SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
+SAME = (
+    "step",
+    "epoch",
+    "loss",
+    "validation_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens",
+    "trained_tokens",
+    "packs_consumed",
+)
+
+
+def kill_after(step: int, arguments: list[str], folder: Path) -> None:
+    """Start a run, and SIGKILL every process of it once `step` is in its metrics."""
+    process = subprocess.Popen(
+        arguments,
+        env=environment(),
+        cwd=Path(__file__).resolve().parents[2],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while len(read_metrics(folder)) < step:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = subprocess.run(
+        command(dataset, folder / "run", *SETTINGS, ranks=2),
+        env=environment(),
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [{name: line[name] for name in SAME} for line in read_metrics(folder / "run")]
+
+
+# Before the first checkpoint, just after one, and with trained steps that no checkpoint holds.
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
+    dataset, sft, undisturbed, tmp_path, step
+) -> None:
+    folder = tmp_path / "run"
+    kill_after(step, command(dataset, folder, *SETTINGS, ranks=2), folder)
+    resumed = sft(folder, *SETTINGS, "resume=auto", ranks=2)
+    assert resumed.code == 0, resumed.output
+    assert [{name: line[name] for name in SAME} for line in resumed.metrics] == undisturbed
+
+
+def test_a_checkpoint_cut_short_is_passed_over(sft, undisturbed, tmp_path) -> None:
+    folder = tmp_path / "run"
+    assert sft(folder, *SETTINGS, "trainer.steps=5", "loader.num_workers=0").code == 0
+    checkpoints = folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000005"]
+    (checkpoints / "step-00000005").rename(checkpoints / "step-00000005.unfinished")
+    (checkpoints / "step-00000007").mkdir()
+    resumed = sft(folder, *SETTINGS, "resume=true", "loader.num_workers=0")
+    assert resumed.code == 0, resumed.output
+    assert resumed.column("step") == list(range(1, 10))
+    assert resumed.column("loss") == pytest.approx([line["loss"] for line in undisturbed], rel=1e-5)
+
+
+def test_other_data_is_refused_when_resuming(sft, tmp_path, dataset) -> None:
+    folder = tmp_path / "run"
+    assert sft(folder, "trainer.steps=1", "loader.num_workers=0").code == 0
+    again = sft(folder, "trainer.steps=2", "resume=true", "loader.num_workers=0", f"data.path={dataset / 'validation'}")
+    assert again.code == 2
+    assert "trained on other data" in again.output
+    assert "Traceback" not in again.output

@@ -1,0 +1,34 @@
+"""A small Megatron model in this process: one rank, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from harness.megatron import runtime
+from harness.megatron.model import ModelConfig, build_model
+from harness.megatron.topology import ParallelConfig, join
+from harness.records import SequenceView
+
+VOCAB = 256
+
+
+@pytest.fixture
+def chunks() -> Iterator[list[torch.nn.Module]]:
+    with runtime.start("cpu"):
+        parallel = ParallelConfig()
+        join(parallel, 1)
+        # Larger initial weights than in training, so that attention is far from uniform and a leak would show.
+        model = ModelConfig(num_layers=3, hidden_size=64, ffn_hidden_size=128, init_std=0.2)
+        yield build_model(model, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
+
+
+def make_sequence(length: int, seed: int) -> SequenceView:
+    rng = np.random.default_rng(seed)
+    mask = rng.integers(0, 2, size=length).astype(np.uint8)
+    mask[0] = 1
+    mask[-1] = 0
+    return SequenceView(rng.integers(0, VOCAB, size=length).astype(np.int32), mask)

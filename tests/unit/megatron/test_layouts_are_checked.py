@@ -1,0 +1,82 @@
+"""A layout that cannot work is refused with its arithmetic, before any process group is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.megatron.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.megatron.topology import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size is 2 with 1 pipeline stages"),
+        ({"sequence_parallel": True}, "has one rank"),
+    ],
+)
+def test_parallel_sizes_that_contradict_each_other_are_refused(settings, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ParallelConfig(**settings)
+
+
+def test_ranks_that_do_not_hold_whole_models_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(
+        ConfigError, match=r"6 ranks cannot hold whole copies of a model on 4 ranks \(tensor 2 x pipeline 2"
+    ):
+        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(6)
+    assert ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(8) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "said"),
+    [
+        (
+            {"num_attention_heads": 4, "num_query_groups": 2},
+            {"tensor_parallel_size": 4},
+            "num_query_groups 2 is not a multiple",
+        ),
+        ({"num_layers": 4}, {"pipeline_parallel_size": 3}, "4 layers cannot be cut into 3"),
+        (
+            {"num_layers": 6},
+            {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
+            "6 layers cannot be cut into 4",
+        ),
+    ],
+)
+def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig(**model).check(ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "100 is not a multiple of 3"),
+        ({"num_attention_heads": 4, "num_query_groups": 3}, "cannot share 3 query groups"),
+        ({"dtype": "float8"}, "'float8' is unknown"),
+        ({"attention": "flash"}, "'flash' is unknown"),
+        ({"num_layers": 0}, "num_layers is 0"),
+    ],
+)
+def test_a_model_that_cannot_exist_is_refused(settings, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig(**settings)
+
+
+def test_the_vocabulary_is_padded_to_128_rows_a_rank() -> None:
+    assert padded_vocab_size(8192, 1) == 8192
+    assert padded_vocab_size(8193, 1) == 8320
+    assert padded_vocab_size(8193, 4) == 8704
+
+
+def test_the_cost_of_a_sequence_counts_weights_and_attention() -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1, vocab_size=10
+    )
+    cost = sequence_cost(model)
+    # Weights a layer: Q and output 2 * 8 * 8, K and V 2 * 8 * 4, gate, up and down 3 * 8 * 16; output matrix 8 * 10.
+    assert cost.linear == 2 * (2 * (128 + 64 + 384) + 80)
+    assert cost.quadratic == 2 * 2 * 8

@@ -1,0 +1,58 @@
+"""A CPU stands in for CUDA while a job runs, and not a moment longer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.megatron import runtime
+
+
+def test_cuda_means_the_cpu_inside_a_cpu_job_and_nothing_is_left_behind() -> None:
+    before = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed)
+    with runtime.start("cpu") as job:
+        assert (job.rank, job.world_size, job.device.type) == (0, 1, "cpu")
+        made = torch.zeros(3, device="cuda")
+        assert made.device.type == "cpu"
+        assert made.cuda() is made
+        assert made.type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert made.to("cuda").device.type == "cpu"
+    assert (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed) == before
+    assert torch.zeros(3).type() == "torch.FloatTensor"
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_job_ends_cleanly_after_an_error_and_another_can_start() -> None:
+    with pytest.raises(ConfigError, match="planted"), runtime.start("cpu"):
+        raise ConfigError("planted")
+    assert not torch.distributed.is_initialized()
+    with runtime.start("cpu"):
+        assert torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_asking_for_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        runtime.choose_device("cuda")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'tpu' is unknown"):
+        runtime.choose_device("tpu")
+
+
+def test_a_launcher_environment_with_parts_missing_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR"), runtime.start("cpu"):
+        pass
+
+
+def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
+    def fails() -> None:
+        raise ConfigError("planted on rank 0")
+
+    with pytest.raises(ConfigError, match="planted on rank 0"), runtime.start("cpu"):
+        runtime.on_rank_0(fails)
