@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
-from torch.distributed.distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
 from harness.errors import ConfigError, HarnessError

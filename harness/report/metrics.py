@@ -96,7 +96,7 @@ class MetricsWriter:
         rewritten.write_text("".join(kept))
         rewritten.replace(path)
         self._file: IO[str] = path.open("a")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; it is on its way to the disk when this returns."""
@@ -107,11 +107,11 @@ class MetricsWriter:
         self._file.flush()
         for key, value in values.items():
             if key != "step" and value is not None:
-                self._events.add_scalar(f"train/{key}", value, metrics.step)  # type: ignore[no-untyped-call]
+                self._events.add_scalar(f"train/{key}", value, metrics.step)
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()  # type: ignore[no-untyped-call]
+        self._events.close()
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
@@ -125,9 +125,11 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     steps = []
     for number, line in enumerate(_whole_lines(path), start=1):
         try:
-            values = json.loads(line)
-            steps.append(StepMetrics(**{key: math.nan if value is None and key in ("loss", "grad_norm") else value for key, value in values.items()}))
-        except (ValueError, TypeError) as error:
+            values: dict[str, Any] = json.loads(line)
+            for name in ("loss", "grad_norm"):
+                values[name] = math.nan if values[name] is None else values[name]
+            steps.append(StepMetrics(**values))
+        except (ValueError, TypeError, KeyError) as error:
             raise FormatError(
                 f"line {number} is not a step's metrics: {error}",
                 where=str(path),
