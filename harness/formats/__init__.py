@@ -28,6 +28,9 @@ __all__ = [
 FORMATS: dict[str, str] = {
     "npy": "harness.formats.npy",
     "parquet": "harness.formats.parquet",
+    "memmap": "harness.formats.memmap",
+    "binidx": "harness.formats.binidx",
+    "jsonl": "harness.formats.jsonl",
 }
 
 

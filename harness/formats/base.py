@@ -102,7 +102,8 @@ class Format:
     Attributes:
         name: its key in the registry.
         shard_name: path of shard number i inside a dataset folder.
-        shard_suffixes: what the names of files (or folders) that hold packs end with.
+        suffixes: of files that `open_dataset` takes, for error messages.
+        shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
         packs_per_shard: default.
         files_per_shard: file descriptors that an open shard holds.
         write_shard: start a shard at a path.
@@ -115,7 +116,8 @@ class Format:
 
     name: str
     shard_name: Callable[[int], str]
-    shard_suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    shard_pattern: str
     packs_per_shard: int
     files_per_shard: int
     write_shard: Callable[[Path, ShardOptions], ShardWriter]

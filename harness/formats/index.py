@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,8 @@ import numpy.typing as npt
 
 from harness.errors import FormatError
 from harness.formats.digest import UInt64Array, dataset_fingerprint
-from harness.formats.files import AtomicFile
 from harness.formats.manifest import Manifest
+from harness.formats.npy_files import NpyStream, map_npy
 from harness.records import Int32Array, Int64Array
 
 INDEX_FOLDER = "index"
@@ -26,11 +24,6 @@ INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
-_MAX_HEADER_BYTES = 4096
-_HEADER = re.compile(
-    rb"\{'descr': '([<>|](?:[iu][1248]|f[248]|b1|O8?))', 'fortran_order': (True|False), "
-    rb"'shape': \(((?: *\d{1,19}L?,?)*)\), *\} *\n?"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +62,46 @@ def build_index(sequence_counts: Sequence[Int64Array], sequence_lengths: Sequenc
     return PackIndex(offsets, lengths, None)
 
 
+def lengths_from_starts(
+    num_tokens: Int64Array, starts: npt.NDArray[Any], offsets: npt.NDArray[Any], *, where: str, first_row: int = 0
+) -> Int32Array:
+    """Sequence lengths of packs that store where their sequences start.
+
+    Args:
+        num_tokens: int64 [packs], tokens of each pack.
+        starts: start positions of the sequences of all packs, end to end.
+        offsets: integers [packs + 1]; pack p has starts[offsets[p]:offsets[p + 1]].
+        where: file, for errors.
+        first_row: number of the first pack, for errors.
+
+    Returns:
+        int32 [sequences].
+
+    Raises:
+        FormatError: a pack has no sequences, or its starts are not 0 and strictly rising below its tokens.
+    """
+    counts = np.diff(offsets.astype(np.int64))
+    if counts.shape[0] == 0:
+        return np.zeros(0, np.int32)
+    if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
+        row = first_row + int(np.argmax(counts <= 0))
+        raise FormatError(f"pack {row:,} has no sequences, or more than are stored", where=where)
+    begins = starts[int(offsets[0]) : int(offsets[-1])].astype(np.int64)
+    lasts = np.cumsum(counts) - 1
+    ends = np.append(begins[1:], 0)
+    ends[lasts] = num_tokens
+    lengths = ends - begins
+    bad = (lengths <= 0) | (lengths > np.iinfo(np.int32).max)
+    firsts = lasts - counts + 1
+    bad[firsts] |= begins[firsts] != 0
+    if bad.any():
+        row = first_row + int(np.searchsorted(lasts, int(np.argmax(bad))))
+        raise FormatError(
+            f"pack {row:,} has seq_start_id that do not start at 0 and rise strictly below its tokens", where=where
+        )
+    return lengths.astype(np.int32)
+
+
 def load_index(folder: Path, manifest: Manifest) -> PackIndex:
     """Map the index of a dataset folder. Nothing but headers and the ends of the arrays is read."""
     index = folder / INDEX_FOLDER
@@ -83,53 +116,6 @@ def load_index(folder: Path, manifest: Manifest) -> PackIndex:
             fix="copy the dataset again; its index is damaged",
         )
     return PackIndex(offsets, lengths, checksums)
-
-
-def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran order, and dtype of an open `.npy` file, which is left at its first data byte."""
-    start = file.read(8)
-    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
-    if width is None:
-        raise FormatError("not a .npy file of version 1 or 2", where=str(path))
-    num_bytes = int.from_bytes(file.read(width), "little")
-    text = file.read(num_bytes) if num_bytes <= _MAX_HEADER_BYTES else b""
-    # numpy's own parser evaluates the header as Python, and fails in many ways on a damaged one.
-    header = _HEADER.fullmatch(text)
-    if header is None or len(text) != num_bytes:
-        raise FormatError("the .npy header is damaged, or describes no plain array", where=str(path))
-    descr, order, shape = (group.decode("ascii") for group in header.groups())
-    sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
-    if max(sizes, default=0) >= 1 << 62:
-        raise FormatError(f"the .npy header claims the shape {shape[:60]}", where=str(path))
-    return sizes, order == "True", np.dtype(descr)
-
-
-def check_npy(path: Path, file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """The offset of an open `.npy` file's data, after its header and size are found as expected."""
-    stored_shape, fortran, stored = read_npy_header(path, file)
-    if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
-        raise FormatError(f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path))
-    offset = int(file.tell())
-    expected = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    num_bytes = int(file.seek(0, 2))
-    if num_bytes != expected:
-        raise FormatError(
-            f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path), fix="copy the dataset again"
-        )
-    return offset
-
-
-def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A read-only memory map of a `.npy` file of exactly this dtype and shape."""
-    try:
-        with path.open("rb") as file:
-            offset = check_npy(path, file, dtype, shape)
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix="copy the dataset again") from None
-    count = int(np.prod(shape, dtype=np.int64))
-    # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
-    return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +155,12 @@ def write_index(
 
 
 def _write_npy(path: Path, dtype: np.dtype[Any], count: int, pieces: Iterator[npt.NDArray[Any]]) -> None:
-    file = AtomicFile(path)
+    file = NpyStream(path, dtype)
     try:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, header)
         for piece in pieces:
             for start in range(0, piece.shape[0], _BLOCK):
-                file.write(piece[start : start + _BLOCK].astype(dtype, copy=False).tobytes())
+                file.write(piece[start : start + _BLOCK])
+        assert file.num_rows == count
         file.finish()
     except BaseException:
         file.abort()

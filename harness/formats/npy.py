@@ -20,14 +20,13 @@ import numpy as np
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
 from harness.formats.files import AtomicFile, natural_key
-from harness.formats.index import read_npy_header
+from harness.formats.npy_files import npy_header, read_npy_header
 from harness.formats.unpickle import array_of, unpickle_objects
 from harness.records import Pack
 
 SUFFIX = ".npy"
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
-_NUM_PACKS_WIDTH = 20
 _FIX = "write the dataset again; `harness convert` makes a format that streams"
 
 
@@ -126,7 +125,7 @@ class NpyWriter:
         self._path = path
         self._num_packs = 0
         self._file = AtomicFile(path)
-        self._file.write(_npy_header(0))
+        self._file.write(npy_header("|O", (0,)))
         self._file.write(_pickle_head(0))
 
     def append(self, pack: Pack) -> None:
@@ -141,23 +140,13 @@ class NpyWriter:
     def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
         self._file.write(b"tb.")  # TUPLE, BUILD, STOP
         self._file.seek(0)
-        self._file.write(_npy_header(self._num_packs))
+        self._file.write(npy_header("|O", (self._num_packs,)))
         self._file.write(_pickle_head(self._num_packs))
         self._file.finish()
         return [self._path]
 
     def abort(self) -> None:
         self._file.abort()
-
-
-def _npy_header(num_packs: int) -> bytes:
-    """The header of a `.npy` file of objects, of the same size for any number of packs."""
-    # numpy reads the header as a Python literal, in which a number may have spaces before it.
-    shape = f"({num_packs:>{_NUM_PACKS_WIDTH}},)"
-    text = f"{{'descr': '|O', 'fortran_order': False, 'shape': {shape}, }}"
-    num_bytes = 10 + len(text) + 1
-    text += " " * (-num_bytes % 64) + "\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode("latin1")
 
 
 def _pickle_head(num_packs: int) -> bytes:
@@ -221,7 +210,8 @@ def inspect_bare(path: Path) -> BareShard:
 FORMAT = Format(
     name="npy",
     shard_name=shard_name,
-    shard_suffixes=(SUFFIX,),
+    suffixes=(SUFFIX,),
+    shard_pattern=r".*\.npy",
     packs_per_shard=2048,
     files_per_shard=1,
     write_shard=write_shard,

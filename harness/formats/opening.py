@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo
-from harness.formats.files import TEMPORARY_SUFFIX, natural_key
+from harness.formats.files import natural_key
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PackIndex, build_index, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader
@@ -88,9 +89,7 @@ def _check_files(folder: Path, manifest: Manifest, format: Format) -> None:
 
 
 def _looks_like_shard(entry: os.DirEntry[str], format: Format) -> bool:
-    if entry.name.endswith(TEMPORARY_SUFFIX) or entry.name.startswith("."):
-        return False
-    return any(entry.name.endswith(suffix) for suffix in format.shard_suffixes)
+    return not entry.name.startswith(".") and re.fullmatch(format.shard_pattern, entry.name) is not None
 
 
 def _check_shard(folder: Path, root: Path, shard: Shard, number: int) -> None:
@@ -196,5 +195,5 @@ def _nothing(path: Path, formats: Sequence[Format]) -> FormatError:
 
 
 def _suffixes(formats: Sequence[Format]) -> str:
-    known = sorted({suffix for format in formats for suffix in format.shard_suffixes if suffix.startswith(".")})
+    known = sorted({suffix for format in formats for suffix in format.suffixes})
     return f"known are {', '.join(known)} and dataset folders"

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
 from harness.formats.files import AtomicFile, natural_key
+from harness.formats.index import lengths_from_starts
 from harness.formats.manifest import Manifest
 from harness.formats.parts import unpack_index_bytes
 from harness.records import Int64Array, Pack
@@ -285,34 +286,11 @@ def inspect_bare(path: Path) -> BareShard:
     row = 0
     for num_tokens, starts, offsets in shard.lengths():
         counts.append(np.diff(offsets).astype(np.int64))
-        lengths.append(_sequence_lengths(num_tokens, starts, offsets, path, row))
+        lengths.append(lengths_from_starts(num_tokens, starts, offsets, where=str(path), first_row=row))
         row += num_tokens.shape[0]
     return BareShard(
         path=path, sequence_counts=np.concatenate(counts), sequence_lengths=np.concatenate(lengths), reader=shard
     )
-
-
-def _sequence_lengths(
-    num_tokens: Int64Array, starts: npt.NDArray[Any], offsets: npt.NDArray[Any], path: Path, first_row: int
-) -> npt.NDArray[np.int32]:
-    """int32 [sequences] of one row group, from each row's tokens and starts; refuses rows that break the invariants."""
-    counts = np.diff(offsets)
-    begins = starts[offsets[0] : offsets[-1]].astype(np.int64)
-    if (counts <= 0).any():
-        raise FormatError(f"pack {first_row + int(np.argmax(counts <= 0)):,} has no sequences", where=str(path))
-    lasts = (np.cumsum(counts) - 1).astype(np.int64)
-    ends = np.append(begins[1:], 0)
-    ends[lasts] = num_tokens
-    lengths = ends - begins
-    bad = (lengths <= 0) | (lengths > np.iinfo(np.int32).max)
-    firsts = lasts - counts + 1
-    bad[firsts] |= begins[firsts] != 0
-    if bad.any():
-        row = first_row + int(np.searchsorted(lasts, int(np.argmax(bad))))
-        raise FormatError(
-            f"pack {row:,} has seq_start_id that do not start at 0 and rise strictly below its tokens", where=str(path)
-        )
-    return lengths.astype(np.int32)
 
 
 def _inspect_own(path: Path, shard: ParquetShard, stored: dict[str, bytes]) -> BareShard:
@@ -345,7 +323,8 @@ def _inspect_own(path: Path, shard: ParquetShard, stored: dict[str, bytes]) -> B
 FORMAT = Format(
     name="parquet",
     shard_name=shard_name,
-    shard_suffixes=SUFFIXES,
+    suffixes=SUFFIXES,
+    shard_pattern=r".*\.(parquet|pq)",
     packs_per_shard=16384,
     files_per_shard=1,
     write_shard=write_shard,

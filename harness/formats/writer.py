@@ -118,7 +118,12 @@ class PackWriter:
         with self._explained():
             if self._shard is None:
                 self._shard = self._format.write_shard(self._shard_path(), self._options)
-            self._shard.append(pack)
+            try:
+                self._shard.append(pack)
+            except FormatError as error:
+                raise FormatError(
+                    f"pack {self.num_packs:,} {error.what}", where=str(self.path), fix=error.fix
+                ) from None
             self._builder.append(pack)
             if len(self._builder) == self._packs_per_shard and not self._single:
                 self._finish_shard()

@@ -1,0 +1,244 @@
+"""`binidx`: Megatron's own indexed dataset, with what packs need beside it. X is the shard's prefix.
+
+    X.bin       int32 tokens of all packs, end to end
+    X.idx       Megatron's index: one sequence and one document a pack
+    X.loss.bin  uint8, one a token
+    X.seq.idx   int64 [packs + 1], where each pack's starts begin in X.seq.bin
+    X.seq.bin   int32 [sequences]
+
+`X.bin` and `X.idx` alone are a valid `megatron.core.datasets.indexed_dataset.IndexedDataset`; the layout of the index
+is the one that class reads: a magic of 9 bytes, version 1 (uint64), a dtype code (uint8, 4 is int32), the numbers of
+sequences and of document bounds (uint64 each), then lengths int32, byte offsets int64 and document bounds int64.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError
+from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.files import AtomicFile, natural_key
+from harness.formats.index import lengths_from_starts
+from harness.records import Int32Array, Int64Array, Pack
+
+BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN = ".bin", ".idx", ".loss.bin", ".seq.idx", ".seq.bin"
+SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")
+_INT32_CODE = 4
+_FIX = "copy the dataset again"
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """`prefix` + `suffix`; prefixes may have dots of their own."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+class BinIdxShard:
+    """The open files of one prefix."""
+
+    def __init__(self, prefix: Path) -> None:
+        self._prefix = prefix
+        self._files: list[int] = []
+        missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
+        if missing:
+            raise FormatError(
+                f"lacks {', '.join(prefix.name + suffix for suffix in missing)}",
+                where=str(prefix),
+                fix="an indexed dataset without loss mask and sequence starts holds no packs; write it again",
+            )
+        # Read, not mapped: 20 bytes a pack, and no descriptor.
+        self._lengths, self._pointers = self._read_index()
+        self.num_packs = self._lengths.shape[0]
+        self._offsets = self._read_offsets()
+        self._bin, num_bytes = self._open(BIN)
+        num_tokens = self._lengths.sum(dtype=np.int64)
+        self._check_size(BIN, num_bytes, 4 * int(num_tokens))
+        self._loss, num_bytes = self._open(LOSS_BIN)
+        self._check_size(LOSS_BIN, num_bytes, int(num_tokens))
+        self._seq, num_bytes = self._open(SEQ_BIN)
+        self._check_size(SEQ_BIN, num_bytes, 4 * int(self._offsets[-1]))
+
+    def read(self, rows: Sequence[int]) -> list[Pack]:
+        return [self._read(row) for row in rows]
+
+    def lengths(self) -> tuple[Int64Array, Int32Array]:
+        """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""
+        starts = np.fromfile(with_suffix(self._prefix, SEQ_BIN), "<i4")
+        where = str(with_suffix(self._prefix, SEQ_BIN))
+        lengths = lengths_from_starts(self._lengths.astype(np.int64), starts, self._offsets, where=where)
+        return np.diff(self._offsets), lengths
+
+    def where(self, row: int) -> str:
+        return f"{self._prefix}.bin, pack {row:,}"
+
+    def close(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self, row: int) -> Pack:
+        num_tokens, pointer = int(self._lengths[row]), int(self._pointers[row])
+        first, last = int(self._offsets[row]), int(self._offsets[row + 1])
+        ids = np.empty(num_tokens, np.int32)
+        mask = np.empty(num_tokens, np.uint8)
+        starts = np.empty(last - first, np.int32)
+        got = os.preadv(self._bin, [ids.data], pointer)
+        got += os.preadv(self._loss, [mask.data], pointer // 4)
+        got += os.preadv(self._seq, [starts.data], 4 * first)
+        if got != 5 * num_tokens + 4 * (last - first):
+            raise FormatError("the files are shorter than they were when they were opened", where=self.where(row))
+        return Pack(ids, mask, starts)
+
+    def _open(self, suffix: str) -> tuple[int, int]:
+        """Descriptor and size of a file."""
+        self._files.append(os.open(with_suffix(self._prefix, suffix), os.O_RDONLY | os.O_CLOEXEC))
+        return self._files[-1], os.fstat(self._files[-1]).st_size
+
+    def _check_size(self, suffix: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise FormatError(
+                f"has {found:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}", fix=_FIX
+            )
+
+    def _read_index(self) -> tuple[npt.NDArray[np.int32], Int64Array]:
+        path = with_suffix(self._prefix, IDX)
+        data = path.read_bytes()
+        if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+            raise FormatError("not a Megatron index", where=str(path), fix=_FIX)
+        _, version, code, count, documents = _HEAD.unpack_from(data)
+        if version != 1 or code != _INT32_CODE:
+            raise FormatError(
+                f"has version {version} and dtype code {code}, expected 1 and {_INT32_CODE} (int32)",
+                where=str(path),
+                fix="packs are stored as int32 tokens",
+            )
+        expected = _HEAD.size + 12 * count + 8 * documents
+        if len(data) != expected:
+            raise FormatError(
+                f"has {len(data):,} bytes, its counts of {count:,} packs and {documents:,} documents need {expected:,}",
+                where=str(path),
+                fix=_FIX,
+            )
+        lengths = np.frombuffer(data, "<i4", count, _HEAD.size)
+        pointers = np.frombuffer(data, "<i8", count, _HEAD.size + 4 * count)
+        if (lengths <= 0).any():
+            row = int(np.argmax(lengths <= 0))
+            raise FormatError(f"pack {row:,} has the length {int(lengths[row]):,}", where=str(path), fix=_FIX)
+        ends = np.cumsum(lengths, dtype=np.int64) * 4
+        if not np.array_equal(pointers, ends - 4 * lengths.astype(np.int64)):
+            raise FormatError("the offsets of packs do not follow from their lengths", where=str(path), fix=_FIX)
+        return lengths, pointers
+
+    def _read_offsets(self) -> Int64Array:
+        path = with_suffix(self._prefix, SEQ_IDX)
+        self._check_size(SEQ_IDX, path.stat().st_size, 8 * (self.num_packs + 1))
+        offsets = np.fromfile(path, "<i8")
+        counts = np.diff(offsets)
+        if offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
+            raise FormatError("the offsets of sequence starts do not rise from 0", where=str(path), fix=_FIX)
+        return offsets
+
+
+class BinIdxWriter:
+    """Appends to the data files; the indices, 20 bytes a pack, are written at the end."""
+
+    def __init__(self, prefix: Path) -> None:
+        self._prefix = prefix
+        self._lengths = array("i")
+        self._counts = array("i")
+        self._files: list[AtomicFile] = []
+        try:
+            for suffix in (BIN, LOSS_BIN, SEQ_BIN):
+                self._files.append(AtomicFile(with_suffix(prefix, suffix)))
+        except BaseException:
+            self.abort()
+            raise
+
+    def append(self, pack: Pack) -> None:
+        tokens, mask, starts = self._files
+        tokens.write(np.ascontiguousarray(pack.input_ids, "<i4").data)
+        mask.write(np.ascontiguousarray(pack.loss_mask).data)
+        starts.write(np.ascontiguousarray(pack.seq_start_id, "<i4").data)
+        self._lengths.append(len(pack))
+        self._counts.append(pack.num_sequences)
+
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+        lengths = np.array(self._lengths, np.int64)
+        count = lengths.shape[0]
+        ends = np.cumsum(lengths)
+        index = AtomicFile(with_suffix(self._prefix, IDX))
+        self._files.append(index)
+        index.write(_HEAD.pack(_MAGIC, 1, _INT32_CODE, count, count + 1))
+        for values, dtype in ((lengths, "<i4"), (4 * (ends - lengths), "<i8"), (np.arange(count + 1), "<i8")):
+            index.write(values.astype(dtype).data)
+        offsets = AtomicFile(with_suffix(self._prefix, SEQ_IDX))
+        self._files.append(offsets)
+        offsets.write(np.concatenate([[0], np.cumsum(np.array(self._counts, np.int64))]).astype("<i8").data)
+        for file in self._files:
+            file.finish()
+        return [file.path for file in self._files]
+
+    def abort(self) -> None:
+        for file in self._files:
+            file.abort()
+
+
+def shard_name(number: int) -> str:
+    return f"shard_{number:06d}"
+
+
+def open_shard(info: ShardInfo) -> ShardReader:
+    shard = BinIdxShard(info.path)
+    if shard.num_packs != info.num_packs:
+        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
+    return shard
+
+
+def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
+    return BinIdxWriter(path)
+
+
+def find_bare(path: Path) -> list[Path]:
+    if path.is_dir():
+        names = {entry.name for entry in path.iterdir()}
+        found = {name.removesuffix(IDX) for name in names if name.endswith(IDX) and not name.endswith(SEQ_IDX)}
+        prefixes = [name for name in found if name + BIN in names]
+        return [path / name for name in sorted(prefixes, key=natural_key)]
+    if with_suffix(path, IDX).is_file() and with_suffix(path, BIN).is_file():
+        return [path]
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        if path.name.endswith(suffix) and path.is_file():
+            return find_bare(path.with_name(path.name.removesuffix(suffix)))
+    return []
+
+
+def inspect_bare(path: Path) -> BareShard:
+    shard = BinIdxShard(path)
+    counts, lengths = shard.lengths()
+    return BareShard(path=path, sequence_counts=counts, sequence_lengths=lengths, reader=shard)
+
+
+FORMAT = Format(
+    name="binidx",
+    shard_name=shard_name,
+    suffixes=(BIN, IDX),
+    shard_pattern=r".*\.(bin|idx)",
+    packs_per_shard=16384,
+    files_per_shard=3,
+    write_shard=write_shard,
+    open_shard=open_shard,
+    find_bare=find_bare,
+    inspect_bare=inspect_bare,
+)

@@ -1,0 +1,242 @@
+"""`jsonl`: closed folders of chunks, `chunk_00000.jsonl`, one pack a line.
+
+A line is an object with input_ids, labels, position_ids, lengths, pack_length and num_samples. `labels` is aligned
+with the tokens: labels[j] is input_ids[j] where token j is trained, and -100 elsewhere; the first token of a
+sequence is never trained. Packs are label-aligned (`harness.records`), so masks move by one position both ways.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError
+from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.files import AtomicFile, natural_key
+from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
+
+SUFFIX = ".jsonl"
+IGNORED_LABEL = -100
+# A pack of 10 million tokens; anything longer is no pack, and would take fifty times its size in memory.
+MAX_LINE_BYTES = 256 << 20
+
+_BLOCK_BYTES = 1 << 22
+
+
+def line_of_pack(pack: Pack) -> bytes:
+    """One line of a chunk, newline included.
+
+    Raises:
+        FormatError: the pack trains the last position of a sequence, which this format cannot say.
+    """
+    starts = pack.seq_start_id
+    ends = np.append(starts[1:], len(pack))
+    if pack.loss_mask[ends - 1].any():
+        at = int(ends[int(np.argmax(pack.loss_mask[ends - 1]))]) - 1
+        raise FormatError(
+            f"trains position {at:,}, the last of its sequence: the token after it belongs to no sequence, and labels "
+            "aligned with tokens cannot say so",
+            fix="set loss_mask to 0 at the last position of each sequence, or use another format",
+        )
+    labels = np.full(len(pack), IGNORED_LABEL, np.int64)
+    trained = np.flatnonzero(pack.loss_mask[:-1]) + 1
+    labels[trained] = pack.input_ids[trained]
+    lengths = ends - starts
+    fields = {
+        "input_ids": pack.input_ids.tolist(),
+        "labels": labels.tolist(),
+        "position_ids": (np.arange(len(pack)) - np.repeat(starts, lengths)).tolist(),
+        "lengths": lengths.tolist(),
+        "pack_length": len(pack),
+        "num_samples": len(lengths),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def pack_of_line(line: bytes) -> Pack:
+    """The pack of one line; raises FormatError for anything that is not what `line_of_pack` could have written."""
+    if len(line) > MAX_LINE_BYTES:
+        raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}")
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"is not JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise FormatError("is not a JSON object")
+    ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
+    n = ids.shape[0]
+    if (lengths <= 0).any() or lengths.shape[0] == 0 or lengths.sum() != n:
+        raise FormatError(f"has {n:,} input_ids but lengths that sum to {int(lengths.sum()):,}, or are not positive")
+    if labels.shape[0] != n:
+        raise FormatError(f"has {n:,} input_ids but {labels.shape[0]:,} labels")
+    for name, expected in (("pack_length", n), ("num_samples", lengths.shape[0])):
+        if name in fields and fields[name] != expected:
+            raise FormatError(f"has {name} {str(fields[name])[:40]}, expected {expected:,}")
+    starts = np.cumsum(lengths) - lengths
+    if "position_ids" in fields:
+        positions = whole_numbers(fields, "position_ids")
+        if not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):
+            raise FormatError("has position_ids that do not restart with each sequence")
+    trained = labels != IGNORED_LABEL
+    wrong = trained & (labels != ids)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise FormatError(
+            f"has the label {int(labels[at])} at position {at:,}, expected its token {int(ids[at])} or -100"
+        )
+    if trained[starts].any():
+        at = int(starts[int(np.argmax(trained[starts]))])
+        raise FormatError(f"trains position {at:,}, the first of its sequence, which nothing comes before")
+    mask = np.zeros(n, np.uint8)
+    mask[:-1] = trained[1:]
+    return Pack(input_ids=_to_int32(ids), loss_mask=mask, seq_start_id=_to_int32(starts))
+
+
+def _to_int32(values: Int64Array) -> Int32Array:
+    if values.shape[0] and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID:
+        raise FormatError(f"holds numbers from {values.min()} to {values.max()}, which are no token ids")
+    return values.astype(np.int32)
+
+
+def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
+    """A field of a parsed line as int64 [n]; raises FormatError where it is no list of whole numbers."""
+    values = fields.get(name)
+    if not isinstance(values, list):
+        raise FormatError(f"has {name} of type {type(values).__name__}, expected a list")
+    try:
+        array = np.array(values) if values else np.zeros(0, np.int64)
+    except (ValueError, OverflowError):
+        array = np.array(None)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise FormatError(f"has {name} that are not all whole numbers")
+    return array.astype(np.int64)
+
+
+class JsonlShard:
+    """One open chunk, and where its lines begin."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._ends = _line_ends(self._file)
+        num_bytes = os.fstat(self._file).st_size
+        if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):
+            raise FormatError("the last line has no end: the chunk is cut short", where=str(path))
+
+    @property
+    def num_packs(self) -> int:
+        return int(self._ends.shape[0])
+
+    def read(self, rows: Sequence[int]) -> list[Pack]:
+        packs = []
+        for row in rows:
+            try:
+                packs.append(pack_of_line(self.line(row)))
+            except FormatError as error:
+                raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
+        return packs
+
+    def line(self, row: int) -> bytes:
+        """The bytes of a line, newline included."""
+        start = int(self._ends[row - 1]) if row else 0
+        num_bytes = int(self._ends[row]) - start
+        if num_bytes > MAX_LINE_BYTES:
+            raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}")
+        assert self._file is not None
+        return os.pread(self._file, num_bytes, start)
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, line {row + 1:,}"
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _line_ends(file: int) -> npt.NDArray[np.int64]:
+    """int64 [lines]: where each line ends, newline included."""
+    found = []
+    position = 0
+    while block := os.pread(file, _BLOCK_BYTES, position):
+        found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
+        position += len(block)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+class JsonlWriter:
+    """Writes one chunk line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = AtomicFile(path)
+
+    def append(self, pack: Pack) -> None:
+        self._file.write(line_of_pack(pack))
+
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+        self._file.finish()
+        return [self._path]
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
+def shard_name(number: int) -> str:
+    return f"chunk_{number:05d}{SUFFIX}"
+
+
+def open_shard(info: ShardInfo) -> ShardReader:
+    shard = JsonlShard(info.path)
+    if shard.num_packs != info.num_packs:
+        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
+    return shard
+
+
+def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
+    return JsonlWriter(path)
+
+
+def find_bare(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = [entry for entry in path.iterdir() if entry.name.endswith(SUFFIX) and entry.is_file()]
+        return sorted(found, key=lambda entry: natural_key(entry.name))
+    return [path] if path.name.endswith(SUFFIX) and path.is_file() else []
+
+
+def inspect_bare(path: Path) -> BareShard:
+    shard = JsonlShard(path)
+    counts, lengths = [], [np.zeros(0, np.int32)]
+    for row in range(shard.num_packs):
+        found = shard.read([row])[0].sequence_lengths
+        counts.append(found.shape[0])
+        lengths.append(found)
+    return BareShard(
+        path=path,
+        sequence_counts=np.array(counts, np.int64),
+        sequence_lengths=np.concatenate(lengths),
+        reader=shard,
+    )
+
+
+FORMAT = Format(
+    name="jsonl",
+    shard_name=shard_name,
+    suffixes=(SUFFIX,),
+    shard_pattern=r".*\.jsonl",
+    packs_per_shard=1000,
+    files_per_shard=1,
+    write_shard=write_shard,
+    open_shard=open_shard,
+    find_bare=find_bare,
+    inspect_bare=inspect_bare,
+)
