@@ -1,0 +1,144 @@
+"""A dataset's summary counts what is in it, and a pack's text shows what is trained."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import Provenance, open_dataset, open_writer
+from harness.prep.bpe import train_bpe
+from harness.records import Pack, SequenceView
+from harness.report.inspect import (
+    TRAINED_STYLE,
+    find_datasets,
+    find_tokenizer,
+    inspect_dataset,
+    length_histogram,
+    render_pack,
+    render_sequence,
+    render_summary,
+)
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(chr(one) for one in ids)
+
+
+def text_of(renderable) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def trained_parts(text) -> str:
+    return "".join(text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED_STYLE)
+
+
+def letters(text: str, mask: str) -> SequenceView:
+    return SequenceView(np.array([ord(c) for c in text], np.int32), np.array([int(m) for m in mask], np.uint8))
+
+
+PACKS = [
+    Pack(input_ids=[72, 105, 33, 66, 121, 101], loss_mask=[1, 1, 0, 0, 1, 0], seq_start_id=[0, 3]),
+    Pack(input_ids=[65, 66], loss_mask=[1, 0], seq_start_id=[0]),
+]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    with open_writer(
+        tmp_path / "train",
+        pack_size=8,
+        provenance=Provenance(tokenizer="../tokenizer", packer="next_fit", counts={"records": 3}),
+    ) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    return tmp_path / "train"
+
+
+def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
+    summary = inspect_dataset(str(dataset))
+    assert (summary.packs, summary.sequences, summary.tokens, summary.trained_tokens) == (2, 3, 8, 4)
+    assert (summary.fill, summary.shortest, summary.median, summary.longest) == (0.5, 2, 3, 3)
+    assert summary.histogram == [(2, 3, 3)]
+    assert json.loads(json.dumps(summary.to_dict()))["provenance"]["counts"] == {"records": 3}
+    shown = text_of(render_summary(summary))
+    for words in ["2 of 8 tokens", "4 (50.0%)", "50.00%", "next_fit", "2-3", "█"]:
+        assert words in shown
+
+
+def test_a_dataset_without_a_manifest_is_counted_too(dataset, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for shard in dataset.glob("*.parquet"):
+        (tmp_path / "bare" / "packs.parquet").write_bytes(shard.read_bytes())
+    summary = inspect_dataset(str(tmp_path / "bare" / "packs.parquet"))
+    assert (summary.packs, summary.sequences, summary.trained_tokens) == (2, 3, 4)
+    assert text_of(render_summary(summary))
+
+
+def test_a_prepared_folder_means_its_datasets(dataset):
+    assert find_datasets(str(dataset.parent)) == [str(dataset)]
+    assert find_datasets(str(dataset)) == [str(dataset)]
+
+
+def test_a_missing_dataset_is_an_error(tmp_path):
+    with pytest.raises(FormatError):
+        inspect_dataset(str(tmp_path / "nothing"))
+
+
+def test_lengths_are_binned_by_powers_of_two():
+    lengths = np.array([2, 3, 4, 7, 8, 1024, 1023], np.int64)
+    histogram = length_histogram(lengths)
+    assert histogram[:3] == [(2, 3, 2), (4, 7, 2), (8, 15, 1)]
+    assert histogram[-2:] == [(512, 1023, 1), (1024, 2047, 1)]
+    assert sum(count for _, _, count in histogram) == 7
+
+
+def test_the_token_after_a_trained_position_is_the_one_that_is_marked():
+    # Position j of the mask trains the token after it.
+    assert trained_parts(render_sequence(letters("abcdef", "001100"), Letters())) == "de"
+    assert trained_parts(render_sequence(letters("ab", "00"), Letters())) == ""
+    assert trained_parts(render_sequence(letters("abc", "110"), Letters())) == "bc"
+
+
+def test_control_characters_of_the_data_do_not_reach_the_terminal():
+    text = render_sequence(letters("a\x1b[31m\n\x9bz", "000000000"), Letters())
+    assert text.plain == "a\u241b[31m\n\ufffdz"
+
+
+def test_a_pack_is_shown_sequence_by_sequence(dataset):
+    reader = open_dataset(str(dataset))
+    shown = text_of(render_pack(reader, 0, Letters()))
+    assert "pack 0: 2 sequences, 6 tokens, 3 trained" in shown
+    assert shown.index("Hi!") < shown.index("sequence 1: 3 tokens, 1 trained") < shown.index("Bye")
+    assert "pack 1" in text_of(render_pack(reader, -1, Letters()))
+
+
+def test_a_pack_that_is_not_there_is_an_error_with_the_range(dataset):
+    with pytest.raises(ConfigError, match="there is no pack 2"):
+        render_pack(open_dataset(str(dataset)), 2, Letters())
+
+
+def test_the_tokenizer_is_found_beside_the_dataset_also_after_a_move(dataset, tmp_path):
+    train_bpe(["some text"], tmp_path / "tokenizer", vocab_size=300)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ["train", "tokenizer"]:
+        (tmp_path / name).rename(moved / name)
+    tokenizer = find_tokenizer(open_dataset(str(moved / "train")))
+    assert tokenizer.decode([1, 2]) == "<|im_start|><|im_end|>"
+    with pytest.raises(ConfigError, match="no token 9,999"):
+        tokenizer.decode([9999])
+
+
+def test_a_missing_tokenizer_is_an_error(dataset, tmp_path):
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        find_tokenizer(open_dataset(str(dataset)))
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        find_tokenizer(open_dataset(str(dataset)), str(tmp_path / "other"))
