@@ -1,0 +1,268 @@
+"""The whole preparation on real files, with real tokenizers and real datasets."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.formats import open_dataset
+from harness.prep.chat import parse_line
+from harness.prep.packing import PackingConfig
+from harness.prep.pipeline import PrepareConfig, prepare
+from harness.prep.sources import SourceConfig
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+
+WORDS = ["packs", "hold", "sequences", "of", "tokens", "that", "a", "model", "reads", "and", "learns", "to", "continue"]
+
+
+def record(number: int) -> dict[str, object]:
+    """A chat of one or two exchanges; every eleventh is long."""
+    rng = np.random.default_rng(number)
+
+    def text(count: int) -> str:
+        return f"{number} " + " ".join(rng.choice(WORDS, count))
+
+    turns = []
+    for _ in range(1 + number % 2):
+        turns.append({"role": "user", "content": text(5)})
+        turns.append({"role": "assistant", "content": text(200 if number % 11 == 0 else 8)})
+    return {"messages": turns}
+
+
+def write_jsonl(path, records) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", map(record, range(300)))
+
+
+def settings(path, source: str, *, tokenizer=None, on_bad="refuse", limit=0, **data) -> PrepareConfig:
+    base = {"pack_size": 128, "validation_fraction": 0.1, "num_workers": 0}
+    return PrepareConfig(
+        source=SourceConfig(kind="files", path=source, on_bad=on_bad, limit=limit),
+        tokenizer=TokenizerConfig(**{"vocab_size": 400, **(tokenizer or {})}),
+        data=PackingConfig(path=str(path), **{**base, **data}),
+    )
+
+
+def run(config: PrepareConfig):
+    """The report and what was printed."""
+    console = Console(file=io.StringIO(), width=120)
+    return prepare(config, console=console), console.file.getvalue()
+
+
+def sequences(path) -> list[tuple[bytes, bytes]]:
+    return sorted(
+        (one.input_ids.tobytes(), one.loss_mask.tobytes()) for pack in open_dataset(path) for one in pack.sequences()
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, chats):
+    path = tmp_path_factory.mktemp("data") / "chats"
+    report, shown = run(settings(path, chats))
+    return path, report, shown
+
+
+def test_every_conversation_is_in_a_pack_just_as_the_tokenizer_gives_it(prepared, chats):
+    path, report, _ = prepared
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
+    with open(chats, "rb") as lines:  # noqa: PTH123
+        encoded = tokenizer.encode([parse_line(line, "") for line in lines])
+    expected = sorted((one.input_ids.tobytes(), one.loss_mask.tobytes()) for one in encoded if len(one) <= 128)
+    assert sorted(sequences(path / "train") + sequences(path / "validation")) == expected
+    assert report.dropped == {"over_long": 300 - len(expected)}
+    assert len(expected) < 300
+
+
+def test_the_report_counts_what_is_stored(prepared):
+    path, report, shown = prepared
+    for name, split in report.splits.items():
+        reader = open_dataset(path / name)
+        assert split.conversations == len(reader.sequence_lengths)
+        assert split.tokens == reader.sequence_lengths.sum()
+        assert split.trained_tokens == sum(int(pack.loss_mask.sum()) for pack in reader)
+        assert split.packs == len(reader)
+        assert split.fill == split.tokens / (split.packs * 128)
+        assert split.fingerprint == reader.fingerprint
+    assert report.records == 300
+    assert json.loads((path / "report.json").read_text())["splits"]["train"]["packs"] == report.splits["train"].packs
+    assert "dropped: over_long" in shown
+    assert f"{report.splits['train'].tokens:,}" in shown
+    assert sorted(entry.name for entry in path.iterdir()) == ["report.json", "tokenizer", "train", "validation"]
+
+
+def test_the_manifest_says_how_the_data_was_made(prepared):
+    path, report, _ = prepared
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
+    found = open_dataset(path / "validation").manifest.provenance
+    assert found.tokenizer_hash == tokenizer.tokenizer_hash
+    assert found.chat_template_hash == tokenizer.chat_template_hash
+    assert (found.tokenizer, found.packer, found.seed) == ("../tokenizer", "best_fit_decreasing", 0)
+    assert found.settings_hash == report.settings_hash
+    assert found.counts["vocab_size"] == 400
+    assert found.counts["dropped_over_long"] == report.dropped["over_long"]
+
+
+def test_the_same_settings_again_change_nothing(prepared, chats):
+    path, report, _ = prepared
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    again, shown = run(settings(path, chats, num_workers=1))
+    assert again.reused
+    assert "is there already" in shown
+    assert again.splits == report.splits
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+
+
+def test_other_settings_are_refused_unless_overwritten(tmp_path, chats):
+    run(settings(tmp_path / "d", chats, limit=50))
+    with pytest.raises(ConfigError, match=r"data\.seed was 0 and is 1"):
+        run(settings(tmp_path / "d", chats, limit=50, seed=1))
+    report, _ = run(settings(tmp_path / "d", chats, limit=50, seed=1, overwrite=True))
+    assert not report.reused
+    assert open_dataset(tmp_path / "d" / "train").manifest.provenance.seed == 1
+
+
+def test_a_source_that_changed_is_noticed(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    config = settings(tmp_path / "d", write_jsonl(source, map(record, range(40))))
+    run(config)
+    write_jsonl(source, map(record, range(41)))
+    with pytest.raises(ConfigError, match="source_files"):
+        run(config)
+
+
+def test_worker_processes_change_nothing(prepared, chats, tmp_path):
+    path, report, _ = prepared
+    # The tokenizer is named, so that the chunks are all that is left to differ.
+    config = settings(tmp_path / "d", chats, tokenizer={"name": str(path / "tokenizer")}, num_workers=2)
+    parallel, _ = run(config)
+    assert [split.fingerprint for split in parallel.splits.values()] == [
+        split.fingerprint for split in report.splits.values()
+    ]
+
+
+def test_bad_records_stop_the_run_with_file_and_line(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps(record(1)) + "\nbroken\n" + '{"messages": []}\n')
+    with pytest.raises(PrepError) as error:
+        run(settings(tmp_path / "d", str(source)))
+    assert "1 not_json, 1 no_messages" in error.value.what
+    assert f"{source}, line 2" in error.value.where
+    assert f"{source}, line 3" in error.value.where
+    assert "source.on_bad=skip" in error.value.fix
+    assert not (tmp_path / "d" / "report.json").exists()
+
+
+def test_bad_records_are_skipped_counted_and_listed_where_that_is_asked_for(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    forged = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]}
+    lines = [*map(json.dumps, map(record, range(30))), "broken", "[]", json.dumps(forged), "{}"]
+    source.write_text("\n".join(lines))
+    report, shown = run(settings(tmp_path / "d", str(source), on_bad="skip"))
+    assert report.bad == {"not_json": 1, "not_an_object": 1, "control_token": 1, "no_messages": 1}
+    assert report.records == 34
+    assert "bad: control_token" in shown
+    listed = [json.loads(line) for line in (tmp_path / "d" / "bad_records.jsonl").read_text().splitlines()]
+    assert {one["where"] for one in listed} == {f"{source}, line {n}" for n in (31, 32, 33, 34)}
+
+
+def test_a_failed_run_is_simply_run_again(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text("broken\n")
+    with pytest.raises(PrepError):
+        run(settings(tmp_path / "d", str(source)))
+    write_jsonl(source, map(record, range(40)))
+    report, _ = run(settings(tmp_path / "d", str(source)))
+    assert report.records == 40
+
+
+def test_truncated_conversations_fill_a_pack_and_are_counted(tmp_path, chats):
+    report, _ = run(settings(tmp_path / "d", chats, over_long="truncate"))
+    assert report.truncated > 0
+    assert not report.dropped
+    lengths = open_dataset(tmp_path / "d" / "train").sequence_lengths
+    assert lengths.max() == 128
+    for pack in open_dataset(tmp_path / "d" / "train"):
+        assert all(one.loss_mask[-1] == 0 and one.loss_mask.any() for one in pack.sequences())
+
+
+def test_a_conversation_stays_in_its_split_when_others_come(tmp_path, prepared, chats):
+    path, _, _ = prepared
+    more = write_jsonl(tmp_path / "more.jsonl", map(record, range(299, -1, -3)))
+    run(settings(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")}))
+    for name in ["train", "validation"]:
+        assert set(sequences(tmp_path / "d" / name)) <= set(sequences(path / name))
+
+
+def test_parquet_and_jsonl_of_the_same_chats_give_the_same_dataset(tmp_path, prepared, chats):
+    _, report, _ = prepared
+    (tmp_path / "parts").mkdir()
+    for part in range(3):
+        rows = [record(number)["messages"] for number in range(part * 100, part * 100 + 100)]
+        pq.write_table(pa.table({"messages": rows}), tmp_path / "parts" / f"{part}.parquet")
+    again, _ = run(settings(tmp_path / "d", str(tmp_path / "parts")))
+    assert again.splits == report.splits
+
+
+def test_all_of_it_can_be_for_training(tmp_path, chats):
+    report, _ = run(
+        settings(tmp_path / "d", chats, validation_fraction=0.0, limit=60, packed_storage="legacy_npy_pickle")
+    )
+    assert list(report.splits) == ["train"]
+    assert not (tmp_path / "d" / "validation").exists()
+    assert open_dataset(tmp_path / "d" / "train").format == "npy"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pack_size": 4}, "no conversation is left for train: 300 records were read, left out were 300 over_long"),
+        ({"validation_fraction": 0.000001}, "no conversation is left for validation"),
+    ],
+)
+def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words):
+    with pytest.raises(PrepError, match=words):
+        run(settings(tmp_path / "d", chats, **change))
+
+
+def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):
+    with pytest.raises(HarnessError):
+        run(settings(tmp_path / "d", chats, pack_size=4))
+    left = {entry.name for entry in (tmp_path / "d").iterdir()}
+    assert left <= {"_preparing", "tokenizer"}
+
+
+def test_a_hugging_face_tokenizer_without_generation_needs_another_mask(tmp_path, prepared, chats):
+    path, _, _ = prepared
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}")
+    named = {"name": str(path / "tokenizer"), "chat_template": str(template)}
+    with pytest.raises(ConfigError, match="generation"):
+        run(settings(tmp_path / "d", chats, tokenizer=named))
+    run(settings(tmp_path / "d", chats, tokenizer={**named, "mask": "all"}))
+    saved = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "d" / "tokenizer"), mask="all"))
+    assert saved.chat_template == template.read_text()
+
+
+def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
+    config = PrepareConfig(
+        source=SourceConfig(kind="pydoc", limit=400),
+        tokenizer=TokenizerConfig(vocab_size=1000),
+        data=PackingConfig(path=str(tmp_path / "d"), pack_size=1024, num_workers=0),
+    )
+    report, shown = run(config)
+    assert report.records == 400
+    assert "documentation of Python" in shown
+    assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
+    assert run(config)[0].reused

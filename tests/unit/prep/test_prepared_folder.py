@@ -1,0 +1,92 @@
+"""A prepared folder is done, in progress, or somebody else's; each is handled as what it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness.errors import ConfigError, FormatError, PrepError
+from harness.prep.prepared_folder import PreparedFolder, settings_hash
+
+SETTINGS = {"data": {"pack_size": 8}, "source": "x"}
+OTHER = {"data": {"pack_size": 16}, "source": "x"}
+
+
+def finish(path, settings=SETTINGS):
+    folder = PreparedFolder(path)
+    folder.begin()
+    (path / "train").mkdir()
+    (path / "train" / "manifest.json").write_text("{}")
+    (path / "tokenizer").mkdir()
+    report = {"settings": settings, "settings_hash": settings_hash(settings), "splits": {"train": {}}}
+    folder.finish(report)
+    return report
+
+
+def test_a_finished_folder_is_found_and_left_alone(tmp_path):
+    report = finish(tmp_path / "d")
+    assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) == report
+    assert not (tmp_path / "d" / "_preparing").exists()
+
+
+def test_other_settings_are_named_and_need_overwrite(tmp_path):
+    finish(tmp_path / "d")
+    folder = PreparedFolder(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"data\.pack_size was 8 and is 16") as error:
+        folder.finished_report(OTHER, overwrite=False)
+    assert "data.overwrite=true" in error.value.fix
+    assert folder.finished_report(OTHER, overwrite=True) is None
+
+
+def test_a_finished_folder_that_lost_its_data_is_made_again(tmp_path):
+    finish(tmp_path / "d")
+    (tmp_path / "d" / "train" / "manifest.json").unlink()
+    assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) is None
+
+
+def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
+    folder = PreparedFolder(tmp_path / "d")
+    folder.begin()
+    (tmp_path / "d" / "train").mkdir()
+    (tmp_path / "d" / "train" / "half").write_text("")
+    folder.abandon()
+    again = PreparedFolder(tmp_path / "d")
+    assert again.finished_report(OTHER, overwrite=False) is None
+    again.begin()
+    assert [entry.name for entry in (tmp_path / "d").iterdir()] == ["_preparing"]
+    again.abandon()
+
+
+def test_a_run_that_is_going_on_keeps_others_out(tmp_path):
+    folder = PreparedFolder(tmp_path / "d")
+    folder.begin()
+    with pytest.raises(FormatError, match="another process"):
+        PreparedFolder(tmp_path / "d").begin()
+    folder.abandon()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_somebody_else_is_never_touched(tmp_path, overwrite):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(PrepError, match=r"thesis\.tex"):
+        PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
+    (tmp_path / "report.json").write_text(json.dumps({"title": "of another tool"}))
+    with pytest.raises(PrepError, match="not one of a preparation"):
+        PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path):
+    (tmp_path / "d").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=True)
+
+
+def test_what_else_is_in_a_prepared_folder_survives_a_new_run(tmp_path):
+    finish(tmp_path / "d")
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    folder = PreparedFolder(tmp_path / "d")
+    folder.begin()
+    assert sorted(entry.name for entry in (tmp_path / "d").iterdir()) == ["_preparing", "notes.txt"]
+    folder.abandon()

@@ -1,0 +1,53 @@
+"""Every settings file of the preparation composes into its dataclasses, and mistakes in settings are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import CONFIGS, compose_config
+from harness.errors import ConfigError
+from harness.prep.pipeline import PrepareConfig
+
+REQUIRED = {
+    "source=files": ["source.path=chats"],
+    "tokenizer=huggingface": ["tokenizer.name=org/name"],
+    "data=pack_4k": ["data.path=data/x"],
+}
+CHOICES = [
+    f"{group}={file.stem}"
+    for group, pattern in (("source", "*.yaml"), ("tokenizer", "*.yaml"), ("data", "pack*.yaml"))
+    for file in sorted((CONFIGS / group).glob(pattern))
+]
+
+
+def test_the_defaults_prepare_the_built_in_corpus():
+    config = compose_config("prepare", PrepareConfig)
+    assert isinstance(config, PrepareConfig)
+    assert (config.source.kind, config.tokenizer.name, config.tokenizer.vocab_size) == ("pydoc", "", 8192)
+    assert (config.data.path, config.data.pack_size) == ("data/pydoc", 1024)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_file_composes(choice):
+    assert isinstance(compose_config("prepare", PrepareConfig, [choice, *REQUIRED.get(choice, [])]), PrepareConfig)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "source.pth=x",
+        "data.pack_size=1",
+        "data.pack_size=many",
+        "data.algorithm=magic",
+        "data.packed_storage=zip",
+        "data.over_long=wrap",
+        "data.validation_fraction=1.5",
+        "data.path=",
+        "tokenizer.mask=none",
+        "source.on_bad=ignore",
+        "source=files",
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(override):
+    with pytest.raises(ConfigError):
+        compose_config("prepare", PrepareConfig, [override])
