@@ -195,7 +195,7 @@ def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
-def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:  # noqa: ARG001
+def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
     offsets = sequential_packing.next_fit(lengths.astype(np.int64), pack_size)
     return PackPlan(offsets, np.arange(len(lengths), dtype=np.int64))
 
