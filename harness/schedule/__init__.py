@@ -18,6 +18,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import as_packed
 from harness.schedule.batch import GlobalBatch, SequenceCost
+from harness.schedule.cost_balanced import cost_balanced
 from harness.schedule.dp_balanced import dp_balanced
 
 __all__ = ["SCHEDULERS", "GlobalBatch", "ScheduleConfig", "SequenceCost", "schedule"]
@@ -26,6 +27,7 @@ SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
     {
         "as_packed": as_packed,
         "dp_balanced": dp_balanced,
+        "cost_balanced": cost_balanced,
     }
 )
 

@@ -1,0 +1,123 @@
+"""Exchange sequences between ranks until they cost the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.records import Int64Array, Schedule
+from harness.schedule.batch import Float64Array, GlobalBatch
+
+# Exchanges: a few a rank are enough where it can be reached at all.
+_EXCHANGES_A_RANK, _EXCHANGES = 3, 40
+# What an exchange adds to the wait for the slowest row of a microbatch counts this many times what it takes off the
+# busier rank, at first; less and less later, when what is left can only be had so.
+_WAIT_WEIGHT = 2.0
+# Least busy ranks that the busiest tries to exchange with before it is left as it is.
+_PARTNERS = 3
+
+
+def even_out(
+    position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int, goal: float
+) -> Schedule:
+    """Move or swap single sequences from the busiest rank to the least busy ones, within capacity.
+
+    An exchange is chosen for what it takes off the busier of the two ranks, less what it adds to the wait for the
+    slowest row of a microbatch.
+
+    Args:
+        position: int64 [sequences], the row of each; row m * dp_size + d is rank d's in microbatch m.
+        costs: float64 [sequences].
+        batch: lengths and capacity.
+        num_microbatches: rows of each rank.
+        goal: stop when the busiest rank costs this many times the mean.
+    """
+    state = _Placement(position, costs, batch, num_microbatches)
+    most = _EXCHANGES_A_RANK * batch.dp_size + _EXCHANGES
+    for number in range(most):
+        busiest = int(np.argmax(state.rank_costs))
+        if state.rank_costs[busiest] <= goal * state.mean:
+            break
+        weight = _WAIT_WEIGHT * (1 - number / most)
+        for partner in np.argsort(state.rank_costs, kind="stable")[:_PARTNERS]:
+            if state.exchange(busiest, int(partner), weight):
+                break
+        else:
+            break
+    row_of = state.rows()
+    offsets = np.zeros(num_microbatches * batch.dp_size + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row_of, minlength=offsets.shape[0] - 1), out=offsets[1:])
+    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets)
+
+
+class _Placement:
+    """Rows, what they cost and what they have room for, while sequences change places.
+
+    Sequences are numbered from 1 by rising cost here. Number 0 costs nothing and stands for none: to take it is to
+    give a sequence away for nothing.
+    """
+
+    def __init__(self, position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int) -> None:
+        self.dp_size = batch.dp_size
+        self.by_cost = np.argsort(costs, kind="stable")
+        self.costs = np.concatenate([np.zeros(1), costs[self.by_cost]])
+        self.lengths = np.concatenate([np.zeros(1, dtype=np.int64), batch.lengths[self.by_cost]])
+        self.row_of = np.concatenate([np.zeros(1, dtype=np.int64), position[self.by_cost]])
+        self.rank_of = (self.row_of % batch.dp_size).astype(np.int32)
+        num_rows = num_microbatches * batch.dp_size
+        self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
+        tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
+        self.free = batch.capacity - np.rint(tokens).astype(np.int64)
+        by_microbatch = self.row_costs.reshape(num_microbatches, batch.dp_size)
+        # What may be added to a row before its microbatch waits longer for it.
+        self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)
+        self.rank_costs = by_microbatch.sum(axis=0)
+        self.mean = float(self.rank_costs.mean())
+
+    def rows(self) -> Int64Array:
+        """int64 [sequences]: the row of each, in their own order."""
+        row_of = np.empty(self.by_cost.shape[0], dtype=np.int64)
+        row_of[self.by_cost] = self.row_of[1:]
+        return row_of
+
+    def exchange(self, busy: int, idle: int, wait_weight: float) -> bool:
+        """Make the best exchange between two ranks; False where capacity or lengths allow none."""
+        gap = float(self.rank_costs[busy] - self.rank_costs[idle])
+        # As much as brings one of the two to the mean.
+        wanted = min(float(self.rank_costs[busy]) - self.mean, self.mean - float(self.rank_costs[idle]))
+        if wanted <= 0:
+            return False
+        self.rank_of[0] = -1
+        givers = np.flatnonzero(self.rank_of == busy)
+        self.rank_of[0] = idle
+        self.row_of[0] = idle + self.dp_size * int(np.argmax(self.free[idle :: self.dp_size]))
+        takers = np.flatnonzero(self.rank_of == idle)
+
+        # For every giver, the takers whose costs differ from its by about that.
+        near = np.searchsorted(self.costs[takers], self.costs[givers] - wanted)
+        near = np.clip(near[:, None] + np.arange(-2, 2), 0, takers.shape[0] - 1).reshape(-1)
+        given, taken = np.repeat(givers, 4), takers[near]
+        change = self.costs[given] - self.costs[taken]
+        rows = self.row_of[taken]
+        allowed = (self.free[rows] + self.lengths[taken] >= self.lengths[given]) & (change > 0) & (change < gap)
+        score = np.abs(change - wanted) + wait_weight * np.maximum(0.0, change - self.slack[rows])
+        score[~allowed] = np.inf
+        best = int(np.argmin(score)) if score.shape[0] else 0
+        if not score.shape[0] or score[best] == np.inf:
+            return False
+        came_from = int(self.row_of[given[best]])
+        self._move(int(given[best]), int(rows[best]))
+        if taken[best]:
+            self._move(int(taken[best]), came_from)
+        self.rank_costs[busy] -= change[best]
+        self.rank_costs[idle] += change[best]
+        return True
+
+    def _move(self, sequence: int, row: int) -> None:
+        for place, sign in ((int(self.row_of[sequence]), -1), (row, 1)):
+            self.row_costs[place] += sign * self.costs[sequence]
+            self.free[place] -= sign * self.lengths[sequence]
+            first = place - place % self.dp_size
+            beside = slice(first, first + self.dp_size)
+            self.slack[beside] = self.row_costs[beside].max() - self.row_costs[beside]
+        self.row_of[sequence] = row
+        self.rank_of[sequence] = row % self.dp_size

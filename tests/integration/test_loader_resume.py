@@ -1,0 +1,168 @@
+"""A run that stops anywhere goes on as if it had not, with other ranks, workers and batch sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.formats import PackReader, open_dataset, open_writer
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.state import LoaderState
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
+
+NUM_PACKS = 23
+
+
+def write_dataset(folder: Path, seed: int) -> PackReader:
+    random = np.random.default_rng(seed)
+    with open_writer(folder, format="parquet", pack_size=64, rows_per_group=4) as writer:
+        for _ in range(NUM_PACKS):
+            lengths = random.integers(2, 16, random.integers(1, 5))
+            starts = np.cumsum(lengths) - lengths
+            mask = random.integers(0, 2, lengths.sum())
+            mask[starts + lengths - 1] = 0
+            writer.append(Pack(input_ids=random.integers(0, 500, lengths.sum()), loss_mask=mask, seq_start_id=starts))
+    return open_dataset(folder)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> PackReader:
+    return write_dataset(tmp_path_factory.mktemp("loader") / "packs", seed=0)
+
+
+def loader(
+    reader: PackReader,
+    *,
+    size: int = 4,
+    dp: tuple[int, int] = (0, 1),
+    workers: int = 0,
+    state: LoaderState | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    schedule: str = "dp_balanced",
+    capacity: int = 64,
+    **settings: bool | int,
+) -> Loader:
+    return Loader(
+        reader,
+        LoaderConfig(
+            global_batch_size=size, block_packs=3, window_blocks=2, num_workers=workers, timeout_s=60.0, **settings
+        ),
+        schedule=ScheduleConfig(schedule, capacity),
+        dp_rank=dp[0],
+        dp_size=dp[1],
+        state=state,
+        num_steps=steps,
+        num_epochs=epochs,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
+def test_stopping_after_any_step_changes_nothing(reader: PackReader, schedule: str) -> None:
+    whole = list(loader(reader, dp=(1, 2), steps=14, schedule=schedule))
+    for stop, batch in enumerate(whole, start=1):
+        state = LoaderState.from_json(batch.state.to_json())
+        rest = list(loader(reader, dp=(1, 2), state=state, steps=14 - stop, schedule=schedule))
+        assert [(b.epoch, b.step_in_epoch, b.digest()) for b in rest] == [
+            (b.epoch, b.step_in_epoch, b.digest()) for b in whole[stop:]
+        ]
+
+
+def test_batches_that_were_read_ahead_but_not_trained_come_again(reader: PackReader) -> None:
+    whole = [batch.digest() for batch in loader(reader, steps=10)]
+    with loader(reader, workers=2, prefetch_factor=4) as made:
+        batches = iter(made)
+        trained = [next(batches) for _ in range(3)]
+    with loader(reader, workers=1, state=trained[-1].state, steps=7) as made:
+        assert [batch.digest() for batch in trained] + [batch.digest() for batch in made] == whole
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sessions=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=6),
+)
+def test_resuming_with_other_ranks_and_batch_sizes_reads_every_pack_once_an_epoch_in_the_same_order(
+    reader: PackReader, sessions: list[tuple[int, int, int]]
+) -> None:
+    orders = {
+        epoch: [pack for batch in one for pack in batch.pack_ids.tolist()]
+        for epoch, one in ((e, [b for b in loader(reader, epochs=5) if b.epoch == e]) for e in range(5))
+    }
+    state = None
+    seen: dict[int, list[int]] = {}
+    trained: list[int] = []
+    for size, dp_size, steps in sessions:
+        ranks = [
+            list(loader(reader, size=size, dp=(rank, dp_size), state=state, steps=steps)) for rank in range(dp_size)
+        ]
+        for number, batch in enumerate(ranks[0]):
+            if batch.epoch < 5:
+                seen.setdefault(batch.epoch, []).extend(batch.pack_ids.tolist())
+            ids = [id for rank in ranks for row in rank[number].sequence_ids for id in row.tolist()]
+            expected = [id for p in batch.pack_ids for id in range(reader.pack_offsets[p], reader.pack_offsets[p + 1])]
+            assert sorted(ids) == sorted(expected)
+            trained += ids
+        assert all(rank[-1].state == ranks[0][-1].state for rank in ranks)
+        state = ranks[0][-1].state
+    for epoch, packs in seen.items():
+        assert packs == orders[epoch][: len(packs)]
+    assert all(len(seen[epoch]) == NUM_PACKS for epoch in list(seen)[:-1])
+
+
+def test_other_data_is_refused_unless_allowed(reader: PackReader, tmp_path: Path) -> None:
+    other = write_dataset(tmp_path / "other", seed=1)
+    state = next(iter(loader(reader))).state
+    with pytest.raises(LoaderError, match="the dataset's fingerprint was"):
+        loader(other, state=state)
+    with pytest.raises(LoaderError, match="the seed was 0 and is 1"):
+        loader(reader, state=state, seed=1)
+    with pytest.raises(LoaderError, match="the order was"):
+        loader(reader, state=state, shuffle=False)
+    batch = next(iter(loader(other, state=state, allow_other_data=True)))
+    assert batch.step_in_epoch == 1
+
+
+def test_validation_reads_one_epoch_as_stored(reader: PackReader) -> None:
+    packs = [pack for batch in loader(reader, epochs=1, shuffle=False) for pack in batch.pack_ids.tolist()]
+    assert packs == list(range(NUM_PACKS))
+
+
+def test_a_ragged_end_is_dropped_only_when_asked(reader: PackReader) -> None:
+    assert [len(batch.pack_ids) for batch in loader(reader, size=10, epochs=2)] == [10, 10, 3, 10, 10, 3]
+    dropped = list(loader(reader, size=10, epochs=2, drop_last=True))
+    assert [(b.epoch, len(b.pack_ids)) for b in dropped] == [(0, 10), (0, 10), (1, 10), (1, 10)]
+    rest = list(loader(reader, size=10, epochs=2, drop_last=True, state=dropped[1].state))
+    assert [batch.digest() for batch in rest] == [batch.digest() for batch in dropped[2:]]
+    with pytest.raises(ConfigError, match="23 packs never fill a global batch of 24"):
+        loader(reader, size=24, drop_last=True)
+
+
+def test_a_sequence_over_capacity_is_refused_before_anything_is_read(reader: PackReader) -> None:
+    longest = int(reader.sequence_lengths.max()) - 1
+    loader(reader, capacity=longest)
+    with pytest.raises(ScheduleError, match=rf"has {longest} model tokens .* more than the {longest - 1} of a row"):
+        loader(reader, capacity=longest - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_batch_size", 0),
+        ("num_workers", -1),
+        ("prefetch_factor", 0),
+        ("timeout_s", 0),
+        ("start_method", "thread"),
+        ("block_packs", 0),
+        ("window_blocks", 0),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig(**{name: value})
+    assert caught.value.where == f"loader.{name}"

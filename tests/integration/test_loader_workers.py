@@ -1,0 +1,210 @@
+"""Worker processes change nothing but the time, and fail in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import FormatError, LoaderError
+from harness.formats import PackReader, open_dataset, open_writer
+from harness.loader.loader import Loader, LoaderConfig
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
+
+# A warning of torch: the test machine may have fewer cores than a test has workers.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+NUM_PACKS = 37
+
+
+def write_dataset(folder: Path, num_packs: int = NUM_PACKS, seed: int = 0) -> Path:
+    random = np.random.default_rng(seed)
+    with open_writer(folder, format="parquet", pack_size=64, rows_per_group=4, packs_per_shard=16) as writer:
+        for _ in range(num_packs):
+            lengths = random.integers(2, 16, random.integers(1, 5))
+            starts = np.cumsum(lengths) - lengths
+            mask = random.integers(0, 2, lengths.sum())
+            mask[starts + lengths - 1] = 0
+            writer.append(Pack(input_ids=random.integers(0, 500, lengths.sum()), loss_mask=mask, seq_start_id=starts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("loader") / "packs")
+
+
+def loader(source: Path | PackReader, **settings: object) -> Loader:
+    """A loader of rank 1 of 2, over two epochs unless told otherwise."""
+    own = {name: settings.pop(name) for name in ("num_epochs", "num_steps") if name in settings} or {"num_epochs": 2}
+    reader = open_dataset(source) if isinstance(source, Path) else source
+    config = LoaderConfig(
+        **{"global_batch_size": 5, "block_packs": 4, "window_blocks": 2, "timeout_s": 60.0, **settings}
+    )
+    return Loader(reader, config, schedule=ScheduleConfig("dp_balanced", 64), dp_rank=1, dp_size=2, multiple=2, **own)
+
+
+def contents(made: Loader) -> list[tuple[int, int, list[int], str]]:
+    with made:
+        return [(batch.epoch, batch.step_in_epoch, batch.pack_ids.tolist(), batch.digest()) for batch in made]
+
+
+@pytest.fixture(scope="module")
+def expected(dataset: Path) -> list[tuple[int, int, list[int], str]]:
+    return contents(loader(dataset, num_workers=0))
+
+
+def test_two_epochs_are_whole_and_in_order(expected: list[tuple[int, int, list[int], str]]) -> None:
+    assert [(epoch, step) for epoch, step, _, _ in expected] == [(e, s) for e in range(2) for s in range(8)]
+    for epoch in range(2):
+        packs = [pack for number, _, ids, _ in expected if number == epoch for pack in ids]
+        assert sorted(packs) == list(range(NUM_PACKS))
+    assert len({digest for *_, digest in expected}) == 16
+
+
+@pytest.mark.parametrize("persistent_workers", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
+def test_workers_do_not_change_a_batch(
+    dataset: Path, expected: list[tuple[int, int, list[int], str]], num_workers: int, persistent_workers: bool
+) -> None:
+    made = loader(dataset, num_workers=num_workers, persistent_workers=persistent_workers)
+    assert contents(made) == expected
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_start_method_does_not_change_a_batch(
+    dataset: Path, expected: list[tuple[int, int, list[int], str]], start_method: str
+) -> None:
+    reader = open_dataset(dataset)
+    reader.read([0])
+    assert contents(loader(reader, num_workers=1, start_method=start_method, prefetch_factor=4)) == expected
+
+
+def test_persistent_workers_live_across_epochs_and_others_do_not(dataset: Path) -> None:
+    def pids_by_epoch(persistent_workers: bool) -> list[set[int]]:
+        pids: list[set[int]] = [set(), set()]
+        with loader(dataset, num_workers=2, persistent_workers=persistent_workers) as made:
+            for batch in made:
+                pids[batch.epoch] |= set(made.worker_pids())
+        return pids
+
+    first, second = pids_by_epoch(True)
+    assert first == second
+    assert len(first) == 2
+    first, second = pids_by_epoch(False)
+    assert not first & second
+
+
+def test_a_loader_can_be_iterated_again(dataset: Path) -> None:
+    # As validation does. Stopping in the middle leaves batches on their way, which must not come up again.
+    with loader(dataset, num_workers=2, num_epochs=1, shuffle=False) as made:
+        first = []
+        for batch in made:
+            first.append(batch.digest())
+            if len(first) == 3:
+                break
+        again = [batch.digest() for batch in made]
+        third = [batch.digest() for batch in made]
+    assert again == third
+    assert again[:3] == first
+    assert len(again) == made.num_steps_per_epoch == 8
+
+
+def test_nothing_stays_behind(dataset: Path) -> None:
+    shared_before = set(Path("/dev/shm").iterdir())
+    made = loader(dataset, num_workers=2, num_epochs=6)
+    open_files = []
+    for batch in made:
+        open_files.append(len(list(Path("/proc/self/fd").iterdir())))
+        if batch.step_in_epoch == 1:
+            pids = made.worker_pids()
+    made.close()
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    # Other processes of the machine come and go there too; torch puts its process id into its names.
+    left = [path.name for path in set(Path("/dev/shm").iterdir()) - shared_before]
+    assert not [name for name in left if any(str(pid) in name for pid in (*pids, os.getpid()))]
+    # Nothing is opened with the batches: what is open after the first is open after the last.
+    assert max(open_files[4:]) <= max(open_files[:4])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchs_global_generator_is_left_alone(dataset: Path, num_workers: int) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    contents(loader(dataset, num_workers=num_workers, num_steps=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_data_arrives_as_itself(tmp_path: Path, num_workers: int) -> None:
+    folder = write_dataset(tmp_path / "packs")
+    made = loader(folder, num_workers=num_workers)
+    shard = max(folder.rglob("*.parquet"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(shard.read_bytes())
+    for at in range(200, len(damaged) // 2, 50):
+        damaged[at] ^= 0xFF
+    shard.write_bytes(damaged)
+    with pytest.raises(FormatError) as caught:
+        contents(made)
+    assert shard.name in caught.value.where
+    assert caught.value.fix
+
+
+def test_a_killed_worker_is_named(dataset: Path) -> None:
+    made = loader(dataset, num_workers=2, num_epochs=100)
+
+    def train() -> None:
+        with made:
+            for _ in made:
+                pids.extend(made.worker_pids())
+                os.kill(pids[0], signal.SIGKILL)
+
+    pids: list[int] = []
+    with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died") as caught:
+        train()
+    assert str(pids[0]) in caught.value.what
+    assert "num_workers" in caught.value.fix
+    assert not Path(f"/proc/{pids[1]}").exists()
+
+
+def test_a_worker_killed_during_a_training_step_is_the_same_error(dataset: Path) -> None:
+    def train() -> None:
+        with loader(dataset, num_workers=2, num_epochs=100) as made:
+            next(iter(made))
+            os.kill(made.worker_pids()[1], signal.SIGKILL)
+            time.sleep(30)
+
+    started = time.monotonic()
+    with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died"):
+        train()
+    assert time.monotonic() - started < 10
+
+
+def test_a_worker_that_hangs_is_an_error_within_the_timeout(dataset: Path) -> None:
+    with loader(dataset, num_workers=1, num_epochs=100, timeout_s=1.0) as made:
+        batches = iter(made)
+        next(batches)
+        pid = made.worker_pids()[0]
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(LoaderError, match=rf"no data came for 1 s .* {pid}"):
+            list(batches)
+        assert time.monotonic() - started < 10
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_errors_of_the_loop_itself_pass_through(dataset: Path) -> None:
+    def train() -> None:
+        with loader(dataset, num_workers=1) as made:
+            next(iter(made))
+            raise RuntimeError("of the model")
+
+    with pytest.raises(RuntimeError, match="of the model"):
+        train()
