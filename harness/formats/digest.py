@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,21 +13,21 @@ from harness.records import Int32Array, Pack, UInt8Array
 
 UInt64Array = npt.NDArray[np.uint64]
 
-_LENGTHS = struct.Struct("<qq")
 _READ_BYTES = 1 << 20
 
 
-def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> int:
-    """xxh3_64 of a pack's canonical content.
+def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, lengths: Int32Array) -> int:
+    """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
 
-    The content is the numbers of tokens and of sequences (int64 each), then input_ids int32, loss_mask uint8 and
-    seq_start_id int32, all little-endian. The arrays must be contiguous.
+    In this order: input_ids int32, loss_mask uint8, seq_start_id int32, lengths int32 of the sequences; the first
+    with seed 0. The arrays must be contiguous. The lengths say nothing new about a pack, but a reader passes those of
+    its index, so that one comparison checks both. Measured: a third of the time of one digest fed in pieces and a
+    comparison of lengths.
     """
-    digest = xxhash.xxh3_64(_LENGTHS.pack(input_ids.shape[0], seq_start_id.shape[0]))
-    digest.update(input_ids.data)
-    digest.update(loss_mask.data)
-    digest.update(seq_start_id.data)
-    return int(digest.intdigest())
+    digest = xxhash.xxh3_64_intdigest(input_ids.data)
+    digest = xxhash.xxh3_64_intdigest(loss_mask.data, digest)
+    digest = xxhash.xxh3_64_intdigest(seq_start_id.data, digest)
+    return int(xxhash.xxh3_64_intdigest(lengths.data, digest))
 
 
 def pack_digest(pack: Pack) -> int:
@@ -37,6 +36,7 @@ def pack_digest(pack: Pack) -> int:
         np.ascontiguousarray(pack.input_ids),
         np.ascontiguousarray(pack.loss_mask),
         np.ascontiguousarray(pack.seq_start_id),
+        np.ascontiguousarray(pack.sequence_lengths),
     )
 
 

@@ -7,25 +7,23 @@
     seq_starts.npy   uint32 [sequences]
     manifest.json    counts, for readers that know only this folder
 
-Rows are read with `pread` and not through a map: as fast, and a file that is cut short while it is open gives an
-error where a map would end the process.
+Arrays are mapped and rows are copied out of the maps: measured, half the time of `pread`. A mapped file that is cut
+short while it is open ends the process (SIGBUS); writers of this package never change a file in place.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.files import natural_key, sync_folder, write_atomically
 from harness.formats.index import lengths_from_starts
-from harness.formats.npy_files import NpyStream, check_npy, map_npy, read_npy_header
+from harness.formats.npy_files import NpyStream, map_npy, read_npy_header
 from harness.records import Int32Array, Int64Array, Pack
 
 INPUT_IDS = "input_ids.npy"
@@ -44,63 +42,47 @@ class MemmapShard:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._files: list[int] = []
         shape = _shape_of(path / INPUT_IDS)
         if len(shape) != 2:
             raise FormatError(f"holds an array of shape {list(shape)[:4]}, expected two dimensions", where=str(path))
         self.num_packs, self.pack_size = shape
-        self._lengths = map_npy(path / PACKED_LEN, _U4, (self.num_packs,))
-        self._offsets = map_npy(path / SEQ_OFFSETS, _U4, (self.num_packs + 1,))
+        # Indexing a memoryview gives a Python number in half the time of an array.
+        self._lengths = map_npy(path / PACKED_LEN, _U4, (self.num_packs,)).data
+        self._offsets = map_npy(path / SEQ_OFFSETS, _U4, (self.num_packs + 1,)).data
         self._starts = map_npy(path / SEQ_STARTS, _U4, (int(self._offsets[-1]),))
-        self._ids, self._ids_offset = self._open(INPUT_IDS, np.dtype(np.int32))
-        self._mask, self._mask_offset = self._open(LOSS_MASK, np.dtype(np.uint8))
+        self._ids = map_npy(path / INPUT_IDS, np.dtype(np.int32), (self.num_packs, self.pack_size)).reshape(-1)
+        self._mask = map_npy(path / LOSS_MASK, np.dtype(np.uint8), (self.num_packs, self.pack_size)).reshape(-1)
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [self._read(row) for row in rows]
+        pack_size = self.pack_size
+        packs = []
+        for row in rows:
+            num_tokens = self._lengths[row]
+            starts = self._starts[self._offsets[row] : self._offsets[row + 1]].astype(np.int32)
+            if not 0 < num_tokens <= pack_size or not starts.shape[0]:
+                raise FormatError(
+                    f"claims {num_tokens:,} tokens of {pack_size:,} and {starts.shape[0]:,} sequences",
+                    where=self.where(row),
+                )
+            begin = row * pack_size
+            end = begin + num_tokens
+            packs.append(make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts))
+        return packs
 
     def lengths(self) -> tuple[Int64Array, Int32Array]:
         """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""
+        offsets = np.asarray(self._offsets, np.int64)
         lengths = lengths_from_starts(
-            self._lengths.astype(np.int64), self._starts, self._offsets, where=str(self._path / SEQ_STARTS)
+            np.asarray(self._lengths, np.int64), self._starts, offsets, where=str(self._path / SEQ_STARTS)
         )
-        counts = np.diff(self._offsets.astype(np.int64)).astype(np.int64)
-        return counts, lengths
+        return np.diff(offsets), lengths
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
 
     def close(self) -> None:
-        files, self._files = self._files, []
-        for file in files:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _read(self, row: int) -> Pack:
-        num_tokens = int(self._lengths[row])
-        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
-        if not 0 < num_tokens <= self.pack_size or not start < end <= self._starts.shape[0]:
-            raise FormatError(
-                f"claims {num_tokens:,} tokens of {self.pack_size:,} and the sequences {start:,} to {end:,}",
-                where=self.where(row),
-            )
-        ids = np.empty(num_tokens, np.int32)
-        mask = np.empty(num_tokens, np.uint8)
-        row_start = row * self.pack_size
-        got = os.preadv(self._ids, [ids.data], self._ids_offset + 4 * row_start)
-        got += os.preadv(self._mask, [mask.data], self._mask_offset + row_start)
-        if got != 5 * num_tokens:
-            raise FormatError("the files are shorter than they were when they were opened", where=self.where(row))
-        return Pack(ids, mask, self._starts[start:end].astype(np.int32))
-
-    def _open(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """File descriptor and offset of the data of an array with a row for each pack."""
-        path = self._path / name
-        with path.open("rb") as file:
-            offset = check_npy(path, file, dtype, (self.num_packs, self.pack_size))
-            self._files.append(os.dup(file.fileno()))
-        return self._files[-1], offset
+        """The maps end with their last array."""
+        del self._ids, self._mask, self._lengths, self._offsets, self._starts
 
 
 def _shape_of(path: Path) -> tuple[int, ...]:
