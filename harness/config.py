@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -19,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, exit_on_error
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")
@@ -118,24 +117,3 @@ def _groups() -> list[str]:
         for folder in CONFIGS.iterdir()
         if folder.is_dir()
     )
-
-
-class exit_on_error:  # noqa: N801 - reads as a statement where it is used
-    """Context manager: a HarnessError becomes its message on stderr and exit code 2, Ctrl-C exit code 130."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
-        if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
-            return
-        # Before the job is joined every rank finds the same fault, and one speaks. Later a fault can be of one rank.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        elif error.rank is not None and not error.is_shared:
-            print(f"rank {error.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.exit(2)

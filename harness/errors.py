@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 class HarnessError(Exception):
     """Base of every error that input, configuration or environment can cause.
@@ -60,3 +63,24 @@ class LoaderError(HarnessError):
 
 class CheckpointError(HarnessError):
     """A checkpoint is missing, cut short, or belongs to another run."""
+
+
+class exit_on_error:  # noqa: N801 - reads as a statement where it is used
+    """Context manager: a HarnessError becomes its message on stderr and exit code 2, Ctrl-C exit code 130."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+        if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
+            return
+        # Before the job is joined every rank finds the same fault, and one speaks. Later a fault can be of one rank.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        elif error.rank is not None and not error.is_shared:
+            print(f"rank {error.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.exit(2)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harness.errors import ConfigError, HarnessError
-from harness.loader.loader import StepBatch
 from harness.loader.state import LoaderState
+from harness.loader.step import StepBatch
 
 RESUME = ("false", "true", "auto")
 

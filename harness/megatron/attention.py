@@ -72,7 +72,7 @@ class VarlenAttention(torch.nn.Module):
             return self._forward_on_slices(query, key, value, lengths)
         pieces = [
             self._attend(*(_heads_first(t) for t in qkv)).squeeze(0).transpose(0, 1)
-            for qkv in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+            for qkv in zip(*(torch.split(t, lengths) for t in (query, key, value)), strict=True)
         ]
         return torch.cat(pieces).flatten(1)
 
@@ -83,9 +83,9 @@ class VarlenAttention(torch.nn.Module):
         # One collective for both: [cp * T / cp, 2, heads, head_dim], rank after rank; its backward sums over ranks.
         both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
         local = [length // self.cp_size for length in lengths]
-        by_rank = [part.split(local) for part in both.chunk(self.cp_size)]
+        by_rank = [torch.split(part, local) for part in both.chunk(self.cp_size)]
         pieces = []
-        for index, one_query in enumerate(query.split(local)):
+        for index, one_query in enumerate(torch.split(query, local)):
             # Every rank holds chunks r and 2 * cp - 1 - r of a sequence: laid out in order they are the whole.
             halves = [parts[index].chunk(2) for parts in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -31,7 +33,7 @@ class RowTensors:
 
 def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0) -> RowTensors:
     """Copy a row to `device`, cut to this rank's context-parallel slice."""
-    fields = [row.tokens, row.labels, row.position_ids, row.loss_mask]
+    fields: list[npt.NDArray[Any]] = [row.tokens, row.labels, row.position_ids, row.loss_mask]
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
         fields = [field[keep] for field in fields]

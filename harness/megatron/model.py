@@ -24,6 +24,7 @@ from harness.megatron.attention import RMSNorm, VarlenAttention
 from harness.megatron.topology import ParallelConfig
 from harness.schedule import SequenceCost
 
+VOCAB_MULTIPLE = 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,7 +35,7 @@ class ModelConfig:
     Attributes:
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         max_sequence_length: the longest sequence that positions are meant for, in tokens.
-        vocab_size: None for the tokenizer's; rounded up to a multiple of 128 * tp.
+        vocab_size: None for the tokenizer's; rounded up to a multiple of 128.
         tie_embeddings: one matrix for the first and the last layer.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
@@ -93,6 +94,13 @@ class ModelConfig:
                     where=f"model.{name}, parallel.tensor_parallel_size",
                     fix=f"a tensor_parallel_size that divides {getattr(self, name)}",
                 )
+        if VOCAB_MULTIPLE % tp:
+            raise ConfigError(
+                f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
+                "divide evenly",
+                where="parallel.tensor_parallel_size",
+                fix="a power of two up to 128",
+            )
         chunks = stages * (parallel.virtual_pipeline_parallel_size or 1)
         if self.num_layers % chunks:
             raise ConfigError(
@@ -102,10 +110,13 @@ class ModelConfig:
             )
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """`vocab_size` rounded up so that every TP rank holds a multiple of 128 rows (Megatron's own rule)."""
-    multiple = 128 * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int) -> int:
+    """`vocab_size` rounded up to a multiple of 128.
+
+    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so there
+    another layout is another loss, and a checkpoint of one does not fit the other.
+    """
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def sequence_cost(model: ModelConfig) -> SequenceCost:
@@ -224,7 +235,7 @@ def build_model(
                     transformer_engine=use_transformer_engine(model.attention, device),
                     vp_stage=vp_stage,
                 ),
-                vocab_size=padded_vocab_size(vocab_size, parallel.tensor_parallel_size),
+                vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -66,10 +66,13 @@ def test_a_model_that_cannot_exist_is_refused(settings, said) -> None:
         ModelConfig(**settings)
 
 
-def test_the_vocabulary_is_padded_to_128_rows_a_rank() -> None:
-    assert padded_vocab_size(8192, 1) == 8192
-    assert padded_vocab_size(8193, 1) == 8320
-    assert padded_vocab_size(8193, 4) == 8704
+def test_the_vocabulary_is_padded_to_a_multiple_of_128_whatever_the_layout() -> None:
+    assert padded_vocab_size(8192) == 8192
+    assert padded_vocab_size(8193) == 8320
+    with pytest.raises(ConfigError, match="3 tensor-parallel ranks"):
+        ModelConfig(num_attention_heads=6, num_query_groups=3, hidden_size=96).check(
+            ParallelConfig(tensor_parallel_size=3)
+        )
 
 
 def test_the_cost_of_a_sequence_counts_weights_and_attention() -> None:
