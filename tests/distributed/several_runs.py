@@ -1,0 +1,17 @@
+"""`torchrun -m tests.distributed.several_runs OVERRIDES.json`: several runs of `recipes.sft` one after another.
+
+The processes, which take seconds to import PyTorch and Megatron, are shared by all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from harness.config import compose_config
+from recipes.sft import SftConfig, main
+
+if __name__ == "__main__":
+    for overrides in json.loads(Path(sys.argv[1]).read_text()):
+        main(compose_config("sft", SftConfig, overrides))
