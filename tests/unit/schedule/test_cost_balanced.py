@@ -99,10 +99,14 @@ def test_it_is_never_worse_than_dp_balanced(kind: str, capacity: int) -> None:
     dp_size=st.integers(1, 6),
     group_size=st.integers(1, 3),
 )
-def test_it_needs_at_most_a_group_of_microbatches_more_than_best_fit(
+def test_no_row_is_too_long_and_no_more_groups_are_needed_than_best_fit_and_one(
     lengths: list[int], dp_size: int, group_size: int
 ) -> None:
     sizes = np.asarray(lengths)
+    placed = schedule("cost_balanced", sizes, dp_size=dp_size, max_tokens_per_rank=20, group_size=group_size)
+    for microbatch in range(placed.num_microbatches):
+        for rank in range(dp_size):
+            assert sizes[placed.row(microbatch, rank)].sum() <= 20
     found = measured("cost_balanced", sizes, dp_size=dp_size, capacity=20, group_size=group_size)
     groups = -(-best_fit_rows(sizes, 20) // (dp_size * group_size))
     assert found.num_microbatches <= (groups + 1) * group_size
