@@ -11,7 +11,7 @@ from harness.loader.order import OrderConfig, Step
 from harness.loader.state import LoaderState
 from harness.loader.step import Layout, StepBatch, StepReader, build_step
 from harness.records import Int32Array, Int64Array, Pack
-from harness.schedule import ScheduleConfig
+from harness.schedule import SCHEDULERS, ScheduleConfig
 from harness.thd import build_thd_batch
 
 
@@ -66,7 +66,7 @@ def batch(data: MemorySource, step: Step, name: str = "dp_balanced", **layout: i
     return build_step(made.read(step), layout=Layout(**layout), before=LoaderState(seed=3), num_packs=len(data))
 
 
-@pytest.mark.parametrize("name", ["as_packed", "dp_balanced"])
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, multiple: int) -> None:
@@ -89,7 +89,7 @@ def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, 
         ]
 
 
-@pytest.mark.parametrize("name", ["as_packed", "dp_balanced"])
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_rows_hold_the_sequences_that_they_name(name: str) -> None:
     data = source()
     views = [view for stored in data.packs for view in stored.sequences()]

@@ -85,7 +85,10 @@ def test_it_is_never_worse_than_dp_balanced(kind: str, capacity: int) -> None:
             lengths = lengths_of(kind, max(1, int(0.9 * dp_size * rows * capacity / mean)), capacity, dp_size + rows)
             if lengths.shape[0] > 5000:
                 continue
-            ours = measured("cost_balanced", lengths, dp_size=dp_size, capacity=capacity)
+            placed = schedule("cost_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=capacity)
+            used = np.concatenate([[0], np.cumsum(lengths[placed.order])])[placed.row_offsets]
+            assert np.diff(used).max() <= capacity
+            ours = imbalance(placed, lengths, capacity=capacity)
             theirs = measured("dp_balanced", lengths, dp_size=dp_size, capacity=capacity)
             shape = (dp_size, rows)
             assert ours.cost_ratio <= theirs.cost_ratio + 1e-9, shape
