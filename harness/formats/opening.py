@@ -6,7 +6,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo
 from harness.formats.files import natural_key
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PackIndex, build_index, load_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.manifest import MANIFEST_NAME, Manifest, StoredFile, load_manifest
 from harness.formats.reader import PackReader
 from harness.formats.writer import MARKER_NAME
 
@@ -41,12 +41,27 @@ def open_path(path: str, formats: Sequence[Format]) -> PackReader:
 
 
 def _open_folder(folder: Path, manifest: Manifest, formats: Sequence[Format]) -> PackReader:
-    where = str(folder / MANIFEST_NAME)
-    format = next((one for one in formats if one.name == manifest.format), None)
-    if format is None:
-        known = ", ".join(one.name for one in formats)
-        raise FormatError(f"the manifest names the format {manifest.format!r}", where=where, fix=f"known are {known}")
-    _check_files(folder, manifest, format)
+    format = format_of(folder, manifest, formats)
+    for error in list_file_problems(folder, manifest, format):
+        raise error
+    return open_unchecked(folder, manifest, format)
+
+
+def format_of(folder: Path, manifest: Manifest, formats: Sequence[Format]) -> Format:
+    """The format that a manifest names; raises FormatError for an unknown one."""
+    for format in formats:
+        if format.name == manifest.format:
+            return format
+    known = ", ".join(one.name for one in formats)
+    raise FormatError(
+        f"the manifest names the format {manifest.format[:40]!r}",
+        where=str(folder / MANIFEST_NAME),
+        fix=f"known are {known}",
+    )
+
+
+def open_unchecked(folder: Path, manifest: Manifest, format: Format) -> PackReader:
+    """A dataset folder, without a look at its shards."""
     shards = [
         ShardInfo(folder / shard.path, num_packs=shard.num_packs, pack_size=manifest.pack_size)
         for shard in manifest.shards
@@ -62,26 +77,27 @@ def _open_folder(folder: Path, manifest: Manifest, formats: Sequence[Format]) ->
     )
 
 
-def _check_files(folder: Path, manifest: Manifest, format: Format) -> None:
-    """Existence and size of every listed file, and that no other file looks like a shard."""
+def list_file_problems(folder: Path, manifest: Manifest, format: Format) -> Iterator[FormatError]:
+    """What is wrong with existence and size of the listed files, and other files that look like shards."""
     root = folder.resolve()
     listed = {shard.path.split("/")[0] for shard in manifest.shards}
     for number, shard in enumerate(manifest.shards):
-        _check_shard(folder, root, shard, number)
         listed.update(stored.path.split("/")[0] for stored in shard.files)
+        for stored in shard.files:
+            yield from _size_problems(folder, root, stored, f"file of shard {number:,}")
     expected = {f"{INDEX_FOLDER}/{name}" for name in INDEX_NAMES}
     if {stored.path for stored in manifest.index} != expected:
-        raise FormatError(
+        yield FormatError(
             f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
             where=str(folder / MANIFEST_NAME),
             fix=_COPY,
         )
     for stored in manifest.index:
-        _check_size(folder, root, stored.path, stored.num_bytes, "index file")
+        yield from _size_problems(folder, root, stored, "index file")
     with os.scandir(folder) as entries:
         extra = [entry.name for entry in entries if entry.name not in listed and _looks_like_shard(entry, format)]
     if extra:
-        raise FormatError(
+        yield FormatError(
             f"{len(extra):,} shards are not in the manifest, such as {min(extra, key=natural_key)}",
             where=str(folder),
             fix="remove what does not belong to the dataset, or copy the dataset again",
@@ -92,23 +108,21 @@ def _looks_like_shard(entry: os.DirEntry[str], format: Format) -> bool:
     return not entry.name.startswith(".") and re.fullmatch(format.shard_pattern, entry.name) is not None
 
 
-def _check_shard(folder: Path, root: Path, shard: Shard, number: int) -> None:
-    for stored in shard.files:
-        _check_size(folder, root, stored.path, stored.num_bytes, f"file of shard {number:,}")
-
-
-def _check_size(folder: Path, root: Path, relative: str, num_bytes: int, kind: str) -> None:
-    path = folder / relative
+def _size_problems(folder: Path, root: Path, stored: StoredFile, kind: str) -> Iterator[FormatError]:
+    path = folder / stored.path
     try:
         found = path.stat().st_size
-    except OSError as error:
-        raise FormatError(f"a {kind} is missing: {error.strerror}", where=str(path), fix=_COPY) from None
-    if not path.resolve().is_relative_to(root):
-        raise FormatError(
+        inside = path.resolve().is_relative_to(root)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        yield FormatError(f"a {kind} is missing: {getattr(error, 'strerror', error)}", where=str(path), fix=_COPY)
+        return
+    if not inside:
+        yield FormatError(
             f"a {kind} is a link that leaves the dataset's folder", where=str(path), fix="copy the file itself"
         )
-    if found != num_bytes:
-        raise FormatError(f"a {kind} has {found:,} bytes, the manifest says {num_bytes:,}", where=str(path), fix=_COPY)
+    elif found != stored.num_bytes:
+        what = f"a {kind} has {found:,} bytes, the manifest says {stored.num_bytes:,}"
+        yield FormatError(what, where=str(path), fix=_COPY)
 
 
 def _open_glob(pattern: str, formats: Sequence[Format]) -> PackReader:

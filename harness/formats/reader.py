@@ -138,6 +138,10 @@ class PackReader:
         shard = bisect.bisect_right(self._starts, pack_id) - 1
         return self._handle(shard).where(pack_id - self._starts[shard])
 
+    def files(self) -> list[Path]:
+        """Files and folders that hold the packs, in order."""
+        return [shard.path for shard in self._shards]
+
     def close(self) -> None:
         """Close all files; reading opens them again."""
         self._handles.close()

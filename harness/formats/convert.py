@@ -1,0 +1,129 @@
+"""Converting a dataset from any format to any other, pack by pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import Manifest, PackReader, Provenance, open_dataset, open_writer
+from harness.formats.digest import dataset_fingerprint, pack_digest
+from harness.formats.verify import diff_readers
+
+_CHUNK = 64
+
+
+def convert(
+    source: str | PathLike[str],
+    destination: str | PathLike[str],
+    *,
+    format: str,
+    pack_size: int | None = None,
+    packs_per_shard: int | None = None,
+    rows_per_group: int = 64,
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Manifest:
+    """Write a dataset again in another format, then read it back and compare the fingerprints of both sides.
+
+    Memory does not grow with the dataset, except for `npy`, whose files are unpickled whole, one at a time where
+    there are shards. Run again after an interruption it goes on after the last whole shard; a finished destination
+    with the content of the source is left as it is.
+
+    Args:
+        source: as for `open_dataset`.
+        destination: as for `open_writer`.
+        format: of the destination.
+        pack_size: tokens that no pack exceeds; the source's where None.
+        packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
+        progress: called with what is being done (`convert`, `compare`), packs done and packs in all.
+
+    Returns:
+        the destination's manifest.
+
+    Raises:
+        ConfigError: source and destination are the same.
+        FormatError: the source cannot be read, a pack cannot be expressed in the format, the destination cannot be
+            written, or what it holds in the end differs from the source (the error names the first pack that does).
+    """
+    if Path(source).resolve() == Path(destination).resolve():
+        raise ConfigError("source and destination are the same", where=str(source), fix="name another destination")
+    reader = open_dataset(source)
+    try:
+        finished = None if overwrite else _finished(destination, reader, format)
+        if finished is not None:
+            return finished
+        writer = open_writer(
+            destination,
+            format=format,
+            pack_size=reader.pack_size if pack_size is None else pack_size,
+            provenance=reader.manifest.provenance if reader.manifest is not None else Provenance(),
+            packs_per_shard=packs_per_shard,
+            rows_per_group=rows_per_group,
+            overwrite=overwrite,
+            resume_key=_identity(reader),
+        )
+        with writer:
+            for start in range(writer.num_packs, len(reader), _CHUNK):
+                for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
+                    writer.append(pack)
+                if progress is not None:
+                    progress("convert", writer.num_packs, len(reader))
+        assert writer.manifest is not None
+        _compare(reader, destination, progress)
+        return writer.manifest
+    finally:
+        reader.close()
+
+
+def _finished(destination: str | PathLike[str], reader: PackReader, format: str) -> Manifest | None:
+    """The manifest of a destination that an earlier run finished, or None."""
+    try:
+        found = open_dataset(destination)
+    except FormatError:
+        return None
+    if found.manifest is not None and found.format == format and found.fingerprint == reader.fingerprint:
+        return found.manifest
+    return None
+
+
+def _identity(reader: PackReader) -> str:
+    """What tells this source from another, without reading packs."""
+    if reader.manifest is not None:
+        return reader.manifest.fingerprint
+    digest = xxhash.xxh3_128(reader.path.encode())
+    digest.update(np.ascontiguousarray(reader.pack_offsets).data)
+    digest.update(np.ascontiguousarray(reader.sequence_lengths).data)
+    for path in reader.files():
+        found = path.stat()
+        digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}".encode())
+    return str(digest.hexdigest())
+
+
+def _compare(
+    reader: PackReader, destination: str | PathLike[str], progress: Callable[[str, int, int], None] | None
+) -> None:
+    """Read the destination and compare what it gives with the source's fingerprint."""
+    written = open_dataset(destination)
+    try:
+        digests = []
+        for number, pack in enumerate(written):
+            digests.append(np.array([pack_digest(pack)], np.uint64))
+            if progress is not None and (number + 1) % _CHUNK == 0:
+                progress("compare", number + 1, len(written))
+        fingerprint = dataset_fingerprint(digests)
+        if fingerprint == reader.fingerprint:
+            return
+        found = diff_readers(reader, written)
+        raise FormatError(
+            f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
+            f"first difference: {found if found is not None else 'none on a second reading'}",
+            where=str(destination),
+            fix="remove the destination and convert again; if it happens again, test the disk and the memory",
+        )
+    finally:
+        written.close()

@@ -1,0 +1,133 @@
+"""All that is wrong with a dataset, and the first difference between two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.formats import FORMATS, open_dataset, open_writer
+from harness.formats.verify import Difference, Problem, diff, verify
+from harness.records import Pack
+
+PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
+
+
+def write(path: Path, *, format: str = "parquet", packs: list[Pack] = PACKS) -> Path:
+    with open_writer(path, format=format, pack_size=8, packs_per_shard=2) as writer:
+        for pack in packs:
+            writer.append(pack)
+    return path
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_whole_dataset_has_no_problems(tmp_path: Path, format: str) -> None:
+    seen: list[tuple[int, int]] = []
+    assert verify(write(tmp_path / "a", format=format), progress=lambda *values: seen.append(values)) == []
+    assert seen[-1] == (7, 7)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_changed_byte_of_any_stored_file_is_reported(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path / "a", format=format)
+    manifest = open_dataset(path).manifest
+    assert manifest is not None
+    files = [stored.path for shard in manifest.shards[:1] for stored in shard.files]
+    for stored in [*files, *(file.path for file in manifest.index)]:
+        original = (path / stored).read_bytes()
+        damaged = bytearray(original)
+        damaged[len(original) // 2] ^= 1
+        (path / stored).write_bytes(damaged)
+        problems = verify(path)
+        assert any("has the hash" in one.what and one.where == str(path / stored) for one in problems)
+        (path / stored).write_bytes(original)
+    assert verify(path) == []
+
+
+def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", format="memmap")
+    shard = path / "shard_000000"
+    data = bytearray((shard / "input_ids.npy").read_bytes())
+    data[128] ^= 1
+    (shard / "input_ids.npy").write_bytes(data)
+    (path / "shard_000001" / "loss_mask.npy").unlink()
+    with (path / "shard_000002" / "packed_len.npy").open("ab") as file:
+        file.write(b"x")
+    (path / "shard_000009").mkdir()
+    whats = [problem.what for problem in verify(path)]
+    assert "a file of shard 1 is missing: No such file or directory" in whats
+    assert "a file of shard 2 has 137 bytes, the manifest says 136" in whats
+    assert "1 shards are not in the manifest, such as shard_000009" in whats
+    assert "pack 0 does not match its checksum" in whats
+    assert len(whats) == 7  # and the hash of input_ids.npy, and that shards 1 and 2 cannot be read
+
+
+def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    values = json.loads((path / "manifest.json").read_text())
+    values["num_tokens"] += 1
+    values["num_trained_tokens"] -= 1
+    values["fingerprint"] = "0" * 32
+    (path / "manifest.json").write_text(json.dumps(values))
+    whats = [problem.what for problem in verify(path)]
+    assert whats[:2] == [
+        "the manifest has num_tokens 29, the packs make 28",
+        "the manifest has num_trained_tokens 13, the packs make 14",
+    ]
+    assert "fingerprint 000" in whats[2]
+
+
+def test_what_is_no_dataset_is_one_problem(tmp_path: Path) -> None:
+    assert verify(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"))]
+    path = write(tmp_path / "a")
+    (path / "manifest.json").write_text("{")
+    assert len(verify(path)) == 1
+
+
+def test_bare_files_are_held_to_the_invariants(tmp_path: Path) -> None:
+    row = {"input_ids": [1, 2], "loss_mask": [0, 0], "seq_start_id": [0]}
+    np.save(tmp_path / "a.npy", [row, row], allow_pickle=True)  # type: ignore[arg-type]
+    assert verify(tmp_path / "a.npy") == []
+    np.save(tmp_path / "a.npy", [row, {**row, "loss_mask": [0, 5]}], allow_pickle=True)  # type: ignore[arg-type]
+    assert "pack 1 has loss_mask 5 at position 1" in verify(tmp_path / "a.npy")[0].what
+
+
+def test_equal_datasets_of_two_formats_have_no_difference(tmp_path: Path) -> None:
+    assert diff(write(tmp_path / "a"), write(tmp_path / "b", format="jsonl")) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "expected", "text"),
+    [
+        (
+            Pack([5, 2, 8, 4], [1, 0, 1, 0], [0, 2]),
+            Difference(4, "input_ids", 2, 3, 8),
+            "4, input_ids[2]: 3 and 8",
+        ),
+        (
+            Pack([5, 2, 3, 4], [0, 0, 1, 0], [0, 2]),
+            Difference(4, "loss_mask", 0, 1, 0),
+            "4, loss_mask[0]: 1 and 0",
+        ),
+        (Pack([5, 2, 3, 4], [1, 0, 1, 0], [0, 1]), Difference(4, "seq_start_id", 1, 2, 1), "seq_start_id[1]: 2 and 1"),
+        (Pack([5, 2, 3, 4], [1, 0, 1, 0], [0]), Difference(4, "seq_start_id.length", None, 2, 1), "length: 2 and 1"),
+        (
+            Pack([5, 2, 3], [1, 0, 0], [0, 2]),
+            Difference(4, "input_ids.length", None, 4, 3),
+            "ids.length: 4 and 3",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: Difference, text: str) -> None:
+    changed = [*PACKS[:4], other, *PACKS[5:6], PACKS[0]]
+    found = diff(write(tmp_path / "a"), write(tmp_path / "b", format="memmap", packs=changed))
+    assert found == expected
+    assert text in str(found)
+
+
+def test_a_dataset_that_goes_on_longer_differs_in_its_number_of_packs(tmp_path: Path) -> None:
+    found = diff(write(tmp_path / "a"), write(tmp_path / "b", packs=PACKS[:5]))
+    assert found == Difference(None, "num_packs", None, 7, 5)
+    assert str(found) == "num_packs: 7 and 5"
