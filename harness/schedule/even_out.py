@@ -87,10 +87,10 @@ class _Placement:
         if wanted <= 0:
             return False
         self.rank_of[0] = -1
-        givers = np.flatnonzero(self.rank_of == busy)
+        givers = (self.rank_of == busy).nonzero()[0]
         self.rank_of[0] = idle
         self.row_of[0] = idle + self.dp_size * int(np.argmax(self.free[idle :: self.dp_size]))
-        takers = np.flatnonzero(self.rank_of == idle)
+        takers = (self.rank_of == idle).nonzero()[0]
 
         # For every giver, the takers whose costs differ from its by about that.
         near = np.searchsorted(self.costs[takers], self.costs[givers] - wanted)
@@ -104,20 +104,20 @@ class _Placement:
         best = int(np.argmin(score)) if score.shape[0] else 0
         if not score.shape[0] or score[best] == np.inf:
             return False
-        came_from = int(self.row_of[given[best]])
-        self._move(int(given[best]), int(rows[best]))
-        if taken[best]:
-            self._move(int(taken[best]), came_from)
+        self._swap(int(given[best]), int(taken[best]))
         self.rank_costs[busy] -= change[best]
         self.rank_costs[idle] += change[best]
         return True
 
-    def _move(self, sequence: int, row: int) -> None:
-        for place, sign in ((int(self.row_of[sequence]), -1), (row, 1)):
-            self.row_costs[place] += sign * self.costs[sequence]
-            self.free[place] -= sign * self.lengths[sequence]
-            first = place - place % self.dp_size
-            beside = slice(first, first + self.dp_size)
-            self.slack[beside] = self.row_costs[beside].max() - self.row_costs[beside]
-        self.row_of[sequence] = row
-        self.rank_of[sequence] = row % self.dp_size
+    def _swap(self, given: int, taken: int) -> None:
+        rows = int(self.row_of[given]), int(self.row_of[taken])
+        cost = self.costs[given] - self.costs[taken]
+        length = self.lengths[given] - self.lengths[taken]
+        for row, sign in zip(rows, (-1, 1), strict=True):
+            self.row_costs[row] += sign * cost
+            self.free[row] -= sign * length
+            first = row - row % self.dp_size
+            costs = self.row_costs[first : first + self.dp_size]
+            self.slack[first : first + self.dp_size] = costs.max() - costs
+        self.row_of[given], self.row_of[taken] = rows[1], rows[0]
+        self.rank_of[given], self.rank_of[taken] = rows[1] % self.dp_size, rows[0] % self.dp_size
