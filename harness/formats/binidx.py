@@ -44,6 +44,40 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
+def read_index(path: Path) -> Int32Array:
+    """int32 [items]: lengths from a Megatron index of int32 items that lie end to end in the data file.
+
+    Raises:
+    FormatError: it is damaged, cut short, or of another dtype or version.
+    """
+    data = path.read_bytes()
+    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        raise FormatError("not a Megatron index", where=str(path), fix=_FIX)
+    _, version, code, count, documents = _HEAD.unpack_from(data)
+    if version != 1 or code != _INT32_CODE:
+        raise FormatError(
+            f"has version {version} and dtype code {code}, expected 1 and {_INT32_CODE} (int32)",
+            where=str(path),
+            fix="packs are stored as int32 tokens",
+        )
+    expected = _HEAD.size + 12 * count + 8 * documents
+    if len(data) != expected:
+        raise FormatError(
+            f"has {len(data):,} bytes, its counts of {count:,} packs and {documents:,} documents need {expected:,}",
+            where=str(path),
+            fix=_FIX,
+        )
+    lengths = np.frombuffer(data, "<i4", count, _HEAD.size)
+    pointers = np.frombuffer(data, "<i8", count, _HEAD.size + 4 * count)
+    if (lengths <= 0).any():
+        row = int(np.argmax(lengths <= 0))
+        raise FormatError(f"pack {row:,} has the length {int(lengths[row]):,}", where=str(path), fix=_FIX)
+    ends = np.cumsum(lengths, dtype=np.int64) * 4
+    if not np.array_equal(pointers, ends - 4 * lengths.astype(np.int64)):
+        raise FormatError("the offsets of packs do not follow from their lengths", where=str(path), fix=_FIX)
+    return lengths
+
+
 class BinIdxShard:
     """The open files of one prefix."""
 
@@ -57,7 +91,7 @@ class BinIdxShard:
                 fix="an indexed dataset without loss mask and sequence starts holds no packs; write it again",
             )
         # Read, not mapped: 28 bytes a pack.
-        self._lengths = self._read_index()
+        self._lengths = read_index(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]
         self._offsets = self._read_offsets()
         ends = np.zeros(self.num_packs + 1, np.int64)
@@ -106,35 +140,6 @@ class BinIdxShard:
             raise FormatError(
                 f"has {found:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}", fix=_FIX
             )
-
-    def _read_index(self) -> Int32Array:
-        path = with_suffix(self._prefix, IDX)
-        data = path.read_bytes()
-        if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-            raise FormatError("not a Megatron index", where=str(path), fix=_FIX)
-        _, version, code, count, documents = _HEAD.unpack_from(data)
-        if version != 1 or code != _INT32_CODE:
-            raise FormatError(
-                f"has version {version} and dtype code {code}, expected 1 and {_INT32_CODE} (int32)",
-                where=str(path),
-                fix="packs are stored as int32 tokens",
-            )
-        expected = _HEAD.size + 12 * count + 8 * documents
-        if len(data) != expected:
-            raise FormatError(
-                f"has {len(data):,} bytes, its counts of {count:,} packs and {documents:,} documents need {expected:,}",
-                where=str(path),
-                fix=_FIX,
-            )
-        lengths = np.frombuffer(data, "<i4", count, _HEAD.size)
-        pointers = np.frombuffer(data, "<i8", count, _HEAD.size + 4 * count)
-        if (lengths <= 0).any():
-            row = int(np.argmax(lengths <= 0))
-            raise FormatError(f"pack {row:,} has the length {int(lengths[row]):,}", where=str(path), fix=_FIX)
-        ends = np.cumsum(lengths, dtype=np.int64) * 4
-        if not np.array_equal(pointers, ends - 4 * lengths.astype(np.int64)):
-            raise FormatError("the offsets of packs do not follow from their lengths", where=str(path), fix=_FIX)
-        return lengths
 
     def _read_offsets(self) -> Int64Array:
         path = with_suffix(self._prefix, SEQ_IDX)

@@ -71,7 +71,8 @@ def pack_of_line(line: bytes) -> Pack:
         raise FormatError("is not a JSON object")
     ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
     n = ids.shape[0]
-    if (lengths <= 0).any() or lengths.shape[0] == 0 or lengths.sum() != n:
+    # Each against n first: a sum of huge ones wraps around.
+    if lengths.shape[0] == 0 or (lengths <= 0).any() or (lengths > n).any() or lengths.sum() != n:
         raise FormatError(f"has {n:,} input_ids but lengths that sum to {int(lengths.sum()):,}, or are not positive")
     if labels.shape[0] != n:
         raise FormatError(f"has {n:,} input_ids but {labels.shape[0]:,} labels")
@@ -123,7 +124,8 @@ class JsonlShard:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file: int | None = None
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._ends = _line_ends(self._file)
         num_bytes = os.fstat(self._file).st_size
         if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):

@@ -44,6 +44,7 @@ class PackWriter:
     Attributes:
         path: the destination.
         pack_size: tokens that no pack may exceed.
+        provenance: stored in the manifest; may be replaced until the block is left.
         manifest: what was written, once the block is left.
     """
 
@@ -67,7 +68,7 @@ class PackWriter:
         self.pack_size = pack_size
         self.manifest: Manifest | None = None
         self._format = format
-        self._provenance = provenance
+        self.provenance = provenance
         self._single = bool(format.single_file_suffix) and path.name.endswith(format.single_file_suffix)
         self._packs_per_shard = packs_per_shard
         self._options = ShardOptions(pack_size=pack_size, rows_per_group=rows_per_group)
@@ -142,7 +143,9 @@ class PackWriter:
             if self.manifest is None:
                 self._abort()
             else:
-                self._marker.release(remove=True)
+                # The dataset is whole; a marker that cannot be removed means nothing beside a manifest.
+                with contextlib.suppress(OSError):
+                    self._marker.release(remove=True)
 
     def _prepare(self) -> None:
         if self._single:
@@ -261,7 +264,7 @@ class PackWriter:
             fingerprint=fingerprint,
             shards=(),
             index=(),
-            provenance=self._provenance,
+            provenance=self.provenance,
             **asdict(self.totals),
         )
 
