@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ SMALL = (
     "loader.block_packs=4",
     "schedule.max_tokens_per_rank=256",
     "optimizer.decay_steps=10",
+    "loader.num_workers=1",
     "trainer.device=cpu",
 )
 
@@ -59,11 +62,20 @@ class Run:
         return [line[name] for line in self.metrics]
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launcher(ranks: int) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(torchrun if ranks > 1 else []), "-m"]
+
+
+def overrides_of(dataset: Path, folder: Path, *overrides: str) -> list[str]:
+    return [f"data.path={dataset}", f"run_dir={folder}", *SMALL, *overrides]
+
+
 def command(dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    return [*launcher, "recipes.sft", f"data.path={dataset}", f"run_dir={folder}", *SMALL, *overrides]
+    return [*launcher(ranks), "recipes.sft", *overrides_of(dataset, folder, *overrides)]
 
 
 def environment() -> dict[str, str]:
@@ -77,19 +89,42 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def run_command(arguments: list[str]) -> tuple[int, str]:
+    done = subprocess.run(
+        arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 @pytest.fixture
 def sft(dataset: Path) -> Callable[..., Run]:
     """sft(folder, *overrides, ranks=1): run to the end."""
 
     def run(folder: Path, *overrides: str, ranks: int = 1) -> Run:
-        done = subprocess.run(
-            command(dataset, folder, *overrides, ranks=ranks),
-            env=environment(),
-            cwd=Path(__file__).resolve().parents[2],
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        return Run(done.returncode, done.stdout + done.stderr, read_metrics(folder))
+        code, output = run_command(command(dataset, folder, *overrides, ranks=ranks))
+        return Run(code, output, read_metrics(folder))
+
+    return run
+
+
+@pytest.fixture
+def several_sft(dataset: Path, tmp_path: Path) -> Callable[..., dict[Path, Run]]:
+    """several_sft({folder: overrides}, ranks=1): run one after another in the same processes; all must succeed."""
+
+    def run(runs: dict[Path, tuple[str, ...]], *, ranks: int = 1) -> dict[Path, Run]:
+        listed = tmp_path / "runs.json"
+        jobs = [overrides_of(dataset, folder, *extra) for folder, extra in runs.items()]
+        listed.write_text(json.dumps(list(zip(free_ports(len(jobs)), jobs, strict=True))))
+        code, output = run_command([*launcher(ranks), "tests.distributed.several_runs", str(listed)])
+        assert code == 0, output
+        return {folder: Run(code, output, read_metrics(folder)) for folder in runs}
 
     return run

@@ -6,6 +6,7 @@ The processes, which take seconds to import PyTorch and Megatron, are shared by 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,5 +14,8 @@ from harness.config import compose_config
 from recipes.sft import SftConfig, main
 
 if __name__ == "__main__":
-    for overrides in json.loads(Path(sys.argv[1]).read_text()):
+    # The launcher's store remembers the job before; each run meets at a port of its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for port, overrides in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(port)
         main(compose_config("sft", SftConfig, overrides))

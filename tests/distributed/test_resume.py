@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import command, environment, read_metrics
+from .conftest import ROOT, command, environment, read_metrics, run_command
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (
@@ -31,7 +31,7 @@ def kill_after(step: int, arguments: list[str], folder: Path) -> None:
     process = subprocess.Popen(
         arguments,
         env=environment(),
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -50,20 +50,15 @@ def kill_after(step: int, arguments: list[str], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = subprocess.run(
-        command(dataset, folder / "run", *SETTINGS, ranks=2),
-        env=environment(),
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run_command(command(dataset, folder / "run", *SETTINGS, ranks=2))
+    assert code == 0, output
     return [{name: line[name] for name in SAME} for line in read_metrics(folder / "run")]
 
 
-# Before the first checkpoint, just after one, and with trained steps that no checkpoint holds.
-@pytest.mark.parametrize("step", [1, 3, 5])
+# Before the first checkpoint; with trained steps that no checkpoint holds; while the last checkpoint is written.
+@pytest.mark.parametrize(
+    "step", [1, pytest.param(3, marks=pytest.mark.nightly), 5, pytest.param(9, marks=pytest.mark.nightly)]
+)
 def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
     dataset, sft, undisturbed, tmp_path, step
 ) -> None:
@@ -74,23 +69,20 @@ def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
     assert [{name: line[name] for name in SAME} for line in resumed.metrics] == undisturbed
 
 
-def test_a_checkpoint_cut_short_is_passed_over(sft, undisturbed, tmp_path) -> None:
+def test_a_checkpoint_cut_short_is_passed_over_and_other_data_is_refused(sft, undisturbed, tmp_path, dataset) -> None:
     folder = tmp_path / "run"
-    assert sft(folder, *SETTINGS, "trainer.steps=5", "loader.num_workers=0").code == 0
+    assert sft(folder, *SETTINGS, "trainer.steps=5").code == 0
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000005"]
     (checkpoints / "step-00000005").rename(checkpoints / "step-00000005.unfinished")
     (checkpoints / "step-00000007").mkdir()
-    resumed = sft(folder, *SETTINGS, "resume=true", "loader.num_workers=0")
+
+    other = sft(folder, *SETTINGS, "resume=true", f"data.path={dataset / 'validation'}")
+    assert other.code == 2
+    assert "trained on other data" in other.output
+    assert "Traceback" not in other.output
+
+    resumed = sft(folder, *SETTINGS, "resume=true")
     assert resumed.code == 0, resumed.output
     assert resumed.column("step") == list(range(1, 10))
     assert resumed.column("loss") == pytest.approx([line["loss"] for line in undisturbed], rel=1e-5)
-
-
-def test_other_data_is_refused_when_resuming(sft, tmp_path, dataset) -> None:
-    folder = tmp_path / "run"
-    assert sft(folder, "trainer.steps=1", "loader.num_workers=0").code == 0
-    again = sft(folder, "trainer.steps=2", "resume=true", "loader.num_workers=0", f"data.path={dataset / 'validation'}")
-    assert again.code == 2
-    assert "trained on other data" in again.output
-    assert "Traceback" not in again.output
