@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, Sha
 from harness.formats.files import AtomicFile, natural_key
 from harness.formats.index import lengths_from_starts
 from harness.formats.manifest import Manifest
+from harness.formats.parquet_pages import check_chunk, count_limit, read_row_groups
 from harness.formats.parts import unpack_index_bytes
 from harness.records import Int64Array, Pack
 
@@ -65,7 +67,13 @@ class ParquetShard:
     def __init__(self, path: Path, *, pack_size: int | None = None) -> None:
         self._path = path
         self._pack_size = pack_size
+        self._descriptor = -1
+        self._cache: OrderedDict[int, tuple[_Column, _Column, _Column]] = OrderedDict()
+        self._cached_bytes = 0
+        self._file: Any = None
         with self._explained("the footer"):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._groups = read_row_groups(self._descriptor)
             self._file = pq.ParquetFile(
                 path,
                 page_checksum_verification=True,
@@ -73,14 +81,11 @@ class ParquetShard:
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
             )
-            metadata = self._file.metadata
             self._check_schema()
-            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        if min(counts, default=0) < 0:
-            raise FormatError("a row group has a negative number of rows", where=str(path))
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, np.int64))])
-        self._cache: OrderedDict[int, tuple[_Column, _Column, _Column]] = OrderedDict()
-        self._cached_bytes = 0
+            if len(self._groups) != self._file.metadata.num_row_groups:
+                raise FormatError("the footer is damaged: its row groups cannot be counted")
+        counts = np.array([group.num_rows for group in self._groups], np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
     @property
     def num_rows(self) -> int:
@@ -119,7 +124,15 @@ class ParquetShard:
 
     def close(self) -> None:
         self._cache.clear()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
 
     def _group(self, group: int) -> tuple[_Column, _Column, _Column]:
         cached = self._cache.get(group)
@@ -137,10 +150,20 @@ class ParquetShard:
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
         rows = int(self._starts[group + 1] - self._starts[group])
         with self._explained(f"row group {group:,}"):
+            self._check_memory(group, rows, names)
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
             if table.num_rows != rows:
                 raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
             return [_decode(table.column(name), name) for name in names]
+
+    def _check_memory(self, group: int, rows: int, names: Sequence[str]) -> None:
+        """Refuse a row group that would take more memory than its rows can honestly need."""
+        chunks = self._groups[group].chunks
+        if not set(FIELDS) <= chunks.keys():
+            raise FormatError("the footer is damaged: a column has no data")
+        limit = count_limit(rows, chunks["input_ids"], self._pack_size)
+        for name in names:
+            check_chunk(self._descriptor, chunks[name], limit)
 
     def _check_schema(self) -> None:
         num_columns = self._file.metadata.num_columns
@@ -326,7 +349,7 @@ FORMAT = Format(
     suffixes=SUFFIXES,
     shard_pattern=r".*\.(parquet|pq)",
     packs_per_shard=16384,
-    files_per_shard=1,
+    files_per_shard=2,
     write_shard=write_shard,
     open_shard=open_shard,
     find_bare=find_bare,

@@ -1,0 +1,145 @@
+"""Damaged files of every kind: readers answer with our own errors, or with data that was written."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import FormatError
+from harness.formats import FORMATS, load_format, open_dataset, open_writer
+from harness.formats.verify import verify
+from harness.records import Pack
+
+PACKS = [Pack([number, 2, 300, 70_000, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(6)]
+EXTREMES = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
+
+
+def write(path: Path, format: str) -> Path:
+    with open_writer(path, format=format, pack_size=8, packs_per_shard=3, rows_per_group=2) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    return path
+
+
+def mutate(data: bytes, generator: np.random.Generator) -> bytes:
+    """One of seven kinds of damage."""
+    out = bytearray(data)
+    at = int(generator.integers(len(out))) if out else 0
+    width = int(generator.choice([1, 2, 4, 8]))
+    match int(generator.integers(7)):
+        case 0:
+            out[at : at + 1] = bytes([out[at] ^ (1 << int(generator.integers(8)))]) if out else b"\1"
+        case 1:
+            value = EXTREMES[int(generator.integers(len(EXTREMES)))] & ((1 << 8 * width) - 1)
+            out[at : at + width] = value.to_bytes(width, "little")
+        case 2:
+            del out[at:]
+        case 3:
+            out[at:at] = generator.bytes(int(generator.integers(1, 40)))
+        case 4:
+            del out[at : at + int(generator.integers(1, 40))]
+        case 5:
+            other = int(generator.integers(len(out))) if out else 0
+            out[at : at + width] = out[other : other + width]
+        case _:
+            out[at : at + 30] = generator.bytes(30)
+    return bytes(out)
+
+
+def read_everything(path: Path) -> list[Pack]:
+    reader = open_dataset(path)
+    try:
+        assert reader.pack_offsets.shape[0] == len(reader) + 1
+        return [reader[index] for index in range(len(reader))]
+    finally:
+        reader.close()
+
+
+def fuzz(path: Path, files: list[Path], count: int, *, checked: bool) -> int:
+    """Damage one file at a time; returns how many were refused."""
+    generator = np.random.default_rng(len(files))
+    originals = {file: file.read_bytes() for file in files}
+    refused = 0
+    for number in range(count):
+        file = files[int(generator.integers(len(files)))]
+        file.write_bytes(mutate(originals[file], generator))
+        try:
+            packs = read_everything(path)
+            if checked:
+                assert packs == PACKS, f"wrong data from mutation {number} of {file}"
+            else:
+                assert all(pack.problem() is None for pack in packs)
+        except FormatError:
+            refused += 1
+        if checked and number % 20 == 0:
+            verify(path)
+        file.write_bytes(originals[file])
+    return refused
+
+
+def fuzz_dataset(tmp_path: Path, format: str, count: int) -> None:
+    path = write(tmp_path / "data", format)
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    refused = fuzz(path, files, count, checked=True)
+    assert refused > count // 4
+
+
+def fuzz_bare(tmp_path: Path, format: str, count: int) -> None:
+    """Without a manifest there are no checksums: what is read may be wrong, but must keep the invariants."""
+    path = write(tmp_path / "data", format)
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path / "index")
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    assert len(read_everything(path)) == len(PACKS)
+    refused = fuzz(path, files, count, checked=False)
+    assert refused > count // 10
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_damaged_datasets_give_what_was_written_or_our_errors(tmp_path: Path, format: str) -> None:
+    fuzz_dataset(tmp_path, format, 200)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_damaged_bare_files_give_valid_packs_or_our_errors(tmp_path: Path, format: str) -> None:
+    fuzz_bare(tmp_path, format, 200)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("format", FORMATS)
+def test_ten_thousand_damaged_files_give_valid_packs_or_our_errors(tmp_path: Path, format: str) -> None:
+    fuzz_dataset(tmp_path / "dataset", format, 5_000)
+    fuzz_bare(tmp_path / "bare", format, 5_000)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if load_format(name).single_file_suffix])
+def test_damaged_single_files_give_valid_packs_or_our_errors(tmp_path: Path, format: str) -> None:
+    path = tmp_path / f"one{load_format(format).single_file_suffix}"
+    with open_writer(path, format=format, pack_size=8, rows_per_group=2) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    assert fuzz(path, [path], 200, checked=False) > 20
+
+
+def test_noise_is_refused_by_every_reader(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3)
+    starts = [
+        b"",
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", 118),
+        b"PAR1",
+        b"MMIDIDX\x00\x00" + struct.pack("<Q", 1),
+        b"{",
+    ]
+    for start in starts:
+        for suffix in (".npy", ".parquet", ".jsonl", ".idx"):
+            path = tmp_path / f"noise{suffix}"
+            path.write_bytes(start + generator.bytes(300))
+            (tmp_path / "noise.bin").write_bytes(generator.bytes(40))
+            with pytest.raises(FormatError):
+                read_everything(path)
+            path.unlink()
