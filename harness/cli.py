@@ -1,16 +1,27 @@
-"""`harness`: look at datasets, check, convert and measure them, from a terminal."""
+"""`harness`: look at datasets, check, convert, compare and measure them, from a terminal.
+
+Exit codes: 0 all is well, 1 a check found something, 2 the command could not be carried out.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from harness.errors import exit_on_error
-from harness.formats import open_dataset
+from harness.formats import FORMATS, open_dataset
+from harness.formats.convert import convert as convert_dataset
+from harness.formats.importers import CONVENTIONS, import_dataset
+from harness.formats.verify import diff as diff_datasets
+from harness.formats.verify import verify as verify_dataset
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 
 app = typer.Typer(
@@ -22,12 +33,12 @@ app = typer.Typer(
 )
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
+Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
+ToFormat = Annotated[str, typer.Option("--to", help=f"one of {', '.join(FORMATS)}")]
+PackSize = Annotated[int | None, typer.Option(help="pack size of the result, where the source does not say")]
+PacksPerShard = Annotated[int | None, typer.Option(help="packs of one shard")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what is at the destination")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-
-
-@app.callback()
-def harness() -> None:
-    """Keeps `harness inspect` a command of its own while there is only one."""
 
 
 @app.command()
@@ -38,17 +49,144 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a dataset holds, or the text of one pack."""
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = Console() if sys.stdout.isatty() else Console(soft_wrap=True)
     if pack is not None:
         reader = open_dataset(find_datasets(path)[0])
         console.print(render_pack(reader, pack, find_tokenizer(reader, tokenizer)))
         return
     summaries = [inspect_dataset(found) for found in find_datasets(path)]
     if as_json:
-        print(json.dumps([summary.to_dict() for summary in summaries], indent=2))
+        _print_json([summary.to_dict() for summary in summaries])
         return
     for summary in summaries:
         console.print(render_summary(summary))
+
+
+@app.command()
+def verify(path: DatasetPath, as_json: AsJson = False) -> None:
+    """Check every byte and every invariant of a dataset; exit code 1 where something is wrong."""
+    found = []
+    num_packs = 0
+    for dataset in find_datasets(path):
+        with _bar(f"verifying {dataset}", quiet=as_json) as advance:
+            found += verify_dataset(dataset, progress=advance)
+        num_packs += _num_packs(dataset) if not found else 0
+    if as_json:
+        _print_json({"path": path, "problems": [asdict(problem) for problem in found]})
+    else:
+        for problem in found:
+            print(f"{problem.what}\n  where: {problem.where}")
+        print(f"{len(found):,} problems in {path}" if found else f"{path}: {num_packs:,} packs, nothing wrong")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")],
+    destination: Destination,
+    to: ToFormat,
+    pack_size: PackSize = None,
+    packs_per_shard: PacksPerShard = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a dataset in another format and compare both sides. An interrupted conversion goes on where it was.
+
+    Memory does not grow with the dataset, but for npy: a pickled file is read, and written, as a whole, shard by
+    shard.
+    """
+    with _bar("", quiet=as_json) as advance:
+        manifest = convert_dataset(
+            source,
+            destination,
+            format=to,
+            pack_size=pack_size,
+            packs_per_shard=packs_per_shard,
+            overwrite=overwrite,
+            progress=lambda stage, done, total: advance(done, total, stage),
+        )
+    _say_written(destination, manifest, {}, as_json=as_json)
+
+
+@app.command(name="import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="what the other tool wrote")],
+    destination: Destination,
+    convention: Annotated[str, typer.Option("--from", help=f"one of {', '.join(CONVENTIONS)}")],
+    to: ToFormat = "parquet",
+    split: Annotated[str, typer.Option(help="which split, where the tool keeps several")] = "train",
+    pack_size: PackSize = None,
+    packs_per_shard: PacksPerShard = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take over packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and told."""
+    with _bar(f"importing {source}", quiet=as_json) as advance:
+        report = import_dataset(
+            source,
+            destination,
+            convention=convention,
+            format=to,
+            split=split,
+            pack_size=pack_size,
+            packs_per_shard=packs_per_shard,
+            overwrite=overwrite,
+            progress=advance,
+        )
+    _say_written(destination, report.manifest, dict(report.counts), as_json=as_json)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two datasets pack by pack and name the first difference; exit code 1 where there is one."""
+    difference = diff_datasets(a, b)
+    if as_json:
+        _print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})
+    else:
+        print(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
+    raise typer.Exit(0 if difference is None else 1)
+
+
+@contextmanager
+def _bar(what: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; yields advance(done, total, description=what)."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what)
+
+        def advance(done: int, total: int, description: str = what) -> None:
+            progress.update(task, completed=done, total=total, description=description)
+
+        yield advance
+
+
+def _num_packs(path: str) -> int:
+    reader = open_dataset(path)
+    try:
+        return len(reader)
+    finally:
+        reader.close()
+
+
+def _say_written(destination: str, manifest: Any, changes: dict[str, int], *, as_json: bool) -> None:
+    if as_json:
+        _print_json({"path": destination, "manifest": asdict(manifest), "changes": changes})
+        return
+    print(
+        f"{destination}: {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences, "
+        f"{manifest.num_tokens:,} tokens as {manifest.format}, fingerprint {manifest.fingerprint}"
+    )
+    for name, count in changes.items():
+        print(f"  {name.replace('_', ' ')}: {count:,}")
+
+
+def _print_json(values: Any) -> None:
+    print(json.dumps(values, indent=2))
 
 
 def main() -> None:
