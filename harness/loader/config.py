@@ -15,7 +15,6 @@ class LoaderConfig:
     """How packs are read.
 
     Attributes:
-        path: the dataset, as `open_dataset` takes it.
         global_batch_size: packs of one global batch, over all ranks.
         seed: of the order.
         num_workers: reading processes of each rank; 0 reads in the training process. No number changes a batch.
@@ -27,7 +26,6 @@ class LoaderConfig:
         allow_other_data: resume although the dataset, seed or order is not the one of the checkpoint.
     """
 
-    path: str = ""
     global_batch_size: int = 8
     seed: int = 0
     num_workers: int = 2

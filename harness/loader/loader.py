@@ -63,9 +63,7 @@ class Loader:
     ) -> None:
         self._num_packs = len(reader)
         if self._num_packs == 0:
-            raise LoaderError(
-                "the dataset has no packs", where=config.path, fix="prepare it from data that is not empty"
-            )
+            raise LoaderError("the dataset has no packs", fix="prepare it from data that is not empty")
         self._config = config
         self._order = config.order()
         self._layout = Layout(

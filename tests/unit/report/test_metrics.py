@@ -1,0 +1,91 @@
+"""A run's metrics are written a line a step, survive a kill, and end in a plot and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from harness.errors import FormatError
+from harness.report.metrics import MetricsWriter, StepMetrics, plot_loss, read_metrics, write_report
+
+
+def metrics(step: int, loss: float = 2.0, **changes) -> StepMetrics:
+    fields = {
+        "step": step,
+        "epoch": 0,
+        "loss": loss,
+        "validation_loss": None,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.5,
+        "tokens": 1000,
+        "trained_tokens": 600,
+        "tokens_per_s": 500.0,
+        "fill": 0.9,
+        "num_microbatches": 2,
+        "step_s": 2.0,
+        "data_wait_s": 0.1,
+        "imbalance_tokens": 1.1,
+        "imbalance_cost": 1.2,
+        "packs_consumed": 8 * step,
+    }
+    return StepMetrics(**{**fields, **changes})
+
+
+def write(folder, steps, *, first_step=1) -> None:
+    writer = MetricsWriter(folder, first_step=first_step)
+    for step in steps:
+        writer.write(step)
+    writer.close()
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    steps = [metrics(1), metrics(2, validation_loss=1.5)]
+    write(tmp_path, steps)
+    assert read_metrics(tmp_path / "metrics.jsonl") == steps
+    assert set(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])) >= {
+        "step", "loss", "validation_loss", "learning_rate", "grad_norm", "tokens", "trained_tokens", "tokens_per_s",
+        "fill", "data_wait_s", "imbalance_tokens", "imbalance_cost",
+    }  # fmt: skip
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path):
+    write(tmp_path, [metrics(1, 3.0), metrics(2, 2.5)])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
+
+
+def test_steps_that_are_trained_again_replace_those_that_no_checkpoint_holds(tmp_path):
+    write(tmp_path, [metrics(1, 5.0), metrics(2, 4.0), metrics(3, 3.0)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed in the middle of a line
+    write(tmp_path, [metrics(2, 4.5)], first_step=2)
+    assert [(step.step, step.loss) for step in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 5.0), (2, 4.5)]
+
+
+def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
+    write(tmp_path, [metrics(1, grad_norm=math.nan)])
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["grad_norm"] is None
+    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].grad_norm)
+
+
+def test_a_line_that_is_not_a_step_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(FormatError, match="line 1 is not a step's metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_the_plot_is_a_png_and_the_report_leads_with_the_result(tmp_path):
+    steps = [metrics(1, 3.0), metrics(2, 2.5, validation_loss=2.75)]
+    plot_loss(steps, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    text = write_report(tmp_path, steps, {"dataset": "data/x"}).read_text()
+    assert "| training loss | 3.0000 at step 1, 2.5000 at step 2 |" in text
+    assert "| validation loss | 2.7500 at step 2 |" in text
+    assert "| tokens | 2,000, of them 1,200 trained |" in text
+    assert "| tokens per second | 500 |" in text
+    assert "| dataset | data/x |" in text

@@ -1,0 +1,93 @@
+"""Every settings file of fine-tuning composes into its dataclasses, and a mistake is one clear error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from harness.config import CONFIGS, compose_config, hydra_entry, to_yaml
+from harness.errors import ConfigError
+from recipes.sft import SftConfig
+
+CHOICES = [
+    f"{group}={file.stem}"
+    for group, pattern in (
+        ("data", "train*.yaml"),
+        ("schedule", "*.yaml"),
+        ("model", "*.yaml"),
+        ("parallel", "*.yaml"),
+        ("trainer", "*.yaml"),
+    )
+    for file in sorted((CONFIGS / group).glob(pattern))
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_file_composes(choice):
+    assert isinstance(compose_config("sft", SftConfig, [choice]), SftConfig)
+
+
+def test_what_is_written_down_composes_again_to_the_same():
+    config = compose_config("sft", SftConfig, ["trainer.steps=7", "resume=true"])
+    assert (config.trainer.steps, config.resume) == (7, "true")
+    assert yaml.safe_load(to_yaml(config))["trainer"]["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("modle.num_layers=2", "Key 'modle' not in 'SftConfig'"),
+        ("model.num_layer=2", "num_layer"),
+        ("loader.path=x", "path"),
+        ("model=huge", "Could not find 'model/huge'"),
+        ("trainer.steps=soon", "'soon'"),
+        ("trainer.steps=0", "steps is 0"),
+        ("trainer.eval_batches=0", "eval_batches is 0"),
+        ("loader.num_workers=-1", "num_workers is -1"),
+        ("schedule.name=best", "no schedule named 'best'"),
+        ("optimizer.min_lr=1", "learning rates are 0.002"),
+        ("optimizer.decay=exponential", "'exponential' is unknown"),
+        ("parallel.context_parallel_size=0", "context_parallel_size is 0"),
+    ],
+)
+def test_a_mistake_in_a_setting_is_told_before_anything_starts(override, said):
+    with pytest.raises(ConfigError) as error:
+        compose_config("sft", SftConfig, [override])
+    assert said in str(error.value)
+    assert error.value.fix
+
+
+def test_the_command_line_ends_with_code_2_and_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sft", "trainer.steps=0"])
+    with pytest.raises(SystemExit) as ended:
+        hydra_entry("sft", SftConfig)(lambda config: None)()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ConfigError: steps is 0\n  where: trainer.steps")
+    assert "Traceback" not in told
+
+
+def test_the_settings_can_be_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sft", "--cfg", "model.hidden_size=64"])
+    hydra_entry("sft", SftConfig)(lambda config: pytest.fail("must only print"))()
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["hidden_size"] == 64
+
+
+def test_a_prep_machine_needs_neither_torch_nor_hydra():
+    """The packages are blocked in a process of its own; everything that a prep machine uses is imported there."""
+    blocked = ("torch", "megatron", "transformer_engine", "hydra", "omegaconf", "transformers", "tokenizers")
+    program = f"""
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+import harness.cli, harness.formats.convert, harness.formats.verify, harness.prep.packing, harness.thd
+import harness.schedule.imbalance, harness.loader.order, harness.loader.state
+from harness.formats import FORMATS, load_format
+for name in FORMATS:
+    load_format(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

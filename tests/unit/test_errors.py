@@ -1,0 +1,64 @@
+"""An error says what, where and how to mend it, also from another process, and ends a command with code 2."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, exit_on_error
+
+
+def test_an_error_reads_as_three_lines():
+    error = FormatError(
+        "pack 512 has 4,096 tokens but 4,095 loss_mask entries",
+        where="shard-00003.parquet, row 12",
+        fix="write it again",
+    )
+    assert str(error) == (
+        "pack 512 has 4,096 tokens but 4,095 loss_mask entries\n"
+        "  where: shard-00003.parquet, row 12\n"
+        "  fix:   write it again"
+    )
+    assert str(FormatError("no place, no remedy")) == "no place, no remedy"
+
+
+def test_an_error_of_a_worker_process_arrives_whole():
+    sent = LoaderError("what", where="where", fix="fix")
+    arrived = pickle.loads(pickle.dumps(sent))
+    assert type(arrived) is LoaderError
+    assert (arrived.what, arrived.where, arrived.fix) == ("what", "where", "fix")
+
+
+def test_a_command_ends_with_code_2_and_the_message_alone(capsys):
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise ConfigError("steps is 0", where="trainer.steps", fix="1 or more")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "ConfigError: steps is 0\n  where: trainer.steps\n  fix:   1 or more\n"
+
+
+def test_a_traceback_is_shown_when_asked_for(monkeypatch):
+    monkeypatch.setenv("HARNESS_TRACEBACK", "1")
+    with pytest.raises(HarnessError), exit_on_error():
+        raise ConfigError("steps is 0")
+
+
+def test_our_own_mistakes_are_not_hidden():
+    with pytest.raises(ZeroDivisionError), exit_on_error():
+        _ = 1 // 0
+
+
+def test_of_many_ranks_with_one_fault_one_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit), exit_on_error():
+        raise ConfigError("found by every rank alike")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_of_one_rank_of_a_running_job_names_the_rank(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    error = FormatError("this rank's shard is damaged")
+    error.rank = 3
+    with pytest.raises(SystemExit), exit_on_error():
+        raise error
+    assert capsys.readouterr().err == "rank 3: FormatError: this rank's shard is damaged\n"

@@ -1,0 +1,75 @@
+"""What cannot train is refused before any rank waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import ConfigError, ScheduleError
+from harness.formats import Provenance, open_writer
+from harness.loader.datasets import DataConfig, open_datasets
+from harness.records import Pack
+from recipes.sft import SftConfig, check, main
+
+
+@pytest.fixture
+def data(tmp_path):
+    def made(*, vocab_size=90, pack_size=64):
+        counts = {} if vocab_size is None else {"vocab_size": vocab_size}
+        path = tmp_path / f"data-{vocab_size}-{pack_size}"
+        with open_writer(
+            path, format="parquet", pack_size=pack_size, provenance=Provenance(counts=counts), overwrite=True
+        ) as writer:
+            writer.append(Pack([1, 2, 3, 95] * 12, [1] * 47 + [0], [0]))
+        return open_datasets(DataConfig(path=str(path)))
+
+    return made
+
+
+def config(**model):
+    made = SftConfig()
+    for name, value in model.items():
+        setattr(made.model, name, value)
+    return made
+
+
+def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
+    assert check(config(), data(), 1) == 90
+    assert check(config(vocab_size=200), data(), 1) == 200
+    assert check(config(vocab_size=50), data(vocab_size=None), 1) == 50
+    with pytest.raises(ConfigError, match="the vocabulary size is not known"):
+        check(config(), data(vocab_size=None), 1)
+    with pytest.raises(ConfigError, match=r"model.vocab_size is 50, and the dataset's tokenizer has 90"):
+        check(config(vocab_size=50), data(), 1)
+
+
+def test_a_pack_size_above_the_models_limit_is_refused(data):
+    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
+        check(config(max_sequence_length=100), data(pack_size=128), 1)
+
+
+def test_ranks_that_are_left_over_are_refused(data):
+    made = config()
+    made.parallel.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="3 ranks cannot hold whole copies"):
+        check(made, data(), 3)
+
+
+def run(tmp_path, data, **changes):
+    made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)))
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 1
+    for name, value in changes.items():
+        setattr(made.schedule if name == "max_tokens_per_rank" else made.model, name, value)
+    main(made)
+
+
+def test_a_sequence_above_the_capacity_is_named_before_training(tmp_path, data):
+    with pytest.raises(ScheduleError, match="sequence 0 of the dataset has 47 model tokens"):
+        run(tmp_path, data(), max_tokens_per_rank=32)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data):
+    with pytest.raises(ConfigError, match="a token id is 95, and the model knows 90 tokens"):
+        run(tmp_path, data())
+    run(tmp_path, data(vocab_size=96))
+    assert (tmp_path / "runs" / "sft-002" / "report.md").exists()

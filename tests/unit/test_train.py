@@ -1,0 +1,87 @@
+"""The loop validates, records and saves when it should, and stops at a loss that is not a number."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from harness.errors import ConfigError, HarnessError
+from harness.train import Evaluation, StepResult, TrainerConfig, train
+
+
+class LinearLoss:
+    """A step whose loss falls by one each time."""
+
+    def __init__(self, *, nan_at: int = 0) -> None:
+        self.trained: list[int] = []
+        self.nan_at = nan_at
+
+    def train(self, batch) -> StepResult:
+        self.trained.append(batch.state)
+        loss = float("nan") if len(self.trained) == self.nan_at else 10.0 - len(self.trained)
+        return StepResult(loss, 100, 1.0, 0.1, False)
+
+    def evaluate(self, batches) -> Evaluation:
+        return Evaluation(float(sum(1 for _ in batches)), 5)
+
+
+def batches(first: int = 1):
+    return (SimpleNamespace(state=number, epoch=0, step_in_epoch=number) for number in itertools.count(first))
+
+
+def run(config: TrainerConfig, step: LinearLoss, *, first_step: int = 1, validation=lambda: [1, 2, 3]):
+    saved, records = [], []
+    train(
+        batches(first_step),
+        step,
+        config,
+        validation=validation,
+        save=lambda number, state: saved.append((number, state)),
+        record=records.append,
+        first_step=first_step,
+    )
+    return saved, records
+
+
+def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
+    saved, records = run(TrainerConfig(steps=7, eval_interval=3, checkpoint_interval=2), LinearLoss())
+    assert saved == [(2, 2), (4, 4), (6, 6), (7, 7)]
+    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record.step for record in records if record.validation is not None] == [3, 6, 7]
+    assert records[2].validation == Evaluation(3.0, 5)
+    assert all(0 <= record.data_wait_s <= record.step_s for record in records)
+
+
+def test_intervals_of_zero_leave_only_the_last_step():
+    saved, records = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
+    assert saved == [(4, 4)]
+    assert [record.step for record in records if record.validation is not None] == [4]
+
+
+def test_a_resumed_run_trains_the_steps_that_are_left():
+    step = LinearLoss()
+    saved, records = run(TrainerConfig(steps=6, checkpoint_interval=5), step, first_step=5)
+    assert step.trained == [5, 6]
+    assert [record.step for record in records] == [5, 6]
+    assert saved == [(5, 5), (6, 6)]
+
+
+def test_without_a_validation_set_nothing_is_validated():
+    _, records = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation=None)
+    assert [record.validation for record in records] == [None, None]
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():
+    with pytest.raises(HarnessError, match="the loss of step 2 is nan") as error:
+        run(TrainerConfig(steps=4, checkpoint_interval=1), LinearLoss(nan_at=2))
+    assert "optimizer.lr" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "settings", [{"steps": 0}, {"eval_interval": -1}, {"checkpoint_interval": -1}, {"keep_checkpoints": 0}]
+)
+def test_numbers_without_a_meaning_are_refused(settings):
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))} is"):
+        TrainerConfig(**settings)
