@@ -24,13 +24,14 @@ __all__ = [
     "open_writer",
 ]
 
-# Name -> module that defines `FORMAT`. A new format is one file and one line here. The order is that of detection.
+# Name -> module that defines `FORMAT`. A new format is one file and one line here. Files without a manifest are tried
+# in this order; parquet is last because pyarrow takes longest to import.
 FORMATS: dict[str, str] = {
     "npy": "harness.formats.npy",
-    "parquet": "harness.formats.parquet",
     "memmap": "harness.formats.memmap",
     "binidx": "harness.formats.binidx",
     "jsonl": "harness.formats.jsonl",
+    "parquet": "harness.formats.parquet",
 }
 
 
@@ -57,7 +58,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
         FormatError: nothing is there, an interrupted write is, or shards are missing, cut short, extra or of another
             schema.
     """
-    return open_path(str(path), [load_format(name) for name in FORMATS])
+    return open_path(str(path), tuple(FORMATS), load_format)
 
 
 def open_writer(

@@ -110,12 +110,12 @@ def _compare(
     """Read the destination and compare what it gives with the source's fingerprint."""
     written = open_dataset(destination)
     try:
-        digests = []
+        digests = np.zeros(len(written), np.uint64)
         for number, pack in enumerate(written):
-            digests.append(np.array([pack_digest(pack)], np.uint64))
+            digests[number] = pack_digest(pack)
             if progress is not None and (number + 1) % _CHUNK == 0:
                 progress("compare", number + 1, len(written))
-        fingerprint = dataset_fingerprint(digests)
+        fingerprint = dataset_fingerprint([digests])
         if fingerprint == reader.fingerprint:
             return
         found = diff_readers(reader, written)

@@ -6,7 +6,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,42 +22,46 @@ from harness.formats.writer import MARKER_NAME
 _COPY = "copy the dataset again, or write it again with `python -m recipes.prepare`"
 
 
-def open_path(path: str, formats: Sequence[Format]) -> PackReader:
-    """What `open_dataset` does, over the given formats."""
+def open_path(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
+    """What `open_dataset` does, over the formats of these names, each loaded when it is needed."""
+    try:
+        return _open(path, names, load)
+    except OSError as error:
+        raise FormatError(
+            f"reading failed: {error.strerror or error}",
+            where=str(error.filename or path),
+            fix="check permissions, mounts and limits of open files",
+        ) from error
+
+
+def _open(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
     place = Path(path)
     if place.is_dir():
         manifest = load_manifest(place)
         if manifest is not None:
-            return _open_folder(place, manifest, formats)
+            return _open_folder(place, manifest, names, load)
         if (place / MARKER_NAME).exists():
             raise _interrupted(place)
     elif not place.exists() and glob.has_magic(path):
-        return _open_glob(path, formats)
-    for format in formats:
+        return _open_glob(path, [load(name) for name in names])
+    for format in (load(name) for name in names):
         shards = format.find_bare(place)
         if shards:
             return _open_bare(path, format, shards)
-    raise _nothing(place, formats)
+    raise _nothing(place, [load(name) for name in names])
 
 
-def _open_folder(folder: Path, manifest: Manifest, formats: Sequence[Format]) -> PackReader:
-    format = format_of(folder, manifest, formats)
+def _open_folder(folder: Path, manifest: Manifest, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
+    if manifest.format not in names:
+        raise FormatError(
+            f"the manifest names the format {manifest.format[:40]!r}",
+            where=str(folder / MANIFEST_NAME),
+            fix=f"known are {', '.join(names)}",
+        )
+    format = load(manifest.format)
     for error in list_file_problems(folder, manifest, format):
         raise error
     return open_unchecked(folder, manifest, format)
-
-
-def format_of(folder: Path, manifest: Manifest, formats: Sequence[Format]) -> Format:
-    """The format that a manifest names; raises FormatError for an unknown one."""
-    for format in formats:
-        if format.name == manifest.format:
-            return format
-    known = ", ".join(one.name for one in formats)
-    raise FormatError(
-        f"the manifest names the format {manifest.format[:40]!r}",
-        where=str(folder / MANIFEST_NAME),
-        fix=f"known are {known}",
-    )
 
 
 def open_unchecked(folder: Path, manifest: Manifest, format: Format) -> PackReader:

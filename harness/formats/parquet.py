@@ -12,7 +12,7 @@ import contextlib
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,26 +24,18 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
-from harness.formats.files import AtomicFile, natural_key
+from harness.formats.files import natural_key
 from harness.formats.index import lengths_from_starts
 from harness.formats.manifest import Manifest
 from harness.formats.parquet_pages import check_chunk, count_limit, read_row_groups
+from harness.formats.parquet_writer import FIELDS, METADATA_PREFIX, ParquetWriter
 from harness.formats.parts import unpack_index_bytes
 from harness.records import Int64Array, Pack
 
 SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")
-FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 CACHE_BYTES = 64 << 20
 
-_SCHEMA = pa.schema(
-    [
-        pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
-        for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
-    ]
-)
-_COMPRESSION_LEVEL = 1
-_METADATA_PREFIX = "harness."
 # What a footer may claim: thrift allocates what it reads there.
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
@@ -95,7 +87,7 @@ class ParquetShard:
     def metadata(self) -> dict[str, bytes]:
         """Our own entries of the file's key-value metadata."""
         stored = self._file.metadata.metadata or {}
-        prefix = _METADATA_PREFIX.encode()
+        prefix = METADATA_PREFIX.encode()
         return {
             key.removeprefix(prefix).decode("latin1"): value for key, value in stored.items() if key.startswith(prefix)
         }
@@ -189,12 +181,21 @@ class ParquetShard:
             yield
         except FormatError as error:
             raise FormatError(error.what, where=error.where or f"{self._path}, {part}", fix=error.fix) from None
-        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise FormatError(
-                f"damaged or not a Parquet file: {str(error).splitlines()[0][:200] if str(error) else error!r}",
-                where=f"{self._path}, {part}",
-                fix="copy the file again, or write the dataset again",
-            ) from None
+        except OSError as error:
+            # Arrow raises it without a number for what it cannot decode; the system gives one.
+            if error.errno is not None:
+                raise
+            raise self._damaged(str(error), part) from None
+        except (pa.ArrowException, ValueError, MemoryError) as error:
+            raise self._damaged(str(error), part) from None
+
+    def _damaged(self, message: str, part: str) -> FormatError:
+        first = message.splitlines()[0][:200] if message else "no reason given"
+        return FormatError(
+            f"damaged or not a Parquet file: {first}",
+            where=f"{self._path}, {part}",
+            fix="copy the file again, or write the dataset again",
+        )
 
 
 def _num_bytes(columns: tuple[_Column, ...]) -> int:
@@ -212,70 +213,6 @@ def _decode(column: Any, name: str) -> _Column:
     offsets = array.offsets.to_numpy()
     values = array.values.to_numpy(zero_copy_only=True)
     return _Column(values, offsets)
-
-
-class ParquetWriter:
-    """Buffers one row group of packs and writes it."""
-
-    def __init__(self, path: Path, options: ShardOptions) -> None:
-        self._path = path
-        self._rows_per_group = options.rows_per_group
-        self._packs: list[Pack] = []
-        self._file = AtomicFile(path)
-        try:
-            self._writer = pq.ParquetWriter(
-                self._file,
-                _SCHEMA,
-                compression="zstd",
-                compression_level=_COMPRESSION_LEVEL,
-                use_dictionary=False,
-                column_encoding={"input_ids.list.element": "BYTE_STREAM_SPLIT"},
-                write_statistics=False,
-                write_page_checksum=True,
-                store_schema=False,
-            )
-        except BaseException:
-            self._file.abort()
-            raise
-
-    def append(self, pack: Pack) -> None:
-        # A copy, because the caller may use the arrays again before the row group is written.
-        self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
-        if len(self._packs) == self._rows_per_group:
-            self._flush()
-
-    def finish(self, metadata: Mapping[str, bytes]) -> list[Path]:
-        self._flush()
-        if metadata:
-            self._writer.add_key_value_metadata(
-                {_METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
-            )
-        self._writer.close()
-        self._file.finish()
-        return [self._path]
-
-    def abort(self) -> None:
-        self._packs.clear()
-        self._file.abort()
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self._writer.close()
-
-    def _flush(self) -> None:
-        if not self._packs:
-            return
-        columns = []
-        for name, field in zip(FIELDS, _SCHEMA, strict=True):
-            rows = [getattr(pack, name) for pack in self._packs]
-            offsets = np.zeros(len(rows) + 1, np.int32)
-            np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
-            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
-        self._writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), row_group_size=len(self._packs))
-        self._packs.clear()
-
-
-def _to_text(key: str, value: bytes) -> bytes:
-    # Metadata is text to other tools; the manifest is text already.
-    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
 
 
 def shard_name(number: int) -> str:

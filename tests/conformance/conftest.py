@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from harness.formats import FORMATS, PackReader, open_dataset, open_writer
@@ -63,21 +62,3 @@ def reader(dataset: Path) -> Iterator[PackReader]:
     reader = open_dataset(dataset)
     yield reader
     reader.close()
-
-
-@pytest.fixture
-def random_packs() -> Callable[[int, int], list[Pack]]:
-    """Packs with several sequences each, from a seed."""
-
-    def make(count: int, seed: int) -> list[Pack]:
-        generator = np.random.default_rng(seed)
-        made = []
-        for _ in range(count):
-            lengths = generator.integers(1, 6, generator.integers(1, 4))
-            ends = np.cumsum(lengths)
-            mask = generator.integers(0, 2, ends[-1])
-            mask[ends - 1] = 0
-            made.append(Pack(generator.integers(0, 50_000, ends[-1]), mask, np.concatenate([[0], ends[:-1]])))
-        return made
-
-    return make

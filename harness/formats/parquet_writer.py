@@ -1,0 +1,91 @@
+"""Writing Parquet: one row group of packs at a time."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.formats.base import ShardOptions
+from harness.formats.files import AtomicFile
+from harness.records import Pack
+
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
+_SCHEMA = pa.schema(
+    [
+        pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+        for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
+    ]
+)
+_COMPRESSION_LEVEL = 1
+METADATA_PREFIX = "harness."
+
+
+class ParquetWriter:
+    """Buffers one row group of packs and writes it."""
+
+    def __init__(self, path: Path, options: ShardOptions) -> None:
+        self._path = path
+        self._rows_per_group = options.rows_per_group
+        self._packs: list[Pack] = []
+        self._file = AtomicFile(path)
+        try:
+            self._writer = pq.ParquetWriter(
+                self._file,
+                _SCHEMA,
+                compression="zstd",
+                compression_level=_COMPRESSION_LEVEL,
+                use_dictionary=False,
+                column_encoding={"input_ids.list.element": "BYTE_STREAM_SPLIT"},
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+        except BaseException:
+            self._file.abort()
+            raise
+
+    def append(self, pack: Pack) -> None:
+        # A copy, because the caller may use the arrays again before the row group is written.
+        self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
+        if len(self._packs) == self._rows_per_group:
+            self._flush()
+
+    def finish(self, metadata: Mapping[str, bytes]) -> list[Path]:
+        self._flush()
+        if metadata:
+            self._writer.add_key_value_metadata(
+                {METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
+            )
+        self._writer.close()
+        self._file.finish()
+        return [self._path]
+
+    def abort(self) -> None:
+        self._packs.clear()
+        self._file.abort()
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._writer.close()
+
+    def _flush(self) -> None:
+        if not self._packs:
+            return
+        columns = []
+        for name, field in zip(FIELDS, _SCHEMA, strict=True):
+            rows = [getattr(pack, name) for pack in self._packs]
+            offsets = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
+            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), row_group_size=len(self._packs))
+        self._packs.clear()
+
+
+def _to_text(key: str, value: bytes) -> bytes:
+    # Metadata is text to other tools; the manifest is text already.
+    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
