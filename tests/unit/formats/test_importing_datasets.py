@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,19 @@ def test_megatron_bridge_npy_is_imported_and_trained_last_positions_are_cleared_
 
 
 def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    torch = pytest.importorskip("torch")
-    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "train.sft.bin"), dtype=np.int32)
+    items = []
     for row in ROWS:
         words = np.array(row["input_ids"], np.uint32) | (np.array(row["loss_mask"], np.uint32) << np.uint32(31))
         head = np.array([0x53465442, 1, len(row["seq_start_id"]), *row["seq_start_id"]], np.int32)
-        builder.add_item(torch.from_numpy(np.concatenate([head, words.view(np.int32)])))
-        builder.end_document()
-    builder.finalize(str(tmp_path / "train.sft.idx"))
+        items.append(np.concatenate([head, words.view(np.int32)]))
+    # The index as Megatron's `IndexedDatasetBuilder` writes it for int32 items of one document each.
+    lengths = np.array([item.shape[0] for item in items])
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(items), len(items) + 1) + lengths.astype("<i4").tobytes()
+    index += (4 * (np.cumsum(lengths) - lengths)).astype("<i8").tobytes() + np.arange(len(items) + 1).astype(
+        "<i8"
+    ).tobytes()
+    (tmp_path / "train.sft.idx").write_bytes(index)
+    (tmp_path / "train.sft.bin").write_bytes(b"".join(item.tobytes() for item in items))
     for name in ("train.sft", "train.sft.bin"):
         out = tmp_path / f"from-{name}"
         import_dataset(tmp_path / name, out, convention="megatron_bridge")
