@@ -26,10 +26,10 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
         raise FormatError(f"{field} has {array.ndim} dimensions, expected 1")
     if array.size == 0:
         return array.astype(dtype)
-    if not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
-        # A float mask of exact zeros and ones (older tools store such) loses nothing; anything else would.
-        if not np.issubdtype(array.dtype, np.floating) or not np.array_equal(array, np.trunc(array)):
-            raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers")
+    is_whole = np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_
+    # A float mask of exact zeros and ones (older tools store such) loses nothing; anything else would.
+    if not is_whole and not (np.issubdtype(array.dtype, np.floating) and np.array_equal(array, np.trunc(array))):
+        raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers")
     info = np.iinfo(dtype)  # type: ignore[type-var]
     low, high = array.min(), array.max()
     if low < info.min or high > info.max:
@@ -136,7 +136,8 @@ class Pack:
         rising = starts[1:] > starts[:-1]
         if not rising.all():
             at = int(np.argmin(rising)) + 1
-            return f"has seq_start_id[{at}] == {int(starts[at])}, not above seq_start_id[{at - 1}] == {int(starts[at - 1])}"
+            low, high = int(starts[at - 1]), int(starts[at])
+            return f"has seq_start_id[{at}] == {high}, not above seq_start_id[{at - 1}] == {low}"
         if starts[-1] >= n:
             return f"has its last sequence start at {int(starts[-1]):,}, at or after its {n:,} tokens"
         return None

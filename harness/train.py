@@ -132,7 +132,8 @@ def train(
         if result.loss != result.loss or result.loss in (float("inf"), float("-inf")):
             raise HarnessError(
                 f"the loss of step {number} is {result.loss}",
-                where=f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, learning rate {result.learning_rate:g}",
+                where=f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, "
+                f"learning rate {result.learning_rate:g}",
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
             )
         took = time.perf_counter() - began

@@ -102,7 +102,10 @@ class MetricsWriter:
         """Append one step; it is on its way to the disk when this returns."""
         values = asdict(metrics)
         # JSON has no NaN; readers of other languages refuse Python's.
-        whole = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        whole = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
         self._file.write(json.dumps(whole) + "\n")
         self._file.flush()
         for key, value in values.items():
