@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.errors import ConfigError
 from harness.formats.base import Format
 from harness.formats.manifest import Manifest, Provenance
-from harness.formats.opening import open_path
+from harness.formats.opening import is_uri, open_path
 from harness.formats.reader import PackReader
 from harness.formats.writer import PackWriter
 
@@ -87,10 +87,11 @@ def open_writer(
             last whole shard: append from pack `writer.num_packs` on. Not for single files.
 
     Raises:
-        ConfigError: an unknown format or a number below 1.
+        ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
         FormatError: on entering, where the destination is in use, is not empty or cannot be written.
     """
     chosen = load_format(format)
+    _check_destination(str(path), chosen)
     return PackWriter(
         Path(path),
         format=chosen,
@@ -101,3 +102,15 @@ def open_writer(
         overwrite=overwrite,
         resume_key=resume_key,
     )
+
+
+def _check_destination(path: str, format: Format) -> None:
+    if is_uri(path):
+        raise ConfigError("object storage cannot be written yet", where=path, fix="write to a folder and copy it")
+    for name in FORMATS:
+        if name != format.name and path.endswith(f".{name}"):
+            raise ConfigError(
+                f"the destination ends in .{name} but the format is {format.name}",
+                where=path,
+                fix=f"use format {name!r}, or another name",
+            )

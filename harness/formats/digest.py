@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ from harness.records import Int32Array, Pack, UInt8Array
 UInt64Array = npt.NDArray[np.uint64]
 
 _READ_BYTES = 1 << 20
+# Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
+_xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
 def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, lengths: Int32Array) -> int:
@@ -24,10 +26,7 @@ def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: I
     its index, so that one comparison checks both. Measured: a third of the time of one digest fed in pieces and a
     comparison of lengths.
     """
-    digest = xxhash.xxh3_64_intdigest(input_ids.data)
-    digest = xxhash.xxh3_64_intdigest(loss_mask.data, digest)
-    digest = xxhash.xxh3_64_intdigest(seq_start_id.data, digest)
-    return int(xxhash.xxh3_64_intdigest(lengths.data, digest))
+    return _xxh3(lengths, _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids))))
 
 
 def pack_digest(pack: Pack) -> int:

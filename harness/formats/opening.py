@@ -22,6 +22,11 @@ from harness.formats.writer import MARKER_NAME
 _COPY = "copy the dataset again, or write it again with `python -m recipes.prepare`"
 
 
+def is_uri(path: str) -> bool:
+    """Whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
+
+
 def open_path(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
     """What `open_dataset` does, over the formats of these names, each loaded when it is needed."""
     try:
@@ -35,6 +40,8 @@ def open_path(path: str, names: Sequence[str], load: Callable[[str], Format]) ->
 
 
 def _open(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
+    if is_uri(path):
+        raise FormatError("object storage cannot be read yet", where=path, fix="copy the dataset to a folder")
     place = Path(path)
     if place.is_dir():
         manifest = load_manifest(place)

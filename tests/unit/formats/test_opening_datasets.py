@@ -241,6 +241,19 @@ def test_unusable_settings_are_refused(tmp_path: Path) -> None:
         open_writer(tmp_path / "data", pack_size=4).append(PACKS[0])
 
 
+def test_a_destination_with_another_formats_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.npy but the format is parquet"):
+        open_writer(tmp_path / "data.npy", pack_size=4)
+
+
+def test_object_storage_is_refused_and_makes_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "object storage" in error_of("s3://bucket/data").what
+    with pytest.raises(ConfigError, match="object storage"):
+        open_writer("s3://bucket/data", pack_size=4)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_natural_order_counts_as_people_do() -> None:
     names = ["shard_10", "shard_2", "shard_1", "a", "10", "9", "shard_2b"]
     assert sorted(names, key=natural_key) == ["9", "10", "a", "shard_1", "shard_2", "shard_2b", "shard_10"]
