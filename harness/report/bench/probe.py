@@ -1,0 +1,116 @@
+"""What a fresh process pays: `python -m harness.report.bench.probe NAME ARGUMENT...` measures and prints JSON.
+
+Everything is imported before the measuring begins, so that the figures are those of the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import harness
+from harness.errors import ConfigError, HarnessError
+
+_MEMORY_FILE = Path("/proc/self/statm")
+_TIMEOUT_S = 1800.0
+
+
+def measure_apart(probe: str, *arguments: str) -> dict[str, float]:
+    """Run a probe of this module in a process of its own.
+
+    Returns:
+        seconds and megabytes (of resident memory above what the imports take), as far as the probe measures them.
+
+    Raises:
+        ConfigError: this system does not say how much memory a process takes.
+        HarnessError: the probe failed; the error has what it wrote.
+    """
+    if not _MEMORY_FILE.exists():
+        raise ConfigError(
+            "this system does not say what memory a process takes", where=str(_MEMORY_FILE), fix="measure on Linux"
+        )
+    root = str(Path(harness.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.report.bench.probe", probe, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise HarnessError(
+            f"measuring {probe} in a process of its own failed: {done.stderr.strip()[-2000:]}",
+            where=" ".join(arguments),
+            fix="run `python -m harness.report.bench.probe` with these arguments to see it alone",
+        )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def resident_megabytes() -> float:
+    """Resident memory of this process, mapped pages of files included."""
+    return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _probe_open(path: str) -> dict[str, float]:
+    """Opening a dataset, and asking how many packs and sequences it has."""
+    from harness.formats import FORMATS, load_format, open_dataset
+
+    for name in FORMATS:
+        load_format(name)
+    before = resident_megabytes()
+    began = time.perf_counter()
+    reader = open_dataset(path)
+    packs, sequences = len(reader), int(reader.pack_offsets[-1])
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "megabytes": resident_megabytes() - before,
+        "packs": float(packs),
+        "sequences": float(sequences),
+    }
+
+
+def _probe_numpy_load(path: str) -> dict[str, float]:
+    """Loading a pickled `.npy` the way that tools do which train from it."""
+    import numpy as np
+
+    before = resident_megabytes()
+    began = time.perf_counter()
+    packs = np.load(path, allow_pickle=True)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": float(len(packs))}
+
+
+def _probe_first_batch(path: str, workers: str, global_batch: str, tokens_per_rank: str) -> dict[str, float]:
+    """From opening a dataset to holding the first batch."""
+    from harness.formats import FORMATS, load_format, open_dataset
+    from harness.loader.loader import Loader, LoaderConfig
+    from harness.schedule import ScheduleConfig
+
+    for name in FORMATS:
+        load_format(name)
+    config = LoaderConfig(num_workers=int(workers), global_batch_size=int(global_batch))
+    began = time.perf_counter()
+    reader = open_dataset(path)
+    with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(tokens_per_rank))) as loader:
+        batch = next(iter(loader))
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "packs": float(len(reader)), "tokens": float(batch.num_tokens)}
+
+
+_PROBES: dict[str, Callable[..., dict[str, float]]] = {
+    "open": _probe_open,
+    "numpy_load": _probe_numpy_load,
+    "first_batch": _probe_first_batch,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(_PROBES[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,329 @@
+"""Benches report what they measured: figures from samples, ratios from figures, data that is gone afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import open_dataset
+from harness.report.bench.bridge_reader import ROWS_PER_GROUP, BridgeReader, write_bridge_file
+from harness.report.bench.cli import bench_app
+from harness.report.bench.drawing import Drawing, render_bars, save_picture
+from harness.report.bench.figures import BenchReport, Figure, render_report, show_number
+from harness.report.bench.formats import bench_formats
+from harness.report.bench.formats_settings import FormatsSettings
+from harness.report.bench.loading import LoaderSettings, bench_loader
+from harness.report.bench.output import Output
+from harness.report.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
+from harness.report.bench.probe import measure_apart
+from harness.report.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
+from harness.report.bench.timing import measure_rates, take_turns
+from harness.report.bench.unchecked import open_unchecked
+from harness.report.bench.workspace import Workspace, make_packs
+
+TINY = FormatsSettings(
+    packs=96, pack_size=64, rounds=1, reads=32, peer_reads=4, open_packs=300, write_packs=80, write_pack_size=64
+)
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def text_of(renderable) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def check(report: BenchReport) -> None:
+    """Medians are those of the samples, and ratios those of the figures that they name."""
+    for figure in report.figures:
+        if figure.unit == "x" and figure.of:
+            over, under = (report.figure(name).value for name in figure.of)
+            assert figure.value == over / under
+        elif figure.samples and report.subject != "schedule":
+            assert figure.value == statistics.median(figure.samples)
+    stored = json.loads(json.dumps(report.to_dict()))
+    assert [one["name"] for one in stored["figures"]] == [figure.name for figure in report.figures]
+    assert {"machine", "versions", "command", "settings", "notes", "began"} <= stored.keys()
+    assert stored["versions"]["numpy"] == np.__version__
+
+
+def test_a_figure_meets_its_target_or_misses_it_or_has_none():
+    assert Figure("a", 0.8, "x", at_least=0.8).met is True
+    assert Figure("a", 0.79, "x", at_least=0.8).met is False
+    assert Figure("a", 61.0, "MB", at_most=60).met is False
+    assert Figure("a", 61.0, "MB").met is None
+
+
+def test_a_report_takes_medians_and_divides_what_it_names():
+    report = BenchReport("subject", {"size": 3})
+    report.add_samples("ours", [9.0, 1.0, 8.0], "packs/s")
+    report.add_samples("theirs", [2.0, 4.0, 1000.0], "packs/s", at_least=5)
+    report.add_ratio("ours to theirs", "ours", "theirs", at_least=3)
+    assert [figure.value for figure in report.figures] == [8.0, 4.0, 2.0]
+    assert [figure.name for figure in report.missed] == ["theirs", "ours to theirs"]
+    assert "missed" in text_of(render_report(report))
+    with pytest.raises(ValueError, match="two figures"):
+        report.add_samples("ours", [1.0], "packs/s")
+    check(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0"), (0.0004, "0.0004"), (0.5, "0.500"), (12.345, "12.3"), (123456.7, "123,457")]
+)
+def test_numbers_have_three_digits(value, shown):
+    assert show_number(value) == shown
+
+
+def test_sides_take_turns_and_the_warm_up_is_not_counted():
+    calls = []
+
+    def side(name):
+        return lambda number: calls.append((number, name)) or 10.0 * number
+
+    assert take_turns({"a": side("a"), "b": side("b")}, rounds=2) == {"a": [0.0, 10.0], "b": [0.0, 10.0]}
+    assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
+
+
+def test_a_rate_is_units_over_seconds():
+    rates = measure_rates({"many": lambda number: 1000.0, "none": lambda number: 0.0}, rounds=3)
+    assert rates["none"] == [0.0] * 3
+    assert min(rates["many"]) > 0
+
+
+def test_made_packs_keep_the_invariants_and_are_the_same_again():
+    packs = list(make_packs(20, 128))
+    assert [pack.problem(128) for pack in packs] == [None] * 20
+    assert packs == list(make_packs(20, 128))
+    assert np.mean([len(pack) for pack in packs]) > 115
+    assert all(pack.loss_mask[pack.seq_start_id[1:] - 1].sum() == 0 for pack in packs)
+
+
+def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
+    with Workspace(tmp_path) as workspace:
+        path = workspace.dataset("memmap", packs=4, pack_size=32)
+        assert len(open_dataset(path)) == 4
+    assert list(tmp_path.iterdir()) == []
+    with Workspace(tmp_path, keep=True) as workspace:
+        path = workspace.dataset("memmap", packs=4, pack_size=32)
+        written = (path / "manifest.json").stat().st_mtime_ns
+    with Workspace(tmp_path, keep=True) as workspace:
+        assert workspace.dataset("memmap", packs=4, pack_size=32) == path
+        assert (path / "manifest.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("format_name", ["parquet", "memmap", "binidx", "jsonl"])
+def test_a_large_dataset_of_links_is_read_and_checked_like_any_other(tmp_path, format_name):
+    with Workspace(tmp_path, keep=True) as workspace:
+        path = workspace.large_dataset(format_name, packs=40, shard_packs=16, pack_size=32)
+    reader = open_dataset(path)
+    packs = list(make_packs(16, 32))
+    assert len(reader) == 48
+    assert int(reader.pack_offsets[-1]) == 3 * sum(pack.num_sequences for pack in packs)
+    assert reader[5] == reader[21] == reader[37] == packs[5]
+
+
+def test_the_row_group_reader_reads_what_was_written(tmp_path):
+    packs = list(make_packs(ROWS_PER_GROUP + 3, 16))
+    write_bridge_file(tmp_path / "data.idx.parquet", packs)
+    reader = BridgeReader(tmp_path / "data.idx.parquet")
+    assert len(reader) == ROWS_PER_GROUP + 3
+    for index in (ROWS_PER_GROUP + 2, 0, ROWS_PER_GROUP - 1, ROWS_PER_GROUP):
+        ids, starts, mask = reader[index]
+        assert (ids.tolist(), mask.tolist()) == (packs[index].input_ids.tolist(), packs[index].loss_mask.tolist())
+        assert starts.tolist() == packs[index].seq_start_id.tolist()
+
+
+@pytest.mark.parametrize(
+    ("format_name", "name"), [("memmap", "input_ids.npy"), ("binidx", "*0.bin"), ("parquet", "*.parquet")]
+)
+def test_the_reader_without_checks_returns_a_flipped_bit_as_data(tmp_path, format_name, name):
+    with Workspace(tmp_path, keep=True) as workspace:
+        path = workspace.dataset(format_name, packs=3, pack_size=256)
+    packs = list(make_packs(3, 256))
+    file = next(path.rglob(name))
+    whole = file.read_bytes()
+
+    def is_wrong_data(position: int) -> bool:
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        try:
+            return list(open_unchecked(path)) != packs
+        except FormatError:
+            return False
+
+    assert any(is_wrong_data(position) for position in range(200, 1200, 50))
+    with pytest.raises(FormatError):
+        list(open_dataset(path))
+
+
+def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_path):
+    with Workspace(tmp_path) as workspace:
+        report = bench_formats(TINY, workspace, silent)
+    check(report)
+    names = {figure.name for figure in report.figures}
+    targets = {
+        "memmap to np.memmap, random": (0.8, None),
+        "binidx to np.memmap, random": (0.8, None),
+        "parquet to memmap, loader's order": (1 / 3, None),
+        "parquet to Megatron-Bridge's, random": (8, None),
+        "parquet, time with checks to without": (None, 1.15),
+        "jsonl, open": (None, 0.5),
+        "memmap, memory of open": (None, 60),
+        "parquet, write": (150, None),
+        "memmap, peak heap of write": (None, 32),
+        "npy's memory to parquet's": (500, None),
+    }
+    assert targets.keys() <= names
+    for name, (least, most) in targets.items():
+        assert (report.figure(name).at_least, report.figure(name).at_most) == (least, most)
+    # The checked side of this ratio is the slower one, so it is turned round: time, not speed.
+    assert report.figure("memmap, time with checks to without").of == ("memmap, unchecked", "memmap, checked")
+    assert any("288 packs" in note or "384 packs" in note for note in report.notes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    with Workspace(tmp_path) as workspace, pytest.raises(ConfigError, match="sideways"):
+        bench_formats(FormatsSettings(parts=("sideways",)), workspace, silent)
+
+
+def test_a_probe_that_fails_says_why(tmp_path):
+    with pytest.raises(Exception, match="no dataset there"):
+        measure_apart("open", str(tmp_path / "nothing"))
+
+
+def test_packing_is_measured_against_plain_best_fit():
+    settings = PackSettings(sequences=3000, compared=1000, pack_sizes=(512,), median=60, rounds=2)
+    report = bench_packing(settings, silent)
+    check(report)
+    packs, needed = (report.figure(f"3,000 in 512, {what}").value for what in ("packs", "packs needed"))
+    assert packs >= needed
+    assert report.figure("3,000 in 512, empty beyond need").value == 100 * (packs - needed) / packs
+    beyond = [report.figure(f"{one}, packs beyond need").value for one in ("best_fit_decreasing", "next_fit")]
+    assert beyond[0] == report.figure("plain best-fit decreasing, packs beyond need").value < beyond[1]
+    assert report.figure("best_fit_decreasing to plain best-fit decreasing").of[0].startswith("best_fit_decreasing")
+    # The target is one of 13 million sequences.
+    assert report.figure("3,000 in 512, whole plan").met is None
+
+
+def test_plain_best_fit_and_the_bound_on_literal_lengths():
+    lengths = np.array([6, 5, 4, 3, 2], np.int64)
+    assert pack_one_by_one(lengths, 10) == lower_bound(lengths, 10) == 2
+    assert lower_bound(np.array([6, 6, 6], np.int64), 10) == 3
+
+
+def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
+    settings = LoaderSettings(
+        packs=40,
+        pack_size=64,
+        formats=("memmap", "parquet"),
+        workers=(0, 1),
+        tokens_per_rank=128,
+        global_batch=4,
+        steps=3,
+        rounds=1,
+        first_batch_packs=0,
+    )
+    with Workspace(tmp_path) as workspace:
+        report = bench_loader(settings, workspace, silent)
+    check(report)
+    best = report.figure("memmap, best of 0, 1 workers")
+    assert best.value == max(report.figure(name).value for name in best.of)
+    assert best.at_least == 30
+    shares = [figure.value for figure in report.figures if figure.name.startswith("parquet, share of")]
+    assert len(shares) == 5
+    assert sum(shares) == pytest.approx(100)
+
+
+def test_schedulers_are_compared_on_simulated_batches():
+    report, drawing = bench_schedule(ScheduleSettings(batches=3, planned=64, rounds=2), silent)
+    check(report)
+    ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
+    assert ours.value == statistics.mean(ours.samples) < theirs.value
+    assert (ours.at_most, theirs.at_most) == (1.01, None)
+    assert report.figure("cost_balanced, 64 sequences on 64 ranks").unit == "ms"
+    assert drawing.ranks["cost_balanced"].max() == ours.samples[0]
+
+
+def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
+    with Workspace(tmp_path, keep=True) as workspace:
+        path = workspace.dataset("memmap", packs=30, pack_size=64)
+    for shard in path.glob("shard_*/input_ids.npy"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    settings = ScheduleSettings(path=str(path), dp_size=2, cp_size=2, capacity=64, global_batch=8, batches=9, planned=0)
+    report, drawing = bench_schedule(settings, silent)
+    check(report)
+    assert "means over 3 batches" in report.notes[0]
+    assert [cost.shape for cost in drawing.ranks.values()] == [(2,)] * 4
+    assert all(figure.met is None for figure in report.figures)
+
+
+def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
+    with Workspace(tmp_path, keep=True) as workspace:
+        path = workspace.dataset("memmap", packs=8, pack_size=64)
+    # Packs of 64 tokens, whose longest sequence has 33.
+    settings = ScheduleSettings(path=str(path), dp_size=2, capacity=40, global_batch=8, planned=0)
+    report, drawing = bench_schedule(settings, silent)
+    assert any("as_packed cannot" in note for note in report.notes)
+    assert list(drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]
+    with pytest.raises(ConfigError, match="fewer than the 9"):
+        bench_schedule(ScheduleSettings(path=str(path), global_batch=9), silent)
+
+
+def test_bars_show_every_rank_or_the_busiest_of_neighbours(tmp_path):
+    few = Drawing("few", {"one": np.array([1.5, 0.5])})
+    shown = text_of(render_bars(few))
+    assert "rank 0 is the busiest, 1.500 x mean" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("rank")]
+    assert [line.count("█") for line in lines] == [48, 16]
+    many = Drawing("many", {"one": np.array([1.0] * 63 + [1.25])})
+    assert "ranks 60-63" in text_of(render_bars(many))
+    assert text_of(render_bars(many)).count("ranks ") == 16
+    save_picture(few, tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
+    arguments = ["schedule", "--batches", "2", "--rounds", "1", "--dp", "4", "--scheduler", "cost_balanced"]
+    run = CliRunner()
+    shown = run.invoke(bench_app, [*arguments, "--png", str(tmp_path / "a.png")])
+    assert shown.exit_code == 0
+    assert "cost_balanced, step cost" in shown.stdout
+    assert "rank 3" in shown.stdout
+    assert (tmp_path / "a.png").exists()
+    printed = run.invoke(bench_app, [*arguments, "--json", "--save", str(tmp_path / "new" / "a.json")])
+    reports = json.loads(printed.stdout)["reports"]
+    assert [report["subject"] for report in reports] == ["schedule"]
+    assert reports[0]["settings"]["dp_size"] == 4
+    assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"reports": reports}
+
+
+def test_a_missed_target_is_told_where_that_is_asked_for(capsys):
+    def bench(say):
+        say("measuring nothing")
+        report = BenchReport("subject", {})
+        report.add(Figure("speed", 3.0, "packs/s", at_least=4))
+        return report, None
+
+    Output(as_json=True, save=None, check=False).show([bench, bench])
+    assert len(json.loads(capsys.readouterr().out)["reports"]) == 2
+    with pytest.raises(typer.Exit) as stop:
+        Output(as_json=False, save=None, check=True).show([bench])
+    assert stop.value.exit_code == 1
+    assert "subject: speed" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(bench_app, ["schedule", "--save", str(tmp_path / "file" / "a.json")])
+    assert isinstance(done.exception, ConfigError)
