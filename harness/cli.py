@@ -22,6 +22,7 @@ from harness.formats.convert import convert as convert_dataset
 from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.verify import diff as diff_datasets
 from harness.formats.verify import verify as verify_dataset
+from harness.report.bench.cli import bench_app
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
