@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing
 
 from harness.errors import CheckpointError
 from harness.loader.state import LoaderState
-from harness.megatron import compat
+from harness.megatron import compat, optimizer_state
 from harness.megatron.step import MegatronStep
 
 RUN_FILE = "run.json"
@@ -42,18 +42,30 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / RUN_FILE).is_file())
 
 
-def _state(step: MegatronStep, *, is_loading: bool) -> dict[str, Any]:
-    sharding = {"distrib_optim_sharding_type": "fully_reshardable"}
-    state: dict[str, Any] = {}
-    if is_loading:
-        compat.make_empty_adam_state(step.optimizer)
-    for index, chunk in enumerate(step.chunks):
-        key = "model" if len(step.chunks) == 1 else f"model{index}"
-        state[key] = chunk.module.sharded_state_dict()
-    weights = state["model"] if len(step.chunks) == 1 else dict(state)
-    state["optimizer"] = step.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=sharding)
-    state["scheduler"] = step.scheduler.state_dict()
-    return state
+def _weights(step: MegatronStep) -> dict[str, Any]:
+    names = ["model"] if len(step.chunks) == 1 else [f"model{index}" for index in range(len(step.chunks))]
+    return {name: chunk.module.sharded_state_dict() for name, chunk in zip(names, step.chunks, strict=True)}
+
+
+def _state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
+    """What `dist_checkpointing` saves or loads, and the optimizer's share of it."""
+    weights = _weights(step)
+    tensors = [
+        optimizer_state.sharded_tensors(
+            part,
+            weights["model"] if len(weights) == 1 else weights,
+            is_float32=step.config.params_dtype == torch.float32,
+            is_loading=is_loading,
+        )
+        for part in optimizer_state.parts_of(step.optimizer)
+    ]
+    state = {
+        **weights,
+        "optimizer": {str(number): part.by_number for number, part in enumerate(tensors)},
+        "optimizer_steps": max(map(optimizer_state.steps_taken, optimizer_state.parts_of(step.optimizer))),
+        "scheduler": step.scheduler.state_dict(),
+    }
+    return state, tensors
 
 
 def save(folder: Path, step: MegatronStep, progress: Progress, *, keep: int) -> Path:
@@ -70,7 +82,7 @@ def save(folder: Path, step: MegatronStep, progress: Progress, *, keep: int) -> 
         unfinished.mkdir(parents=True)
     torch.distributed.barrier()
     with compat.main_module_hidden():
-        dist_checkpointing.save(_state(step, is_loading=False), str(unfinished), validate_access_integrity=False)
+        dist_checkpointing.save(_state(step, is_loading=False)[0], str(unfinished), validate_access_integrity=False)
     torch.distributed.barrier()
     if is_rank_0:
         document = {
@@ -112,8 +124,9 @@ def load(path: Path, step: MegatronStep) -> None:
     Raises:
         CheckpointError: it does not fit this model.
     """
+    wanted, tensors = _state(step, is_loading=True)
     try:
-        state = dist_checkpointing.load(_state(step, is_loading=True), str(path))
+        state = dist_checkpointing.load(wanted, str(path))
     except Exception as error:  # Megatron and torch raise many kinds; the reader needs one sentence
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
@@ -123,5 +136,7 @@ def load(path: Path, step: MegatronStep) -> None:
         ) from error
     for index, chunk in enumerate(step.chunks):
         chunk.module.load_state_dict(state["model" if len(step.chunks) == 1 else f"model{index}"])
-    step.optimizer.load_state_dict(state["optimizer"])
+    parts = optimizer_state.parts_of(step.optimizer)
+    for number, (part, asked) in enumerate(zip(parts, tensors, strict=True)):
+        optimizer_state.put_back(part, asked, state["optimizer"][str(number)], state["optimizer_steps"])
     step.scheduler.load_state_dict(state["scheduler"])

@@ -67,23 +67,3 @@ def main_module_hidden() -> Iterator[None]:
     finally:
         for name, value in hidden.items():
             setattr(main, name, value)
-
-
-def make_empty_adam_state(optimizer: Any) -> None:
-    """Give PyTorch's Adam, which makes its state in the first step, the state that loading writes into.
-
-    Megatron's distributed optimizer looks for `step` before anything is loaded; with Transformer Engine's or Apex's
-    Adam, which keep it elsewhere, there is nothing to do.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter.data),
-                        "exp_avg_sq": torch.zeros_like(parameter.data),
-                    }
