@@ -185,6 +185,28 @@ def zero_loss_row(multiple: int = 1) -> ThdBatch:
     return build_thd_batch([two], multiple=multiple)
 
 
+def pad_row(row: ThdBatch, total: int) -> ThdBatch:
+    """The row with padding at its end up to `total` tokens, as one more sequence without a real token.
+
+    Shapes are then the same for every row, which compiled graphs need. Raises ScheduleError for a longer row.
+    """
+    missing = total - len(row)
+    if missing < 0:
+        raise ScheduleError(f"a row has {len(row):,} tokens and cannot be padded to {total:,}")
+    if missing == 0:
+        return row
+    return ThdBatch(
+        tokens=np.pad(row.tokens, (0, missing)),
+        labels=np.pad(row.labels, (0, missing)),
+        position_ids=np.concatenate([row.position_ids, np.arange(missing, dtype=np.int64)]),
+        loss_mask=np.pad(row.loss_mask, (0, missing)),
+        cu_seqlens=np.append(row.cu_seqlens, row.cu_seqlens[-1:]),
+        cu_seqlens_padded=np.append(row.cu_seqlens_padded, np.int32(total)),
+        max_seqlen=max(row.max_seqlen, missing),
+        padding_mask=np.pad(row.padding_mask, (0, missing), constant_values=True),
+    )
+
+
 def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: int, cp_rank: int) -> Int64Array:
     """Positions of a row that one context-parallel rank holds, in the order in which it holds them.
 

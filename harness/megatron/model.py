@@ -158,6 +158,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     """Megatron's config for this model on this layout."""
     dtype = DTYPES[model.dtype]
     pipelined = parallel.pipeline_parallel_size > 1
+    interleaved = parallel.virtual_pipeline_parallel_size is not None
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -190,10 +191,14 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, used or not.
-        variable_seq_lengths=pipelined,
+        variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=device.type == "cuda",
-        deallocate_pipeline_outputs=pipelined,
+        # A stage of an interleaved pipeline of two sends to the same rank in both directions. One exchange at a time
+        # keeps them in order; batched ones are matched by order alone, and a gradient would arrive as an activation.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Gloo may still read a tensor that is being sent.
+        deallocate_pipeline_outputs=pipelined and device.type == "cuda",
         calculate_per_token_loss=True,
     )
 

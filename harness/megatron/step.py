@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.loader.step import StepBatch
 from harness.megatron.batch import to_device
 from harness.megatron.topology import ParallelConfig, Topology
-from harness.thd import ThdBatch
+from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
 
@@ -86,6 +86,7 @@ class MegatronStep:
         chunks: from `build_model`.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: steps after which the learning rate has reached `min_lr`.
+        row_tokens: pad every row to this many tokens, None to leave rows as long as they are.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         decay_steps: int,
+        row_tokens: int | None = None,
     ) -> None:
         self.chunks = chunks
         self.vocab_size = vocab_size
         self.topology = topology
+        self.row_tokens = row_tokens
         self.device = device
         self.config = get_model_config(chunks[0])
         self.optimizer: Any = get_megatron_optimizer(
@@ -170,6 +173,8 @@ class MegatronStep:
         return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens))
 
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
+        if self.row_tokens is not None:
+            rows = [pad_row(row, self.row_tokens) for row in rows]
         iterators = [iter(rows) for _ in self.chunks]
         reports: list[torch.Tensor] = self._forward_backward(
             forward_step_func=self._forward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ class ParallelConfig:
         context_parallel_size: ranks that share each sequence.
         sequence_parallel: split norms and dropout over the TP group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
+        static_rows: pad every row to its capacity, so that shapes never change and pipeline stages need not tell them.
     """
 
     tensor_parallel_size: int = 1
@@ -29,6 +31,7 @@ class ParallelConfig:
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    static_rows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
@@ -78,6 +81,36 @@ class ParallelConfig:
                 fix=f"start a multiple of {self.model_ranks} ranks, or make the parallel sizes smaller",
             )
         return world_size // self.model_ranks
+
+    def row_capacity(self, max_tokens_per_rank: int) -> int:
+        """Tokens that a row holds over its context-parallel ranks."""
+        return max_tokens_per_rank * self.context_parallel_size
+
+    def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
+        """Refuse a layout that the ranks, the batch or the rows do not fit; raises ConfigError with the arithmetic.
+
+        Args:
+            global_batch_size: packs of one step.
+            max_tokens_per_rank: of one microbatch.
+        """
+        dp_size = self.dp_size(world_size)
+        if dp_size > global_batch_size:
+            raise ConfigError(
+                f"{dp_size} data-parallel ranks ({world_size} ranks / {self.model_ranks} that share a model) cannot "
+                f"each train a part of {global_batch_size} packs",
+                where="loader.global_batch_size",
+                fix=f"{dp_size} packs or more, or fewer ranks",
+            )
+        capacity = self.row_capacity(max_tokens_per_rank)
+        if capacity % self.row_multiple:
+            raise ConfigError(
+                f"a row of {capacity:,} tokens ({max_tokens_per_rank:,} a rank * context {self.context_parallel_size}) "
+                f"is not a multiple of {self.row_multiple}, to which every sequence is padded "
+                f"(2 * context {self.context_parallel_size} chunks"
+                + (f", and context * tensor {self.tensor_parallel_size} parts)" if self.sequence_parallel else ")"),
+                where="schedule.max_tokens_per_rank",
+                fix=f"a multiple of {self.row_multiple // math.gcd(self.row_multiple, self.context_parallel_size)}",
+            )
 
 
 @dataclass(frozen=True)

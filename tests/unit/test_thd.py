@@ -11,6 +11,7 @@ from harness.thd import (
     ThdBatch,
     build_thd_batch,
     context_parallel_indices,
+    pad_row,
     padded_lengths,
     row_multiple,
     thd_from_arrays,
@@ -159,3 +160,21 @@ def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
         context_parallel_indices(np.asarray([0, 8, 14]), cp_size=2, cp_rank=0)
     with pytest.raises(ScheduleError, match="rank 2 does not exist among 2"):
         context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=2)
+
+
+def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:
+    row = build_thd_batch(TWO, multiple=2)
+    padded = pad_row(row, 10)
+    assert len(row) == 6
+    assert padded.tokens.tolist() == [*row.tokens.tolist(), 0, 0, 0, 0]
+    assert padded.labels[6:].tolist() == [0, 0, 0, 0]
+    assert padded.loss_mask.tolist() == [*row.loss_mask.tolist(), 0, 0, 0, 0]
+    assert padded.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    assert padded.cu_seqlens.tolist() == [0, 3, 5, 5]
+    assert padded.cu_seqlens_padded.tolist() == [0, 4, 6, 10]
+    assert padded.cu_seqlens_padded.dtype == padded.cu_seqlens.dtype == np.int32
+    assert padded.padding_mask.tolist() == [False, False, False, True, False, False, True, True, True, True]
+    assert (padded.max_seqlen, padded.num_tokens, padded.num_trained_tokens) == (4, 5, row.num_trained_tokens)
+    assert pad_row(padded, 10) is padded
+    with pytest.raises(ScheduleError, match="10 tokens and cannot be padded to 9"):
+        pad_row(padded, 9)

@@ -31,6 +31,40 @@ def test_ranks_that_do_not_hold_whole_models_are_refused_with_the_arithmetic() -
 
 
 @pytest.mark.parametrize(
+    ("parallel", "ranks", "packs", "tokens", "said"),
+    [
+        ({}, 8, 4, 4096, r"8 data-parallel ranks \(8 ranks / 1 .*\) cannot each train a part of 4 packs"),
+        ({"tensor_parallel_size": 2}, 8, 3, 4096, r"4 data-parallel ranks \(8 ranks / 2 .* part of 3 packs"),
+        (
+            {"context_parallel_size": 4},
+            4,
+            8,
+            1001,
+            r"4,004 tokens \(1,001 a rank \* context 4\) is not a multiple of 8",
+        ),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 8, "sequence_parallel": True},
+            16,
+            8,
+            1004,
+            r"2,008 tokens .* is not a multiple of 16, .* and context \* tensor 8 parts",
+        ),
+    ],
+)
+def test_ranks_and_rows_that_do_not_fit_a_layout_are_refused_with_the_arithmetic(
+    parallel, ranks, packs, tokens, said
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ParallelConfig(**parallel).check(ranks, global_batch_size=packs, max_tokens_per_rank=tokens)
+
+
+def test_the_least_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
+    layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
+    layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
+    ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
+
+
+@pytest.mark.parametrize(
     ("model", "parallel", "said"),
     [
         (
