@@ -14,15 +14,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from harness.config import hydra_entry, to_yaml
 from harness.errors import ConfigError
 from harness.loader.datasets import DataConfig, RunData, open_datasets
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import StepBatch
+from harness.loader.step import PackSource, StepBatch
 from harness.megatron import checkpoint, runtime
 from harness.megatron.compat import MEGATRON_VERSION
-from harness.megatron.model import ModelConfig, build_model, sequence_cost
+from harness.megatron.feed import Feed
+from harness.megatron.model import ModelConfig, build_model, sequence_cost, use_transformer_engine
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, Topology, join
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
@@ -61,7 +64,12 @@ class SftConfig:
 def check(config: SftConfig, data: RunData, world_size: int) -> int:
     """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
     config.model.check(config.parallel)
-    config.parallel.dp_size(world_size)
+    config.parallel.check(
+        world_size,
+        global_batch_size=config.loader.global_batch_size,
+        max_tokens_per_rank=config.schedule.max_tokens_per_rank,
+    )
+    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     for reader in (data.train, data.validation):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(
@@ -86,38 +94,39 @@ def check(config: SftConfig, data: RunData, world_size: int) -> int:
     return wanted or stored or 0
 
 
-def make_loaders(
-    config: SftConfig, data: RunData, topology: Topology, state: LoaderState | None
-) -> tuple[Loader, Loader | None]:
-    """The training loader from `state` on, and the one that reads the validation set once each time."""
+def make_feeds(
+    config: SftConfig, data: RunData, topology: Topology, state: LoaderState | None, device: torch.device
+) -> tuple[Feed, Feed | None]:
+    """The training batches from `state` on, and the ones that go through the validation set once each time."""
 
-    def loader(reader: object, settings: LoaderConfig, *, start: LoaderState | None, epochs: int | None) -> Loader:
-        return Loader(
-            reader,  # type: ignore[arg-type]
-            settings,
-            schedule=config.schedule,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-            cp_size=topology.cp_size,
-            multiple=config.parallel.row_multiple,
-            group_size=config.parallel.microbatch_group,
-            cost=sequence_cost(config.model),
-            state=start,
-            num_epochs=epochs,
-        )
+    def feed(reader: PackSource, settings: LoaderConfig, *, start: LoaderState | None, epochs: int | None) -> Feed:
+        def loader(source: PackSource) -> Loader:
+            return Loader(
+                source,
+                settings,
+                schedule=config.schedule,
+                dp_rank=topology.dp_rank,
+                dp_size=topology.dp_size,
+                cp_size=topology.cp_size,
+                multiple=config.parallel.row_multiple,
+                group_size=config.parallel.microbatch_group,
+                cost=sequence_cost(config.model),
+                state=start,
+                num_epochs=epochs,
+            )
 
-    training = loader(data.train, config.loader, start=state, epochs=None)
+        return Feed(loader, reader, topology, device=device)
+
+    training = feed(data.train, config.loader, start=state, epochs=None)
     if data.validation is None:
         return training, None
     # Validation is short and rare: workers of its own would cost more than they save.
     once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
-    return training, loader(data.validation, once, start=None, epochs=1)
+    return training, feed(data.validation, once, start=None, epochs=1)
 
 
 def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> dict[str, str]:
     """The facts of a run for its report."""
-    import torch
-
     model = config.model
     return {
         "dataset": f"{data.train.path} ({len(data.train):,} packs of up to {data.train.pack_size:,} tokens, "
@@ -141,7 +150,7 @@ def main(config: SftConfig) -> None:
         newest = runtime.on_rank_0(lambda: _newest(folder, config.resume))
         progress = checkpoint.read_progress(newest) if newest is not None else None
         topology = join(config.parallel, world_size)
-        training, validation = make_loaders(config, data, topology, progress.loader if progress else None)
+        training, validation = make_feeds(config, data, topology, progress.loader if progress else None, ranks.device)
         stack.enter_context(training)
         step = MegatronStep(
             build_model(config.model, config.parallel, vocab_size=config.model.vocab_size, device=ranks.device),
@@ -151,6 +160,9 @@ def main(config: SftConfig) -> None:
             device=ranks.device,
             vocab_size=config.model.vocab_size,
             decay_steps=config.trainer.steps,
+            row_tokens=config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
+            if config.parallel.static_rows
+            else None,
         )
         if newest is not None:
             checkpoint.load(newest, step)

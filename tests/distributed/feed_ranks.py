@@ -1,0 +1,93 @@
+"""`torchrun -m tests.distributed.feed_ranks DATASET OUT.jsonl`: what every rank of a job gets from its feed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from harness.errors import HarnessError
+from harness.formats import open_dataset
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.step import PackSource
+from harness.megatron import runtime
+from harness.megatron.feed import Feed
+from harness.megatron.topology import ParallelConfig, join
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
+
+
+class Failing:
+    """A dataset that one rank cannot read from its third global batch on."""
+
+    def __init__(self, source: PackSource) -> None:
+        self.source = source
+        self.reads = 0
+        self.pack_offsets = source.pack_offsets
+        self.sequence_lengths = source.sequence_lengths
+        self.fingerprint = source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: list[int]) -> list[Pack]:
+        self.reads += 1
+        if self.reads > 2:
+            raise HarnessError("planted", where=f"read {self.reads}")
+        return self.source.read(indices)
+
+
+def main(dataset: Path, out: Path) -> None:
+    source = open_dataset(str(dataset))
+    told: dict[str, object] = {}
+    with runtime.start("cpu", timeout_s=60) as job:
+        parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+        topology = join(parallel, job.world_size)
+        opened = []
+
+        def make(readable: PackSource) -> Loader:
+            opened.append(readable)
+            return Loader(
+                readable,
+                LoaderConfig(global_batch_size=6, num_workers=0),
+                schedule=ScheduleConfig(max_tokens_per_rank=256),
+                dp_rank=topology.dp_rank,
+                dp_size=topology.dp_size,
+                num_epochs=1,
+            )
+
+        with Feed(make, source, topology, device=job.device) as feed:
+            told = {"rank": job.rank, "tp": topology.tp_rank, "digests": [batch.digest() for batch in feed]}
+        told["opened"] = len(opened)
+
+        faulty = Failing(source) if job.rank == 2 else source
+        got = 0
+        try:
+            for _ in Feed(make, faulty, topology, device=job.device):
+                got += 1
+        except HarnessError as error:
+            told |= {"got": got, "error": error.what}
+        try:
+            Feed(lambda _: _refuse() if job.rank == 0 else make(source), source, topology, device=job.device)
+        except HarnessError as error:
+            told["refused"] = error.what
+        told["sum"] = float(_sum(job.device))
+    with Path(f"{out}.{told['rank']}").open("w") as file:
+        json.dump(told, file)
+
+
+def _refuse() -> Loader:
+    raise HarnessError("planted while opening")
+
+
+def _sum(device: torch.device) -> torch.Tensor:
+    """Still in step: a collective after the errors gives what it should."""
+    one = torch.ones(1, device=device)
+    torch.distributed.all_reduce(one)
+    return one
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
