@@ -97,9 +97,9 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def run_command(arguments: list[str]) -> tuple[int, str]:
+def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, str]:
     done = subprocess.run(
-        arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -111,20 +111,5 @@ def sft(dataset: Path) -> Callable[..., Run]:
     def run(folder: Path, *overrides: str, ranks: int = 1) -> Run:
         code, output = run_command(command(dataset, folder, *overrides, ranks=ranks))
         return Run(code, output, read_metrics(folder))
-
-    return run
-
-
-@pytest.fixture
-def several_sft(dataset: Path, tmp_path: Path) -> Callable[..., dict[Path, Run]]:
-    """several_sft({folder: overrides}, ranks=1): run one after another in the same processes; all must succeed."""
-
-    def run(runs: dict[Path, tuple[str, ...]], *, ranks: int = 1) -> dict[Path, Run]:
-        listed = tmp_path / "runs.json"
-        jobs = [overrides_of(dataset, folder, *extra) for folder, extra in runs.items()]
-        listed.write_text(json.dumps(list(zip(free_ports(len(jobs)), jobs, strict=True))))
-        code, output = run_command([*launcher(ranks), "tests.distributed.several_runs", str(listed)])
-        assert code == 0, output
-        return {folder: Run(code, output, read_metrics(folder)) for folder in runs}
 
     return run
