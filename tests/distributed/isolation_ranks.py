@@ -1,0 +1,127 @@
+"""`torchrun -m tests.distributed.isolation_ranks JOBS.json`: the isolation check with and without planted defects.
+
+JOBS.json is a list of [port, name of a preset]; a line of JSON a preset goes to the file named by its second argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.config import compose_config
+from harness.megatron import runtime
+from harness.megatron.batch import RowTensors, to_device
+from harness.megatron.compat import packed_seq_params
+from harness.megatron.isolation import IsolationCheck, Prepare
+from harness.megatron.model import ModelConfig, build_model
+from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.records import SequenceView
+from harness.thd import ThdBatch
+from recipes.sft import SftConfig
+
+VOCAB = 256
+MODEL = ModelConfig(
+    num_layers=4, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, init_std=0.2
+)
+
+
+def documents() -> list[SequenceView]:
+    rng = np.random.default_rng(3)
+    sequences = []
+    for length in (10, 38, 3, 21):
+        mask = np.ones(length, dtype=np.uint8)
+        mask[rng.integers(0, length, size=length // 3)] = 0
+        mask[-1] = 0
+        sequences.append(SequenceView(rng.integers(0, VOCAB - 1, size=length).astype(np.int32), mask))
+    return sequences
+
+
+def defects(topology: Topology, parallel: ParallelConfig, multiple: int) -> dict[str, Prepare]:
+    """The field's real bugs, each as what a rank does to its batch; only those that the layout can have."""
+
+    def on_row(change: Callable[[ThdBatch], ThdBatch]) -> Prepare:
+        return lambda row, device, **slices: to_device(change(row), device, **slices)
+
+    def bounds_dropped(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
+        tensors = to_device(row, device, **slices)
+        if topology.pp_rank != parallel.pipeline_parallel_size // 2:
+            return tensors  # the bug was one of stages in the middle
+        whole = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
+        one = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row), total_tokens=len(row))
+        return replace(tensors, packed_seq_params=one)
+
+    def positions_go_on(row: ThdBatch) -> ThdBatch:
+        return replace(row, position_ids=np.arange(len(row), dtype=np.int64))
+
+    def slice_off_by_one(row: ThdBatch, device: torch.device, *, cp_size: int, cp_rank: int) -> RowTensors:
+        chunk = np.concatenate(
+            [
+                np.arange(start, stop).reshape(2 * cp_size, -1)[[cp_rank + 1, 2 * cp_size - 1 - cp_rank]].reshape(-1)
+                for start, stop in zip(row.cu_seqlens_padded[:-1], row.cu_seqlens_padded[1:], strict=True)
+            ]
+        )
+        right = to_device(row, device, cp_size=cp_size, cp_rank=cp_rank)
+        return replace(right, tokens=torch.from_numpy(row.tokens[chunk]).unsqueeze(0).to(device))
+
+    def padding_attended(row: ThdBatch) -> ThdBatch:
+        # The padding at a document's end is counted to the document after it, which attends to it.
+        bounds = row.cu_seqlens_padded.copy()
+        bounds[1:-1] -= multiple
+        keep = np.append(True, np.diff(bounds) > 0)
+        return replace(row, cu_seqlens_padded=bounds[keep], cu_seqlens=row.cu_seqlens[keep])
+
+    def label_crosses(row: ThdBatch) -> ThdBatch:
+        labels, mask = row.labels.copy(), row.loss_mask.copy()
+        last = int(row.cu_seqlens[1]) - 1
+        labels[last], mask[last] = row.tokens[int(row.cu_seqlens_padded[1])], 1.0
+        return replace(row, labels=labels, loss_mask=mask)
+
+    def mask_shifted(row: ThdBatch) -> ThdBatch:
+        return replace(row, loss_mask=np.roll(row.loss_mask, 1))
+
+    planted: dict[str, Prepare] = {
+        "cu_seqlens dropped": bounds_dropped,
+        "positions not restarted": on_row(positions_go_on),
+        "padding attended": on_row(padding_attended),
+        "label crosses a boundary": on_row(label_crosses),
+        "mask shifted by one": on_row(mask_shifted),
+    }
+    if parallel.context_parallel_size > 1:
+        planted["slice off by one chunk"] = slice_off_by_one
+    return planted
+
+
+def check(name: str, out: Path) -> None:
+    parallel = compose_config("sft", SftConfig, [f"parallel={name}"]).parallel
+    with runtime.start("cpu", timeout_s=60) as job:
+        topology = join(parallel, job.world_size)
+        chunks = build_model(MODEL, parallel, vocab_size=VOCAB, device=job.device)
+        multiple = int(np.lcm(parallel.row_multiple, 4))
+        checker = IsolationCheck(
+            chunks,
+            documents(),
+            parallel=parallel,
+            topology=topology,
+            device=job.device,
+            multiple=multiple,
+            vocab_size=VOCAB,
+        )
+        found = {"": checker.run()}
+        found |= {defect: checker.run(prepare) for defect, prepare in defects(topology, parallel, multiple).items()}
+    if job.rank == 0:
+        with out.open("a") as file:
+            file.write(json.dumps({"layout": name, "found": found}) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for port, layout in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(port)
+        check(layout, Path(sys.argv[2]))
