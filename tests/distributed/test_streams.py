@@ -1,0 +1,45 @@
+"""The two-phase pipeline gives every rank the rows that the plan-first path gives it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import free_ports, launcher, run_command
+
+TWO = [
+    ({}, "dp_balanced"),
+    ({"tensor_parallel_size": 2, "sequence_parallel": True}, "cost_balanced"),
+    ({"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, "dp_balanced"),
+    ({"context_parallel_size": 2}, "dp_balanced"),
+]
+FOUR = [
+    ({}, "cost_balanced"),
+    ({"pipeline_parallel_size": 4}, "dp_balanced"),
+    ({"tensor_parallel_size": 2}, "dp_balanced"),
+    ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "dp_balanced"),
+    ({"context_parallel_size": 2, "pipeline_parallel_size": 2}, "cost_balanced"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), (4, FOUR)])
+def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
+    dataset: Path, tmp_path: Path, ranks: int, layouts: list[tuple[dict[str, Any], str]]
+) -> None:
+    jobs, out = tmp_path / "jobs.json", tmp_path / "told"
+    jobs.write_text(json.dumps([[port, *one] for port, one in zip(free_ports(len(layouts)), layouts, strict=True)]))
+    code, output = run_command(
+        [*launcher(ranks), "tests.distributed.stream_ranks", str(jobs), str(dataset / "train"), str(out)]
+    )
+    assert code == 0, output
+    for rank in range(ranks):
+        told = [json.loads(line) for line in Path(f"{out}.{rank}").read_text().splitlines()]
+        assert [(one["layout"], one["schedule"]) for one in told] == layouts
+        for one in told:
+            assert one["different"] == 0, one
+            assert one["rows"] >= 3, one
+            assert one["ended"], one
+            assert one["error"] == ("planted" if rank == 0 else "rank 0: planted"), one
