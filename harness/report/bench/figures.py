@@ -167,10 +167,13 @@ def render_report(report: BenchReport) -> RenderableType:
 
 
 def show_number(value: float) -> str:
-    """Three significant digits, or all of the whole part."""
-    if value == 0 or abs(value) >= 100:
+    """Three significant digits, four from 1 to 10 (most ratios), all of the whole part above 100."""
+    size = abs(value)
+    if size == 0 or size >= 100:
         return f"{value:,.0f}"
-    return f"{value:#.3g}" if abs(value) >= 0.001 else f"{value:.2g}"
+    if 1 <= size < 10:
+        return f"{value:.3f}"
+    return f"{value:#.3g}" if size >= 0.001 else f"{value:.2g}"
 
 
 def describe_machine() -> dict[str, Any]:

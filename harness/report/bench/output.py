@@ -79,7 +79,10 @@ class Output:
 def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise _unwritable(path, error) from error
 

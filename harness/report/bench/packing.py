@@ -39,7 +39,7 @@ class PackSettings:
     median: float = 600.0
     sigma: float = 1.0
     pack_sizes: tuple[int, ...] = (4096, 8192)
-    compared: int = 500_000
+    compared: int = 200_000
     algorithms: tuple[str, ...] = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")
     rounds: int = _ROUNDS
 

@@ -87,10 +87,21 @@ QUICK = ScheduleSettings(batches=5, rounds=3)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Lengths int64 [sequences] in padded model tokens, and int64 [packs + 1], where each stored pack begins."""
+    """The sequences of one global batch.
+
+    Attributes:
+        lengths: int64 [sequences], padded model tokens, in the order of training.
+        pack_order: int64 [sequences], indices into `lengths`, pack by pack.
+        pack_offsets: int64 [packs + 1], where each pack begins in `pack_order`.
+    """
 
     lengths: Int64Array
+    pack_order: Int64Array
     pack_offsets: Int64Array
+
+    def lengths_for(self, scheduler: str) -> Int64Array:
+        """As training would hand them to it: pack by pack where it places whole packs."""
+        return self.lengths[self.pack_order] if scheduler == "as_packed" else self.lengths
 
 
 def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tuple[BenchReport, Drawing]:
@@ -140,7 +151,7 @@ def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         )
         lengths = padded_lengths(lengths + 1, multiple)
         plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.row_capacity, seed=number)
-        yield Batch(lengths[plan.sequence_ids], plan.pack_offsets)
+        yield Batch(lengths, plan.sequence_ids, plan.pack_offsets)
 
 
 def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
@@ -166,14 +177,15 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         starts, ends = reader.pack_offsets[packs], reader.pack_offsets[packs + 1]
         stored = [reader.sequence_lengths[start:end] for start, end in zip(starts, ends, strict=True)]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
-        yield Batch(padded_lengths(np.concatenate(stored), multiple), offsets)
+        yield Batch(padded_lengths(np.concatenate(stored), multiple), np.arange(offsets[-1]), offsets)
 
 
 def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
-    offsets = _next_fit_offsets(batch.lengths, settings.row_capacity) if name == NEXT_FIT else batch.pack_offsets
+    lengths = batch.lengths_for(name)
+    offsets = _next_fit_offsets(lengths, settings.row_capacity) if name == NEXT_FIT else batch.pack_offsets
     placed = schedule(
         "as_packed" if name == NEXT_FIT else name,
-        batch.lengths,
+        lengths,
         dp_size=settings.dp_size,
         cp_size=settings.cp_size,
         max_tokens_per_rank=settings.capacity,
@@ -181,7 +193,7 @@ def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
         pack_offsets=offsets,
         cost=settings.cost,
     )
-    return imbalance(placed, batch.lengths, capacity=settings.row_capacity, cost=settings.cost)
+    return imbalance(placed, lengths, capacity=settings.row_capacity, cost=settings.cost)
 
 
 def _next_fit_offsets(lengths: Int64Array, capacity: int) -> Int64Array:
@@ -237,10 +249,12 @@ def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
     batch = next(simulate_batches(planned))
 
     def work(name: str) -> Work:
+        lengths = batch.lengths_for(name)
+
         def plan(number: int) -> float:
             schedule(
                 name,
-                batch.lengths,
+                lengths,
                 dp_size=planned.dp_size,
                 max_tokens_per_rank=planned.capacity,
                 pack_offsets=batch.pack_offsets,
