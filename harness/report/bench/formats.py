@@ -25,6 +25,7 @@ def bench_formats(settings: FormatsSettings, workspace: Workspace, say: Callable
         if part not in PARTS:
             raise ConfigError(f"there is no part {part!r}", where="--part", fix=f"choose of {', '.join(PARTS)}")
     report = BenchReport("formats", asdict(settings))
+    report.notes.append("reading in one thread is timed by its processor time, all else on the clock")
     for part in settings.parts:
         PARTS[part](settings, workspace, report, say)
     return report

@@ -264,7 +264,7 @@ def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
 
         return plan
 
-    rates = measure_rates({name: work(name) for name in settings.schedulers}, rounds=settings.rounds)
+    rates = measure_rates({name: work(name) for name in settings.schedulers}, rounds=settings.rounds, cpu_time=True)
     for name, each in rates.items():
         title = f"{name}, {settings.planned:,} sequences on {_PLANNED_ON} ranks"
         target = 15.0 if settings.planned == ScheduleSettings.planned and name != "as_packed" else None
