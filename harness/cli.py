@@ -9,7 +9,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,8 @@ from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.verify import diff as diff_datasets
 from harness.formats.verify import verify as verify_dataset
 from harness.report.bench.cli import bench_app
+from harness.report.bench.output import Outcome, Output, Say
+from harness.report.bench.workspace import Workspace
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 
 app = typer.Typer(
@@ -189,6 +192,43 @@ def _say_written(destination: str, manifest: Any, changes: dict[str, int], *, as
 
 def _print_json(values: Any) -> None:
     print(json.dumps(values, indent=2))
+
+
+@bench_app.command(name="step")
+def bench_step_command(
+    layers: Annotated[int | None, typer.Option(min=1, help="of the model")] = None,
+    hidden: Annotated[int | None, typer.Option(min=32, help="width of the model, a multiple of 64")] = None,
+    pack_size: Annotated[int | None, typer.Option(min=2, help="tokens of a pack")] = None,
+    tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a microbatch")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="measured steps")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="worker processes of the loader")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="of the device, dense; shows MFU")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="small sizes: shows that it works")] = False,
+    as_json: AsJson = False,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
+) -> None:
+    """One step of the training loop against Megatron's bare step, and the wait for data."""
+    given: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "pack_size": pack_size,
+        "tokens_per_rank": tokens_per_rank,
+        "steps": steps,
+        "workers": workers,
+        "device": device,
+        "peak_tflops": peak_tflops,
+    }
+
+    def bench(say: Say) -> Outcome:
+        from harness.megatron.bench_step import QUICK, StepSettings, bench_step
+
+        settings = replace(QUICK if quick else StepSettings(), **{k: v for k, v in given.items() if v is not None})
+        with Workspace() as workspace:
+            return bench_step(settings, workspace, say), None
+
+    Output(as_json, save, check).show([bench])
 
 
 def main() -> None:
