@@ -1,6 +1,7 @@
 """`torchrun -m tests.distributed.isolation_ranks JOBS.json`: the isolation check with and without planted defects.
 
-JOBS.json is a list of [port, name of a preset]; a line of JSON a preset goes to the file named by its second argument.
+JOBS.json is a list of [port, name of a preset]; a line of JSON a preset goes to the file named by the second argument;
+the third is the device, cpu where it is left out.
 """
 
 from __future__ import annotations
@@ -98,11 +99,12 @@ def defects(topology: Topology, parallel: ParallelConfig, multiple: int) -> dict
     return planted
 
 
-def check(name: str, out: Path) -> None:
+def check(name: str, out: Path, device: str) -> None:
     parallel = compose_config("sft", SftConfig, [f"parallel={name}"]).parallel
-    with runtime.start("cpu", timeout_s=60) as job:
+    with runtime.start(device, timeout_s=60) as job:
         topology = join(parallel, job.world_size)
-        chunks = build_model(MODEL, parallel, vocab_size=VOCAB, device=job.device)
+        dtype = "float32" if job.device.type == "cpu" else "bfloat16"
+        chunks = build_model(replace(MODEL, dtype=dtype), parallel, vocab_size=VOCAB, device=job.device)
         multiple = int(np.lcm(parallel.row_multiple, 4))
         checker = IsolationCheck(
             chunks,
@@ -124,4 +126,4 @@ if __name__ == "__main__":
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for port, layout in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["MASTER_PORT"] = str(port)
-        check(layout, Path(sys.argv[2]))
+        check(layout, Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "cpu")

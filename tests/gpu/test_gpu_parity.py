@@ -1,0 +1,120 @@
+"""On GPUs, in bfloat16 and with Transformer Engine where it is there: the same losses, isolation, slices."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.records import SequenceView
+from harness.thd import build_thd_batch, context_parallel_indices
+from recipes.parity import make_dataset
+from ..distributed.conftest import free_ports, launcher, read_metrics, run_command
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses_cpu.json"
+GPUS = torch.cuda.device_count()
+# Every attention that this machine can run.
+ATTENTIONS = ["torch", *(["transformer_engine"] if importlib.util.find_spec("transformer_engine") else [])]
+LAYOUTS = {2: ["data_distributed", "tp2_sp", "pp2", "pp2_vpp2", "cp2"], 4: ["tp2_pp2", "pp2_cp2", "cp4"]}
+
+
+def run(folder: Path, data: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
+    golden = json.loads(GOLDEN.read_text())
+    settings = [one for one in golden["settings"] if not one.startswith("trainer.device")]
+    code, output = run_command(
+        [
+            *launcher(ranks),
+            "recipes.sft",
+            f"data.path={data}",
+            f"run_dir={folder}",
+            *settings,
+            "trainer.device=cuda",
+            *overrides,
+        ]
+    )
+    assert code == 0, output
+    return read_metrics(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("gpu") / "data")
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("dtype", "nearness"), [("float32", 2e-3), ("bfloat16", 2e-2)])
+def test_each_attention_trains_near_the_next_one_from_one_checkpoint(
+    tmp_path, data, attention, dtype, nearness
+) -> None:
+    """Kernels and TF32 round differently, so a GPU is near its other kernels, not equal to them."""
+    start = tmp_path / "start"
+    run(start, data, f"model.dtype={dtype}", "model.attention=torch", "trainer.steps=1")
+    losses = {}
+    for name in ("torch", attention):
+        folder = tmp_path / f"{name}-{len(losses)}"
+        _copy(start, folder)
+        steps = run(folder, data, f"model.dtype={dtype}", f"model.attention={name}", "resume=true")
+        losses[folder.name] = [one["loss"] for one in steps]
+    one, other = losses.values()
+    assert len(one) == len(other) == 8
+    assert other == pytest.approx(one, rel=nearness)
+    assert one[-1] < one[0]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
+)
+def test_layouts_train_in_bfloat16_as_one_gpu_does(tmp_path, data, attention, ranks, layout) -> None:
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    if attention == "torch" and "cp" in layout:
+        pytest.skip("context parallelism on GPUs goes through Transformer Engine")
+    dtype = ("model.dtype=bfloat16", f"model.attention={attention}", "model.num_query_groups=4")
+    start = tmp_path / "start"
+    run(start, data, *dtype, "trainer.steps=1")
+    for name in ("one", "many"):
+        _copy(start, tmp_path / name)
+    one = run(tmp_path / "one", data, *dtype, "resume=true")
+    many = run(tmp_path / "many", data, *dtype, f"parallel={layout}", "resume=true", ranks=ranks)
+    assert [step["trained_tokens"] for step in many] == [step["trained_tokens"] for step in one]
+    assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=5e-3)
+    assert [step["grad_norm"] for step in many] == pytest.approx([step["grad_norm"] for step in one], rel=5e-2)
+
+
+@pytest.mark.parametrize("layout", ["data", "tp2_sp", "pp2", "cp2"])
+def test_documents_are_isolated_on_gpus(tmp_path, layout) -> None:
+    ranks = 1 if layout == "data" else 2
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    jobs, out = tmp_path / "jobs.json", tmp_path / "found.jsonl"
+    jobs.write_text(json.dumps([[free_ports(1)[0], layout]]))
+    code, output = run_command([*launcher(ranks), "tests.distributed.isolation_ranks", str(jobs), str(out), "cuda"])
+    assert code == 0, output
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["found"].pop("") == []
+    assert all(findings for findings in line["found"].values())
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_context_parallel_slices_are_those_of_transformer_engine(cp_size) -> None:
+    tex = pytest.importorskip("transformer_engine_torch")
+    documents = [SequenceView(np.arange(n, dtype=np.int32), np.zeros(n, dtype=np.uint8)) for n in (10, 38, 3, 21)]
+    row = build_thd_batch(documents, multiple=2 * cp_size)
+    bounds = torch.from_numpy(row.cu_seqlens_padded).cuda()
+    for cp_rank in range(cp_size):
+        theirs = tex.thd_get_partitioned_indices(bounds, len(row), cp_size, cp_rank)
+        ours = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
+        assert np.array_equal(theirs.cpu().numpy(), ours)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
