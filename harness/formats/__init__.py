@@ -8,10 +8,12 @@ from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.formats.base import Format
-from harness.formats.manifest import Manifest, Provenance
-from harness.formats.opening import is_uri, open_path
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance
+from harness.formats.opening import open_path
 from harness.formats.reader import PackReader
+from harness.formats.uris import ObjectPath, is_uri, redact
 from harness.formats.writer import PackWriter
+from harness.formats.writer_local import LocalPackWriter
 
 __all__ = [
     "FORMATS",
@@ -19,6 +21,7 @@ __all__ = [
     "PackReader",
     "PackWriter",
     "Provenance",
+    "holds_manifest",
     "load_format",
     "open_dataset",
     "open_writer",
@@ -48,8 +51,9 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     """Open a stored dataset.
 
     Args:
-        path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; or a glob of
-            files, taken in natural order.
+        path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; a glob of
+            files, taken in natural order; or any of these in object storage (`s3://`, `gs://`, `abfs://`), where
+            Parquet is read by ranges and other formats from local copies (see `storage` and `cache`).
 
     Returns:
         a reader, before any pack is read. Files without a manifest are looked through for their lengths first.
@@ -59,6 +63,16 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
             schema.
     """
     return open_path(str(path), tuple(FORMATS), load_format)
+
+
+def holds_manifest(path: str | PathLike[str]) -> bool:
+    """Whether a folder, on a disk or in object storage, has a manifest; it is not read."""
+    if is_uri(str(path)):
+        from harness.formats.storage import ObjectStore
+
+        place = ObjectPath.parse(str(path)) / MANIFEST_NAME
+        return ObjectStore(place).find_size(place) is not None
+    return (Path(path) / MANIFEST_NAME).exists()
 
 
 def open_writer(
@@ -76,7 +90,7 @@ def open_writer(
 
     Args:
         path: a new or empty folder; or, where the format has one, a file with its suffix (`.npy`, `.parquet`), which
-            then is the whole dataset.
+            then is the whole dataset. Parquet can also be written to either in object storage.
         format: one of FORMATS.
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest.
@@ -84,7 +98,8 @@ def open_writer(
         rows_per_group: packs in a Parquet row group, the unit that is decoded at once; other formats have none.
         overwrite: replace a dataset that is there. It is gone from the start, not from the end.
         resume_key: names the content. An interrupted write with the same key and settings is gone on with after its
-            last whole shard: append from pack `writer.num_packs` on. Not for single files.
+            last whole shard: append from pack `writer.num_packs` on. Not for single files and not in object storage,
+            where a write begins anew.
 
     Raises:
         ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
@@ -92,12 +107,25 @@ def open_writer(
     """
     chosen = load_format(format)
     _check_destination(str(path), chosen)
-    return PackWriter(
+    packs_per_shard = chosen.packs_per_shard if packs_per_shard is None else packs_per_shard
+    if is_uri(str(path)):
+        from harness.formats.writer_remote import RemotePackWriter
+
+        return RemotePackWriter(
+            ObjectPath.parse(str(path)),
+            format=chosen,
+            pack_size=pack_size,
+            provenance=provenance or Provenance(),
+            packs_per_shard=packs_per_shard,
+            rows_per_group=rows_per_group,
+            overwrite=overwrite,
+        )
+    return LocalPackWriter(
         Path(path),
         format=chosen,
         pack_size=pack_size,
         provenance=provenance or Provenance(),
-        packs_per_shard=chosen.packs_per_shard if packs_per_shard is None else packs_per_shard,
+        packs_per_shard=packs_per_shard,
         rows_per_group=rows_per_group,
         overwrite=overwrite,
         resume_key=resume_key,
@@ -105,12 +133,10 @@ def open_writer(
 
 
 def _check_destination(path: str, format: Format) -> None:
-    if is_uri(path):
-        raise ConfigError("object storage cannot be written yet", where=path, fix="write to a folder and copy it")
     for name in FORMATS:
         if name != format.name and path.endswith(f".{name}"):
             raise ConfigError(
                 f"the destination ends in .{name} but the format is {format.name}",
-                where=path,
+                where=redact(path),
                 fix=f"use format {name!r}, or another name",
             )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
+from harness.formats.uris import ObjectPath
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 
 
@@ -17,14 +18,20 @@ class ShardInfo:
     """A shard to open.
 
     Attributes:
-        path: its file, or what its files' names start with.
+        place: its file, or what its files' names start with.
         num_packs: packs it must hold.
         pack_size: tokens that none of its packs exceeds: what a file claims is held against it before memory is spent.
     """
 
-    path: Path
+    place: Path | ObjectPath
     num_packs: int
     pack_size: int
+
+    @property
+    def path(self) -> Path:
+        """The place of a shard on a disk; formats that are not read in object storage get no other."""
+        assert isinstance(self.place, Path)
+        return self.place
 
 
 def make_pack(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> Pack:
@@ -65,6 +72,18 @@ class ShardOptions:
     rows_per_group: int
 
 
+class ShardFile(Protocol):
+    """A file under way, as `AtomicFile` is one: nothing is there before `finish`."""
+
+    path: Path
+
+    def write(self, data: bytes | memoryview) -> int: ...
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 class ShardWriter(Protocol):
     """The files of one shard while they are written under temporary names."""
 
@@ -95,7 +114,7 @@ class BareShard:
         reader: the opened shard where finding out took reading it, else None.
     """
 
-    path: Path
+    path: Path | ObjectPath
     sequence_counts: Int64Array
     sequence_lengths: Int32Array
     pack_size: int | None = None
@@ -121,6 +140,8 @@ class Format:
             format's layout.
         inspect_bare: look at one of them.
         single_file_suffix: a destination that ends with it is written as one file without a folder; "" if never.
+        write_remote: start a shard in object storage; None where the format cannot be written there.
+        inspect_remote: as `inspect_bare`, in object storage; None where shards are copied to a disk to be read.
     """
 
     name: str
@@ -134,3 +155,5 @@ class Format:
     find_bare: Callable[[Path], list[Path]]
     inspect_bare: Callable[[Path], BareShard]
     single_file_suffix: str = ""
+    write_remote: Callable[[ShardFile, ShardOptions], ShardWriter] | None = None
+    inspect_remote: Callable[[ObjectPath], BareShard] | None = None

@@ -12,6 +12,7 @@ import xxhash
 from harness.errors import ConfigError, FormatError
 from harness.formats import Manifest, PackReader, Provenance, open_dataset, open_writer
 from harness.formats.digest import dataset_fingerprint, pack_digest
+from harness.formats.uris import ObjectPath, is_uri
 from harness.formats.verify import diff_readers
 
 _CHUNK = 64
@@ -50,7 +51,7 @@ def convert(
         FormatError: the source cannot be read, a pack cannot be expressed in the format, the destination cannot be
             written, or what it holds in the end differs from the source (the error names the first pack that does).
     """
-    if Path(source).resolve() == Path(destination).resolve():
+    if _real(source) == _real(destination):
         raise ConfigError("source and destination are the same", where=str(source), fix="name another destination")
     reader = open_dataset(source)
     try:
@@ -80,6 +81,10 @@ def convert(
         reader.close()
 
 
+def _real(path: str | PathLike[str]) -> str:
+    return str(ObjectPath.parse(str(path)) if is_uri(str(path)) else Path(path).resolve())
+
+
 def _finished(destination: str | PathLike[str], reader: PackReader, format: str) -> Manifest | None:
     """The manifest of a destination that an earlier run finished, or None."""
     try:
@@ -99,8 +104,9 @@ def _identity(reader: PackReader) -> str:
     digest.update(np.ascontiguousarray(reader.pack_offsets).data)
     digest.update(np.ascontiguousarray(reader.sequence_lengths).data)
     for path in reader.files():
-        found = path.stat()
-        digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}".encode())
+        # Objects that are changed in place keep their lengths at best; only writes to a disk go on after a stop.
+        found = path.stat() if isinstance(path, Path) else None
+        digest.update((f"{path}:{found.st_size}:{found.st_mtime_ns}" if found is not None else str(path)).encode())
     return str(digest.hexdigest())
 
 

@@ -122,20 +122,27 @@ def load_manifest(folder: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise FormatError(f"the manifest cannot be read: {error.strerror}", where=str(path)) from None
+    return parse_manifest(data, where=str(path))
+
+
+def parse_manifest(data: bytes, *, where: str) -> Manifest | None:
+    """A dataset folder's manifest from its file's bytes, or None where it is none of ours.
+
+    Raises:
+        FormatError: it breaks an invariant, or was written by a newer version.
+    """
     if len(data) > MAX_MANIFEST_BYTES:
-        raise FormatError(
-            f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=str(path), fix=_WRITE_AGAIN
-        )
+        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_WRITE_AGAIN)
     try:
         text = data.decode()
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}", where=str(path), fix=_WRITE_AGAIN) from None
+        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
     if not is_manifest(values):
         return None
-    manifest = _Parser(str(path)).manifest(values)
+    manifest = _Parser(where).manifest(values)
     if not manifest.shards:
-        raise FormatError("the manifest lists no shards", where=str(path), fix=_WRITE_AGAIN)
+        raise FormatError("the manifest lists no shards", where=where, fix=_WRITE_AGAIN)
     return manifest
 
 

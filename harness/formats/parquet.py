@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,14 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
-from harness.formats.files import natural_key
+from harness.formats.files import AtomicFile, natural_key
 from harness.formats.index import lengths_from_starts
 from harness.formats.manifest import Manifest
-from harness.formats.parquet_pages import check_chunk, count_limit, read_row_groups
+from harness.formats.parquet_pages import check_extent, check_pages, count_limit, read_row_groups
 from harness.formats.parquet_writer import FIELDS, METADATA_PREFIX, ParquetWriter
 from harness.formats.parts import unpack_index_bytes
+from harness.formats.sources import ByteSource, open_source
+from harness.formats.uris import ObjectPath
 from harness.records import Int64Array, Pack
 
 SUFFIX = ".parquet"
@@ -56,18 +57,18 @@ class _Column:
 class ParquetShard:
     """One open file and its last few decoded row groups."""
 
-    def __init__(self, path: Path, *, pack_size: int | None = None) -> None:
+    def __init__(self, path: Path | ObjectPath, *, pack_size: int | None = None) -> None:
         self._path = path
         self._pack_size = pack_size
-        self._descriptor = -1
+        self._source: ByteSource | None = None
         self._cache: OrderedDict[int, tuple[_Column, _Column, _Column]] = OrderedDict()
         self._cached_bytes = 0
         self._file: Any = None
         with self._explained("the footer"):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._groups = read_row_groups(self._descriptor)
+            source = self._source = open_source(path)
+            self._groups = read_row_groups(source)
             self._file = pq.ParquetFile(
-                path,
+                source.for_arrow(),
                 page_checksum_verification=True,
                 pre_buffer=False,
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
@@ -76,6 +77,7 @@ class ParquetShard:
             self._check_schema()
             if len(self._groups) != self._file.metadata.num_row_groups:
                 raise FormatError("the footer is damaged: its row groups cannot be counted")
+            source.release()
         counts = np.array([group.num_rows for group in self._groups], np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
@@ -118,13 +120,8 @@ class ParquetShard:
         self._cache.clear()
         if self._file is not None:
             self._file.close()
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
+        if self._source is not None:
+            self._source.close()
 
     def _group(self, group: int) -> tuple[_Column, _Column, _Column]:
         cached = self._cache.get(group)
@@ -144,6 +141,8 @@ class ParquetShard:
         with self._explained(f"row group {group:,}"):
             self._check_memory(group, rows, names)
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
+            assert self._source is not None
+            self._source.release()
             if table.num_rows != rows:
                 raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
             return [_decode(table.column(name), name) for name in names]
@@ -154,8 +153,14 @@ class ParquetShard:
         if not set(FIELDS) <= chunks.keys():
             raise FormatError("the footer is damaged: a column has no data")
         limit = count_limit(rows, chunks["input_ids"], self._pack_size)
-        for name in names:
-            check_chunk(self._descriptor, chunks[name], limit)
+        wanted = [chunks[name] for name in names]
+        source = self._source
+        assert source is not None
+        for chunk in wanted:
+            check_extent(source, chunk, limit)
+        source.fetch(min(one.start for one in wanted), max(one.start + one.num_bytes for one in wanted))
+        for chunk in wanted:
+            check_pages(source, chunk, limit)
 
     def _check_schema(self) -> None:
         num_columns = self._file.metadata.num_columns
@@ -220,14 +225,14 @@ def shard_name(number: int) -> str:
 
 
 def open_shard(info: ShardInfo) -> ShardReader:
-    shard = ParquetShard(info.path, pack_size=info.pack_size)
+    shard = ParquetShard(info.place, pack_size=info.pack_size)
     if shard.num_rows != info.num_packs:
-        raise FormatError(f"holds {shard.num_rows:,} packs, expected {info.num_packs:,}", where=str(info.path))
+        raise FormatError(f"holds {shard.num_rows:,} packs, expected {info.num_packs:,}", where=str(info.place))
     return shard
 
 
 def write_shard(path: Path, options: ShardOptions) -> ShardWriter:
-    return ParquetWriter(path, options)
+    return ParquetWriter(AtomicFile(path), options)
 
 
 def find_bare(path: Path) -> list[Path]:
@@ -237,7 +242,7 @@ def find_bare(path: Path) -> list[Path]:
     return [path] if path.name.endswith(SUFFIXES) and path.is_file() else []
 
 
-def inspect_bare(path: Path) -> BareShard:
+def inspect_bare(path: Path | ObjectPath) -> BareShard:
     shard = ParquetShard(path)
     stored = shard.metadata
     if "manifest" in stored and "index" in stored:
@@ -253,7 +258,7 @@ def inspect_bare(path: Path) -> BareShard:
     )
 
 
-def _inspect_own(path: Path, shard: ParquetShard, stored: dict[str, bytes]) -> BareShard:
+def _inspect_own(path: Path | ObjectPath, shard: ParquetShard, stored: dict[str, bytes]) -> BareShard:
     manifest = Manifest.from_json(stored["manifest"].decode("utf-8", "replace"), where=f"{path}, metadata")
     size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
     try:
@@ -292,4 +297,6 @@ FORMAT = Format(
     find_bare=find_bare,
     inspect_bare=inspect_bare,
     single_file_suffix=SUFFIX,
+    write_remote=ParquetWriter,
+    inspect_remote=inspect_bare,
 )

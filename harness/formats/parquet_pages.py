@@ -7,11 +7,11 @@ against what the column can honestly hold.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import FormatError
+from harness.formats.sources import ByteSource
 
 # Values of a row group that are decoded without a question: 16 MiB of tokens.
 _FREE_VALUES = 1 << 22
@@ -43,7 +43,7 @@ class RowGroup:
     chunks: dict[str, Chunk]
 
 
-def read_row_groups(file: int) -> list[RowGroup]:
+def read_row_groups(source: ByteSource) -> list[RowGroup]:
     """What the footer says of each row group.
 
     Read here and not through pyarrow, whose column metadata ends the process on some damaged footers.
@@ -51,12 +51,12 @@ def read_row_groups(file: int) -> list[RowGroup]:
     Raises:
         FormatError: the footer is damaged.
     """
-    num_bytes = os.fstat(file).st_size
-    tail = os.pread(file, 8, max(0, num_bytes - 8))
+    num_bytes = source.num_bytes
+    tail = source.read_at(max(0, num_bytes - 8), 8)
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != b"PAR1" or length > num_bytes - 12:
         raise FormatError("not a Parquet file, or cut short")
-    footer = _Compact(os.pread(file, length, num_bytes - 8 - length)).struct(0)
+    footer = _Compact(source.read_at(num_bytes - 8 - length, length)).struct(0)
     groups = footer.get(4, [])
     if not isinstance(groups, list):
         raise FormatError("the footer is damaged: it has no row groups")
@@ -92,24 +92,33 @@ def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:
     return min(_MAX_VALUES, max(_FREE_VALUES, _VALUES_PER_BYTE * ids.num_bytes))
 
 
-def check_chunk(file: int, chunk: Chunk, limit: int) -> None:
-    """Refuse a column chunk that claims more than `limit` values, or pages larger than these can be.
-
-    Args:
-        file: descriptor of the file.
+def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
+    """Refuse a column chunk that claims more than `limit` values, or more bytes than these or the file can have.
 
     Raises:
-        FormatError: it does, or its page headers are damaged.
+        FormatError: it does.
     """
     if not 0 <= chunk.num_values <= limit:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, at most {limit:,} fit")
     most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
+    start, end = chunk.start, chunk.start + chunk.num_bytes
+    if start < 0 or end < start or end > source.num_bytes:
+        raise FormatError(f"the column {chunk.column} lies at bytes {start:,} to {end:,}, outside the file")
+    if chunk.num_bytes > most:
+        raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")
+
+
+def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
+    """Refuse a column chunk whose pages are larger than `limit` values can be.
+
+    Raises:
+        FormatError: they are, or their headers are damaged.
+    """
+    most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
     position, end = chunk.start, chunk.start + chunk.num_bytes
-    if position < 0 or end < position or end > os.fstat(file).st_size:
-        raise FormatError(f"the column {chunk.column} lies at bytes {position:,} to {end:,}, outside the file")
     total = 0
     while position < end:
-        uncompressed, compressed, size = read_page_sizes(os.pread(file, _HEADER_BYTES, position))
+        uncompressed, compressed, size = read_page_sizes(source.read_at(position, min(_HEADER_BYTES, end - position)))
         total += uncompressed
         if uncompressed < 0 or compressed < 0 or total > most:
             what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"

@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.formats.base import ShardOptions
-from harness.formats.files import AtomicFile
+from harness.formats.base import ShardFile, ShardOptions
 from harness.records import Pack
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
@@ -30,11 +29,10 @@ METADATA_PREFIX = "harness."
 class ParquetWriter:
     """Buffers one row group of packs and writes it."""
 
-    def __init__(self, path: Path, options: ShardOptions) -> None:
-        self._path = path
+    def __init__(self, file: ShardFile, options: ShardOptions) -> None:
         self._rows_per_group = options.rows_per_group
         self._packs: list[Pack] = []
-        self._file = AtomicFile(path)
+        self._file = file
         try:
             self._writer = pq.ParquetWriter(
                 self._file,
@@ -65,7 +63,7 @@ class ParquetWriter:
             )
         self._writer.close()
         self._file.finish()
-        return [self._path]
+        return [self._file.path]
 
     def abort(self) -> None:
         self._packs.clear()

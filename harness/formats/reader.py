@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,9 @@ from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo, ShardReader
 from harness.formats.digest import content_digest, dataset_fingerprint, pack_digest
 from harness.formats.handles import HandleCache
-from harness.formats.index import PackIndex, load_index
+from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
+from harness.formats.uris import ObjectPath
 from harness.records import Int32Array, Int64Array, Pack
 
 MAX_OPEN_FILES = 64
@@ -45,7 +46,7 @@ class PackReader:
         shards: Sequence[ShardInfo],
         pack_size: int,
         manifest: Manifest | None,
-        index_folder: Path | None = None,
+        load_index: Callable[[], PackIndex] | None = None,
     ) -> None:
         self.path = path
         self.format = format.name
@@ -53,7 +54,7 @@ class PackReader:
         self.manifest = manifest
         self._format = format
         self._index = index
-        self._index_folder = index_folder
+        self._load_index = load_index
         self._set_views()
         self._shards = tuple(shards)
         self._starts = [0, *np.cumsum([shard.num_packs for shard in shards]).tolist()]
@@ -101,7 +102,7 @@ class PackReader:
         try:
             pack = handle.read((row,))[0]
         except (OSError, FormatError) as error:
-            raise _explained(error, self._shards[shard].path) from error
+            raise _explained(error, self._shards[shard].place) from error
         problem = self._problem(pack_id, pack)
         if problem is not None:
             raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row), fix=_DAMAGED)
@@ -138,9 +139,9 @@ class PackReader:
         shard = bisect.bisect_right(self._starts, pack_id) - 1
         return self._handle(shard).where(pack_id - self._starts[shard])
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[Path | ObjectPath]:
         """Files and folders that hold the packs, in order."""
-        return [shard.path for shard in self._shards]
+        return [shard.place for shard in self._shards]
 
     def close(self) -> None:
         """Close all files; reading opens them again."""
@@ -153,34 +154,33 @@ class PackReader:
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         del state["_offsets"], state["_checksums"]
-        if self._index_folder is not None:
+        if self._load_index is not None:
             # Mapped arrays would pickle by value: a worker maps the files itself.
             del state["_index"]
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        if self._index_folder is not None:
-            assert self.manifest is not None
-            self._index = load_index(self._index_folder, self.manifest)
+        if self._load_index is not None:
+            self._index = self._load_index()
         self._set_views()
 
     def _handle(self, shard: int) -> ShardReader:
         return self._handles.get(shard, self._open)
 
     def _open(self, shard: int) -> ShardReader:
-        path = self._shards[shard].path
+        place = self._shards[shard].place
         try:
             return self._format.open_shard(self._shards[shard])
         except (OSError, FormatError) as error:
-            raise _explained(error, path) from error
+            raise _explained(error, place) from error
 
     def _read_shard(self, shard: int, rows: Sequence[int]) -> list[Pack]:
         handle = self._handles.get(shard, self._open)
         try:
             packs = handle.read(rows)
         except (OSError, FormatError) as error:
-            raise _explained(error, self._shards[shard].path) from error
+            raise _explained(error, self._shards[shard].place) from error
         first = self._starts[shard]
         for row, pack in zip(rows, packs, strict=True):
             problem = self._problem(first + row, pack)
@@ -210,11 +210,11 @@ class PackReader:
         self._checksums = None if checksums is None else checksums.data
 
 
-def _explained(error: OSError | FormatError, path: Path) -> FormatError:
+def _explained(error: OSError | FormatError, place: Path | ObjectPath) -> FormatError:
     """An error that says where, made of one of the system or of one that does not know."""
     if isinstance(error, OSError):
         what = f"reading failed: {error.strerror or error}"
-        return FormatError(what, where=str(error.filename or path), fix=_DAMAGED)
+        return FormatError(what, where=str(error.filename or place), fix=_DAMAGED)
     if error.where:
         return error
-    return FormatError(error.what, where=str(path), fix=error.fix or _DAMAGED)
+    return FormatError(error.what, where=str(place), fix=error.fix or _DAMAGED)

@@ -12,10 +12,11 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError
 from harness.formats import PackReader, load_format, open_dataset
 from harness.formats.base import Format
-from harness.formats.digest import dataset_fingerprint, file_digest, pack_digest
+from harness.formats.digest import dataset_fingerprint, pack_digest
+from harness.formats.folders import DatasetFolder, LocalFolder, list_file_problems
 from harness.formats.manifest import Manifest, load_manifest
-from harness.formats.opening import list_file_problems, open_unchecked
 from harness.formats.parts import Totals
+from harness.formats.uris import is_uri
 from harness.records import Pack
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
@@ -66,13 +67,13 @@ def verify(path: str | PathLike[str], *, progress: Callable[[int, int], None] | 
     """
     problems: list[Problem] = []
     try:
-        manifest = load_manifest(Path(path)) if Path(path).is_dir() else None
-        if manifest is None:
+        folder, manifest = _find_folder(str(path))
+        if folder is None or manifest is None:
             reader = open_dataset(path)
         else:
             format = load_format(manifest.format)
-            problems += _file_problems(Path(path), manifest, format)
-            reader = open_unchecked(Path(path), manifest, format)
+            problems += _file_problems(folder, manifest, format)
+            reader = folder.open_unchecked(manifest, format)
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
         return problems if error.what in known else [*problems, _problem_of(error)]
@@ -83,22 +84,36 @@ def verify(path: str | PathLike[str], *, progress: Callable[[int, int], None] | 
     return problems
 
 
-def _file_problems(folder: Path, manifest: Manifest, format: Format) -> Iterator[Problem]:
+def _find_folder(path: str) -> tuple[DatasetFolder | None, Manifest | None]:
+    """A dataset folder and its manifest, or None where a path is no folder or has none."""
+    if is_uri(path):
+        from harness.formats.remote import RemoteFolder
+
+        remote = RemoteFolder.find(path)
+        return remote, None if remote is None else remote.load_manifest()
+    local = Path(path)
+    return (LocalFolder(local), load_manifest(local)) if local.is_dir() else (None, None)
+
+
+def _file_problems(folder: DatasetFolder, manifest: Manifest, format: Format) -> Iterator[Problem]:
     broken = set()
     for error in list_file_problems(folder, manifest, format):
         broken.add(error.where)
         yield _problem_of(error)
     for stored in [file for shard in manifest.shards for file in shard.files] + list(manifest.index):
-        place = folder / stored.path
-        if str(place) in broken:
+        where = folder.where(stored.path)
+        if where in broken:
             continue
         try:
-            found = file_digest(place)
+            found = folder.digest(stored.path)
         except OSError as error:
-            yield Problem(f"cannot be read: {error.strerror}", str(place))
+            yield Problem(f"cannot be read: {error.strerror}", where)
+            continue
+        except FormatError as error:
+            yield _problem_of(error)
             continue
         if found != stored.xxh3:
-            yield Problem(f"the file has the hash {found}, the manifest says {stored.xxh3}", str(place))
+            yield Problem(f"the file has the hash {found}, the manifest says {stored.xxh3}", where)
 
 
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:

@@ -1,48 +1,35 @@
-"""Writing a dataset: shards first, then the index, and the manifest last."""
+"""Writing a dataset: what every destination has in common. Shards first, then the index, and the manifest last."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, ShardOptions, ShardWriter
-from harness.formats.digest import dataset_fingerprint
-from harness.formats.files import TEMPORARY_SUFFIX, Marker, sync_folder
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
-from harness.formats.parts import (
-    PART_SUFFIX,
-    FinishedShard,
-    PartBuilder,
-    Totals,
-    is_whole,
-    load_part,
-    pack_index_bytes,
-    save_part,
-    settings_of,
-    stored_files,
-)
+from harness.formats.index import INDEX_FOLDER
+from harness.formats.manifest import Manifest, Provenance
+from harness.formats.parts import FinishedShard, PartBuilder, Totals
+from harness.formats.uris import redact
 from harness.records import Pack
 
-# Present while a writer is at work: tells an interrupted write from a folder of another tool.
-MARKER_NAME = "_writing"
-_OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
+# What a write that was interrupted can have left in a folder.
+OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
 
-class PackWriter:
+class PackWriter(ABC):
     """Streams packs into a dataset; a context manager.
 
     Leaving the `with` block writes the index and then the manifest; leaving it with an exception leaves no dataset.
     Memory holds one shard's lengths and what the format buffers, never the dataset.
 
     Attributes:
-        path: the destination.
+        where: the destination, for people.
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest; may be replaced until the block is left.
         manifest: what was written, once the block is left.
@@ -50,35 +37,26 @@ class PackWriter:
 
     def __init__(
         self,
-        path: Path,
+        where: str,
         *,
         format: Format,
         pack_size: int,
         provenance: Provenance,
         packs_per_shard: int,
         rows_per_group: int,
-        overwrite: bool,
-        resume_key: str | None,
     ) -> None:
         settings = {"pack_size": pack_size, "packs_per_shard": packs_per_shard, "rows_per_group": rows_per_group}
         for name, value in settings.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
-        self.path = path
+        self.where = where
         self.pack_size = pack_size
+        self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
-        self.provenance = provenance
-        self._single = bool(format.single_file_suffix) and path.name.endswith(format.single_file_suffix)
+        self._single = bool(format.single_file_suffix) and where.endswith(format.single_file_suffix)
         self._packs_per_shard = packs_per_shard
         self._options = ShardOptions(pack_size=pack_size, rows_per_group=rows_per_group)
-        self._overwrite = overwrite
-        self._settings = None
-        if resume_key is not None and not self._single:
-            shared = {**settings, "format": format.name, "provenance": asdict(provenance), "key": resume_key}
-            self._settings = settings_of(shared)
-        self._marker = Marker(path.with_name(f".{path.name}{MARKER_NAME}") if self._single else path / MARKER_NAME)
-        self._created_folder = False
         self._finished: list[FinishedShard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter | None = None
@@ -108,26 +86,20 @@ class PackWriter:
             FormatError: the pack breaks an invariant (the error has its number), or the disk refuses.
         """
         if not self._open:
-            raise ConfigError(
-                "the writer is not open", where=str(self.path), fix="use `with open_writer(...) as writer`"
-            )
+            raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
         problem = pack.problem(self.pack_size)
         if problem is not None:
-            raise FormatError(
-                f"pack {self.num_packs:,} {problem}", where=str(self.path), fix="mend what makes the packs"
-            )
+            raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="mend what makes the packs")
         with self._explained():
             if self._shard is None:
-                self._shard = self._format.write_shard(self._shard_path(), self._options)
+                self._shard = self._start_shard()
             try:
                 self._shard.append(pack)
             except FormatError as error:
-                raise FormatError(
-                    f"pack {self.num_packs:,} {error.what}", where=str(self.path), fix=error.fix
-                ) from None
+                raise FormatError(f"pack {self.num_packs:,} {error.what}", where=self.where, fix=error.fix) from None
             self._builder.append(pack)
             if len(self._builder) == self._packs_per_shard and not self._single:
-                self._finish_shard()
+                self._end_shard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -138,123 +110,60 @@ class PackWriter:
         try:
             if kind is None:
                 with self._explained():
-                    self._finish()
+                    self._end()
         finally:
             if self.manifest is None:
                 self._abort()
             else:
-                # The dataset is whole; a marker that cannot be removed means nothing beside a manifest.
-                with contextlib.suppress(OSError):
-                    self._marker.release(remove=True)
+                self._release()
 
+    @abstractmethod
     def _prepare(self) -> None:
-        if self._single:
-            if self.path.exists() and not self._overwrite:
-                raise _exists(self.path)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._marker.acquire()
-            return
-        if self.path.exists() and not self.path.is_dir():
-            raise FormatError("the destination is a file, expected a folder", where=str(self.path), fix="name another")
-        self._created_folder = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not self._marker.path.exists() and load_manifest(self.path) is None:
-            others = sorted(entry.name for entry in self.path.iterdir())
-            if others:
-                raise FormatError(
-                    f"the destination holds {len(others):,} files of something else, such as {others[0]}",
-                    where=str(self.path),
-                    fix="name a new or empty folder",
-                )
-        previous = self._marker.acquire()
-        try:
-            if load_manifest(self.path) is not None:
-                if not self._overwrite:
-                    raise _exists(self.path)
-                (self.path / MANIFEST_NAME).unlink()
-                sync_folder(self.path)
-                previous = b""
-            if self._settings is not None and previous == self._settings:
-                self._take_up()
-            self._clean()
-            self._marker.write(self._settings or b"")
-        except BaseException:
-            self._marker.release(remove=self._marker.was_created)
-            raise
+        """Claim the destination, and keep of an interrupted write what can be gone on with."""
 
-    def _take_up(self) -> None:
-        """Keep the whole shards of an interrupted write, up to the first that is not whole."""
-        while True:
-            loaded = load_part(self._part_path(len(self._finished)))
-            if loaded is None:
-                return
-            finished, _ = loaded
-            if finished.shard.path != self._format.shard_name(len(self._finished)):
-                return
-            # A short shard is the last one of a write that was stopped in its final steps: it is written again.
-            if finished.totals.num_packs != self._packs_per_shard or not is_whole(self.path, finished.shard):
-                return
-            self._finished.append(finished)
-            self._finished_totals = self._finished_totals + finished.totals
+    @abstractmethod
+    def _start_shard(self) -> ShardWriter:
+        """Start the next shard, or the only file."""
 
-    def _clean(self) -> None:
-        """Remove what an interrupted write left, except the shards that were taken up."""
-        kept = {(self.path / stored.path) for shard in self._finished for stored in shard.shard.files}
-        kept |= {self._part_path(number) for number in range(len(self._finished))}
-        kept |= {path.parent for path in kept}
-        for entry in list(self.path.iterdir()):
-            if entry.name.endswith(TEMPORARY_SUFFIX) or _OURS.fullmatch(entry.name):
-                _remove(entry, kept)
+    @abstractmethod
+    def _finish_shard(self, shard: ShardWriter) -> FinishedShard:
+        """Give the files of a full shard their names, and store its index entries."""
 
-    def _shard_path(self) -> Path:
-        return self.path if self._single else self.path / self._format.shard_name(len(self._finished))
+    @abstractmethod
+    def _finish(self) -> Manifest:
+        """Write the index and then the manifest, after the last shard."""
 
-    def _part_path(self, number: int) -> Path:
-        return self.path / INDEX_FOLDER / f"{number:06d}{PART_SUFFIX}"
+    @abstractmethod
+    def _finish_file(self, shard: ShardWriter) -> Manifest:
+        """Finish the only file."""
 
-    def _finish_shard(self) -> None:
+    @abstractmethod
+    def _abort(self) -> None:
+        """Leave no dataset, after an error that must not be hidden by another."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let go of the destination, whose dataset is whole."""
+
+    def _end_shard(self) -> None:
         assert self._shard is not None
-        paths = self._shard.finish({})
+        finished = self._finish_shard(self._shard)
         self._shard = None
-        for folder in {path.parent for path in paths} | {self.path}:
-            sync_folder(folder)
-        name = self._format.shard_name(len(self._finished))
-        shard = Shard(name, len(self._builder), stored_files(self.path, paths))
-        finished = FinishedShard(shard, self._builder.totals())
-        (self.path / INDEX_FOLDER).mkdir(exist_ok=True)
-        save_part(self._part_path(len(self._finished)), finished, self._builder.build())
         self._finished.append(finished)
         self._finished_totals = self._finished_totals + finished.totals
         self._builder = PartBuilder()
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
         if self.num_packs == 0:
-            raise FormatError("no packs were written", where=str(self.path), fix="a dataset holds at least one pack")
+            raise FormatError("no packs were written", where=self.where, fix="a dataset holds at least one pack")
         if self._single:
-            self._finish_file()
-            return
-        if len(self._builder):
-            self._finish_shard()
-        fingerprint = write_index(
-            self.path, self._load_parts, num_packs=self.num_packs, num_sequences=self.totals.num_sequences
-        )
-        index = self.path / INDEX_FOLDER
-        for number in range(len(self._finished)):
-            self._part_path(number).unlink()
-        sync_folder(index)
-        files = stored_files(self.path, [index / name for name in INDEX_NAMES])
-        manifest = self._build_manifest(fingerprint)
-        manifest = replace(manifest, shards=tuple(one.shard for one in self._finished), index=files)
-        manifest.save(self.path)
-        self.manifest = manifest
-
-    def _finish_file(self) -> None:
-        assert self._shard is not None
-        part = self._builder.build()
-        manifest = self._build_manifest(dataset_fingerprint([part.checksums]))
-        self._shard.finish({"manifest": manifest.to_json().encode(), "index": pack_index_bytes(part)})
-        self._shard = None
-        sync_folder(self.path.parent)
+            assert self._shard is not None
+            manifest = self._finish_file(self._shard)
+            self._shard = None
+        else:
+            if len(self._builder):
+                self._end_shard()
+            manifest = self._finish()
         self.manifest = manifest
 
     def _build_manifest(self, fingerprint: str) -> Manifest:
@@ -268,28 +177,6 @@ class PackWriter:
             **asdict(self.totals),
         )
 
-    def _load_parts(self) -> Iterator[IndexPart]:
-        for number in range(len(self._finished)):
-            loaded = load_part(self._part_path(number))
-            if loaded is None:
-                raise FormatError("a file of the write in progress is damaged", where=str(self._part_path(number)))
-            yield loaded[1]
-
-    def _abort(self) -> None:
-        # The error that led here is what the user must see, not one of the cleaning.
-        with contextlib.suppress(OSError):
-            if self._shard is not None:
-                self._shard.abort()
-        with contextlib.suppress(OSError):
-            # What the same command can take up stays; anything else would only puzzle the next reader.
-            if self._settings is None and not self._single:
-                self._finished.clear()
-                self._clean()
-        with contextlib.suppress(OSError):
-            self._marker.release(remove=self._settings is None)
-            if self._created_folder and self._settings is None:
-                self.path.rmdir()
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn errors of the system, such as a full disk, into errors that say where."""
@@ -298,25 +185,13 @@ class PackWriter:
         except OSError as error:
             raise FormatError(
                 f"writing failed: {error.strerror or error}",
-                where=str(error.filename or self.path),
+                where=redact(str(error.filename or self.where)),
                 fix="mend the cause (space, permissions, quota) and run the same command again",
             ) from error
 
 
-def _exists(path: Path) -> FormatError:
+def already_there(where: str) -> FormatError:
+    """The error for a destination that is not to be overwritten."""
     return FormatError(
-        "the destination already holds a dataset", where=str(path), fix="name another, or ask for it to be overwritten"
+        "the destination already holds a dataset", where=where, fix="name another, or ask for it to be overwritten"
     )
-
-
-def _remove(entry: Path, kept: set[Path]) -> None:
-    """Remove a file or folder with what is in it, except kept paths and what leads to them."""
-    if entry in kept and not entry.is_dir():
-        return
-    if entry.is_symlink() or not entry.is_dir():
-        entry.unlink()
-        return
-    for child in list(entry.iterdir()):
-        _remove(child, kept)
-    if entry not in kept:
-        entry.rmdir()

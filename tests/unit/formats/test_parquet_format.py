@@ -13,7 +13,8 @@ import pytest
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.parquet import ParquetShard
-from harness.formats.parquet_pages import Chunk, check_chunk, read_page_sizes
+from harness.formats.parquet_pages import Chunk, check_pages, read_page_sizes
+from harness.formats.sources import LocalSource
 from harness.records import Pack
 
 ROWS = {
@@ -191,11 +192,9 @@ def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: 
     header = bytes([0x15, 0x00, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0x20, 0x00])
     assert read_page_sizes(header) == (2**31 - 1, 16, len(header))
     (tmp_path / "page").write_bytes(header + bytes(16))
-    with (
-        (tmp_path / "page").open("rb") as file,
-        pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"),
-    ):
-        check_chunk(file.fileno(), Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
+    source = LocalSource(tmp_path / "page")
+    with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
+        check_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:

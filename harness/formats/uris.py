@@ -1,0 +1,100 @@
+"""Addresses in object storage, and text that shows no credentials."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+from harness.errors import ConfigError
+
+SCHEMES = ("s3", "gs", "abfs", "abfss")
+
+_URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
+# `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
+_QUERY = re.compile(r"\?[\w.-]+=\S*")
+_USER = re.compile(r"://[^/\s@]*:[^/\s@]*@|(?<=://)[^/\s@]*:[^/\s@]*@")
+_SIGNED = re.compile(r"(?i)\b(sig|signature|x-amz-[\w-]+|awsaccesskeyid|accountkey|token)=[^&\s\"'<>]+")
+_SECRETS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_CLIENT_SECRET",
+    "GOOGLE_OAUTH_ACCESS_TOKEN",
+)
+_FIX = "set them in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) or in the provider's own files"
+
+
+def is_uri(path: str) -> bool:
+    """Whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
+
+
+def redact(text: str) -> str:
+    """The text without credentials: those of URIs, of signed queries, and the values of the environment's."""
+    text = _QUERY.sub("?***", _USER.sub("://***@", text))
+    text = _SIGNED.sub(r"\1=***", text)
+    for name in _SECRETS:
+        value = os.environ.get(name, "")
+        if len(value) >= 4:
+            text = text.replace(value, "***")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPath:
+    """A place in object storage.
+
+    Attributes:
+        scheme: one of SCHEMES.
+        bucket: of s3 and gs; of abfs the container, with `@account...` after it where the URI names the account.
+        key: without slashes at its ends; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def parse(cls, uri: str) -> ObjectPath:
+        """Raises ConfigError for another scheme, no bucket, credentials or a query in the URI, or an odd key."""
+        found = _URI.fullmatch(uri)
+        scheme, bucket, key = found.groups() if found is not None else ("", "", "")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{name}://" for name in SCHEMES)
+            raise ConfigError(
+                f"no object storage with the scheme {scheme[:20]!r}", where=redact(uri), fix=f"use one of {known}"
+            )
+        if _QUERY.search(uri) or (("@" in bucket) if scheme in ("s3", "gs") else (":" in bucket)):
+            raise ConfigError("credentials and settings do not belong in a URI", where=redact(_hidden(uri)), fix=_FIX)
+        key = key.strip("/")
+        if not bucket or any(part in ("", ".", "..") for part in key.split("/") if key) or "\0" in key:
+            raise ConfigError("not the address of an object", where=redact(uri), fix=f"write {scheme}://BUCKET/KEY")
+        return cls(scheme, bucket, key)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return replace(self, key=self.key.rpartition("/")[0])
+
+
+def _hidden(uri: str) -> str:
+    """A URI without what stands before an @, which without a colon could still be a key."""
+    return re.sub(r"://[^/@]*@", "://***@", uri)
+
+
+def join_path(path: str, name: str) -> str:
+    """A path or URI inside another."""
+    return f"{path.rstrip('/')}/{name}" if is_uri(path) else os.path.join(path, name)  # noqa: PTH118

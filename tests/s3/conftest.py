@@ -1,0 +1,95 @@
+"""A real S3 server a worker, reached through a proxy that counts and breaks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BUCKET = "harness-tests"
+
+
+def _load(name: str) -> ModuleType:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"s3_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    module = _load("gateway")
+    missing = module.missing_programs()
+    if missing:
+        pytest.skip(f"no {', '.join(missing)}: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd")
+    server = module.Gateway(tmp_path_factory.mktemp("gateway"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def session_proxy(gateway: Any) -> Iterator[Any]:
+    proxy = _load("faulty_proxy").FaultyProxy(gateway.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="session")
+def bucket(gateway: Any) -> Any:
+    """PyArrow's own view of the server, past the proxy."""
+    import pyarrow.fs as pa_fs
+
+    module = sys.modules["s3_gateway"]
+    os.environ["AWS_REQUEST_CHECKSUM_CALCULATION"] = "when_required"
+    files = pa_fs.S3FileSystem(
+        endpoint_override=f"127.0.0.1:{gateway.port}",
+        scheme="http",
+        region="us-east-1",
+        access_key=module.ACCESS_KEY,
+        secret_key=module.SECRET_KEY,
+        allow_bucket_creation=True,
+    )
+    files.create_dir(BUCKET)
+    return files
+
+
+@pytest.fixture
+def proxy(
+    session_proxy: Any, gateway: Any, bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Any]:
+    """The proxy without faults, and an environment that leads to it."""
+    module = sys.modules["s3_gateway"]
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{session_proxy.port}",
+        "AWS_ACCESS_KEY_ID": module.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": module.SECRET_KEY,
+        "AWS_REGION": "us-east-1",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "HARNESS_STORAGE_TIMEOUT_S": "6",
+        "HARNESS_CACHE": str(tmp_path / "cache"),
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    session_proxy.clear()
+    yield session_proxy
+    session_proxy.clear()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    """An address of the test's own."""
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"

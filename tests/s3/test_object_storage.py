@@ -1,0 +1,373 @@
+"""Datasets in a real S3 server: what is fetched, what is survived, and what errors say."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.fs as pa_fs
+import pytest
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import open_dataset, open_writer
+from harness.formats.convert import convert
+from harness.formats.verify import verify
+from harness.loader.datasets import DataConfig, open_datasets
+from harness.records import Pack
+from harness.report.inspect import find_datasets, inspect_dataset
+
+pytestmark = pytest.mark.s3
+
+PACK_SIZE = 1024
+
+
+def make_packs(count: int) -> list[Pack]:
+    rng = np.random.default_rng(count)
+    ids = rng.integers(0, 1 << 30, (count, PACK_SIZE)).astype(np.int32)
+    mask = np.zeros(PACK_SIZE, np.uint8)
+    mask[5:500] = 1
+    return [Pack(row, mask, [0, 700]) for row in ids]
+
+
+PACKS = make_packs(64)
+
+
+def write(path: str | Path, **options: Any) -> str:
+    settings = {"packs_per_shard": 32, "rows_per_group": 8} | options
+    with open_writer(path, pack_size=PACK_SIZE, **settings) as writer:
+        for pack in PACKS:
+            writer.append(pack)
+    return str(path)
+
+
+def stored(bucket: Any, place: str) -> dict[str, int]:
+    """Sizes of the objects below a place."""
+    root = place.removeprefix("s3://")
+    found = bucket.get_file_info(pa_fs.FileSelector(root, recursive=True, allow_not_found=True))
+    return {one.path[len(root) + 1 :]: one.size for one in found if one.type == pa_fs.FileType.File}
+
+
+def fault(proxy: Any, action: str, **settings: Any) -> Any:
+    found = sys.modules["s3_faulty_proxy"].Fault(action, **settings)
+    proxy.faults.append(found)
+    return found
+
+
+def error_of(work: Callable[[], Any]) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        work()
+    return caught.value
+
+
+def test_what_is_written_is_read_back_and_verifies(proxy: Any, bucket: Any, place: str) -> None:
+    write(place)
+    assert list(stored(bucket, place)) == [
+        "index/pack_checksums.npy",
+        "index/pack_offsets.npy",
+        "index/sequence_lengths.npy",
+        "manifest.json",
+        "shard_000000.parquet",
+        "shard_000001.parquet",
+    ]
+    puts = [one.path.split("?")[0] for one in proxy.requests if one.method == "PUT" and "partNumber" in one.path]
+    assert puts[-1].endswith("/manifest.json"), "the manifest comes last"
+    reader = open_dataset(place)
+    assert list(reader) == PACKS
+    assert list(pickle.loads(pickle.dumps(reader))) == PACKS
+    assert verify(place) == []
+    assert find_datasets(place) == [place]
+    assert inspect_dataset(place).packs == 64
+    assert error_of(lambda: write(place)).what == "the destination already holds a dataset"
+    write(place, overwrite=True, packs_per_shard=64)
+    assert len(stored(bucket, place)) == 5, "the second shard of the first dataset is gone"
+
+
+def test_one_pack_costs_the_footer_and_one_row_group(proxy: Any, bucket: Any, place: str) -> None:
+    one_file = place + ".parquet"
+    write(one_file, rows_per_group=4)
+    num_bytes = bucket.get_file_info(one_file.removeprefix("s3://")).size
+    reader = open_dataset(one_file)
+    proxy.clear()
+    assert reader[37] == PACKS[37]
+    gets = [one for one in proxy.requests if one.method == "GET"]
+    group = num_bytes / 16
+    assert len(gets) == 1
+    assert 0.5 * group < proxy.bytes_read(".parquet") < 1.5 * group
+    proxy.clear()
+    assert reader[36] == PACKS[36], "of the same row group"
+    assert proxy.requests == []
+    other = open_dataset(one_file)
+    assert proxy.bytes_read(".parquet") <= 1 << 16, "opening reads the end of the file"
+    assert other.fingerprint == reader.fingerprint
+
+
+def test_a_glob_a_bare_object_and_a_folder_without_manifest_open(proxy: Any, bucket: Any, place: str) -> None:
+    folder = write(place)
+    bucket.delete_file(folder.removeprefix("s3://") + "/manifest.json")
+    assert list(open_dataset(folder)) == PACKS
+    assert list(open_dataset(f"{folder}/shard_00000?.parquet")) == PACKS
+    assert list(open_dataset(f"{folder}/shard_000001.parquet")) == PACKS[32:]
+    assert "no object matches" in error_of(lambda: open_dataset(f"{folder}/*.pq")).what
+
+
+@pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy"])
+def test_other_formats_are_read_from_one_local_copy(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
+) -> None:
+    local = write(tmp_path / "data", format=format)
+    pa_fs.copy_files(local, place.removeprefix("s3://"), destination_filesystem=bucket)
+    reader = open_dataset(place)
+    assert reader[40] == PACKS[40]
+    assert place in reader.where(40)
+    proxy.clear()
+    assert open_dataset(place)[33] == PACKS[33]
+    assert list(pickle.loads(pickle.dumps(reader)))[:2] == PACKS[:2]
+    gets = [one.path for one in proxy.requests if one.method == "GET" and "shard_000001" in one.path]
+    assert gets == [], "the second reader downloads nothing of that shard again"
+    assert verify(place) == []
+
+
+def test_ranks_of_a_machine_download_once(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
+    local = write(tmp_path / "data", format="memmap")
+    pa_fs.copy_files(local, place.removeprefix("s3://"), destination_filesystem=bucket)
+    code = "import sys; from harness.formats import open_dataset; print(int(open_dataset(sys.argv[1])[3].input_ids[7]))"
+    ranks = [subprocess.Popen([sys.executable, "-c", code, place], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == [str(PACKS[3].input_ids[7])] * 3
+    num_bytes = (Path(local) / "shard_000000" / "input_ids.npy").stat().st_size
+    assert proxy.bytes_read("shard_000000/input_ids.npy") == num_bytes
+
+
+def test_the_cache_keeps_to_its_bound(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = write(tmp_path / "data", format="memmap", packs_per_shard=16)
+    pa_fs.copy_files(local, place.removeprefix("s3://"), destination_filesystem=bucket)
+    shard_bytes = sum(path.stat().st_size for path in (Path(local) / "shard_000000").iterdir())
+    monkeypatch.setenv("HARNESS_CACHE_BYTES", str(int(2.5 * shard_bytes)))
+
+    def kept() -> int:
+        files = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
+
+    for pack_id in (0, 16, 32, 48, 0):
+        reader = open_dataset(place)
+        assert reader[pack_id] == PACKS[pack_id]
+        reader.close()
+        assert kept() < 2.6 * shard_bytes
+    reader = open_dataset(place)
+    assert list(reader) == PACKS, "what is open at a time is kept beyond the bound"
+    assert kept() > 3.9 * shard_bytes
+
+
+def test_a_copy_that_is_not_what_the_manifest_lists_is_refused(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path
+) -> None:
+    local = write(tmp_path / "data", format="binidx")
+    data = bytearray((Path(local) / "shard_000000.bin").read_bytes())
+    data[4321] ^= 1
+    (Path(local) / "shard_000000.bin").write_bytes(data)
+    pa_fs.copy_files(local, place.removeprefix("s3://"), destination_filesystem=bucket)
+    error = error_of(lambda: open_dataset(place)[0])
+    assert "shard_000000.bin arrived with the hash" in error.what
+    assert error.where == f"{place}/shard_000000"
+    assert list((tmp_path / "cache").glob("*.partial")) == []
+    assert any("has the hash" in problem.what for problem in verify(place))
+
+
+def test_a_flipped_bit_and_a_missing_shard_are_errors(proxy: Any, bucket: Any, place: str) -> None:
+    write(place)
+    key = place.removeprefix("s3://") + "/shard_000000.parquet"
+    with bucket.open_input_file(key) as file:
+        data = bytearray(file.read())
+    data[2000] ^= 4
+    with bucket.open_output_stream(key) as file:
+        file.write(bytes(data))
+    error = error_of(lambda: open_dataset(place)[0])
+    assert f"{place}/shard_000000.parquet" in error.where
+    bucket.delete_file(key)
+    error = error_of(lambda: open_dataset(place))
+    assert "file of shard 0 is missing" in error.what
+
+
+@pytest.mark.parametrize(
+    ("action", "settings"),
+    [("status", {"times": 2}), ("reset", {"after": 5000}), ("truncate", {"after": 5000})],
+    ids=["503-twice", "reset", "truncated"],
+)
+def test_a_fault_that_passes_is_survived(
+    proxy: Any, bucket: Any, place: str, action: str, settings: dict[str, int]
+) -> None:
+    reader = open_dataset(write(place))
+    reader[40]
+    planted = fault(proxy, action, path="shard_000000", **settings)
+    assert reader[0] == PACKS[0]
+    assert planted.times == 0, "the fault happened"
+
+
+def test_503_while_writing_is_survived(proxy: Any, bucket: Any, place: str) -> None:
+    planted = fault(proxy, "status", method="PUT", path="shard_000001.*partNumber", times=2)
+    assert list(open_dataset(write(place))) == PACKS
+    assert planted.times == 0
+
+
+def test_a_store_that_stalls_or_breaks_for_good_is_an_error_within_the_limit(
+    proxy: Any, bucket: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = open_dataset(write(place))
+    reader[40]
+    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "1.5")
+    for action in ("stall", "truncate"):
+        proxy.faults.clear()
+        fault(proxy, action, path="shard_000000", times=99, after=1000)
+        start = time.monotonic()
+        error = error_of(lambda: reader[0])
+        assert time.monotonic() - start < 3
+        assert "did not answer" in error.what
+        assert f"{place}/shard_000000.parquet" in error.where
+    proxy.faults.clear()
+    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "6")
+    assert reader[0] == PACKS[0], "the reader is as good as before"
+
+
+def test_a_server_that_dies_in_the_middle_of_a_read_and_comes_back_is_waited_for(
+    proxy: Any, bucket: Any, gateway: Any, place: str
+) -> None:
+    reader = open_dataset(write(place))
+    reader[40]
+    restart = threading.Timer(0.5, gateway.start_gateway)
+
+    def kill() -> None:
+        gateway.kill_gateway()
+        restart.start()
+
+    fault(proxy, "reset", path="shard_000000", after=2000, then=kill)
+    try:
+        assert reader[0] == PACKS[0]
+    finally:
+        restart.join()
+    assert sum("shard_000000" in one.path for one in proxy.requests if one.method == "GET") >= 2
+
+
+def test_a_write_that_fails_leaves_no_dataset(proxy: Any, bucket: Any, place: str) -> None:
+    def write_some(path: str) -> None:
+        with open_writer(path, pack_size=PACK_SIZE, packs_per_shard=8) as writer:
+            for pack in PACKS[:20]:
+                writer.append(pack)
+            raise RuntimeError("enough")
+
+    single = place + ".parquet"
+    for path in (place, single):
+        with pytest.raises(RuntimeError, match="enough"):
+            write_some(path)
+    assert stored(bucket, place) == {}
+    assert error_of(lambda: open_dataset(single)).what == "no dataset there"
+
+
+def test_a_writer_that_is_killed_leaves_no_dataset_and_the_next_one_finishes(
+    proxy: Any, bucket: Any, place: str
+) -> None:
+    code = textwrap.dedent("""
+        import os, sys
+        from harness.formats import open_writer
+        from harness.records import Pack
+        writer = open_writer(sys.argv[1], pack_size=4, packs_per_shard=2)
+        with writer:
+            for number in range(5):
+                writer.append(Pack([number], [0], [0]))
+            os.kill(os.getpid(), 9)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, place], check=False, timeout=60)
+    assert done.returncode == -9
+    left = stored(bucket, place)
+    assert "manifest.json" not in left
+    assert "a write is in progress or was interrupted" in error_of(lambda: open_dataset(place)).what
+    write(place)
+    assert list(open_dataset(place)) == PACKS
+    assert len(stored(bucket, place)) == 6
+
+
+def test_a_place_with_something_else_in_it_is_not_written_to(proxy: Any, bucket: Any, place: str) -> None:
+    with bucket.open_output_stream(place.removeprefix("s3://") + "/notes.txt") as file:
+        file.write(b"hello")
+    assert "1 objects of something else, such as notes.txt" in error_of(lambda: write(place)).what
+    with pytest.raises(ConfigError, match="memmap cannot be written to object storage"):
+        write(place + "-2", format="memmap")
+
+
+def test_what_is_missing_is_named(proxy: Any, bucket: Any, place: str) -> None:
+    for path in (place, place + ".parquet"):
+        assert error_of(lambda path=path: open_dataset(path)).what == "no dataset there"  # type: ignore[misc]
+    for path in ("s3://no-such-bucket/data", "s3://no-such-bucket/data.parquet"):
+        assert error_of(lambda path=path: open_dataset(path)).what == "no such bucket: no-such-bucket"  # type: ignore[misc]
+        assert error_of(lambda path=path: write(path)).what == "no such bucket: no-such-bucket"  # type: ignore[misc]
+
+
+def test_wrong_credentials_are_named_and_not_shown(
+    proxy: Any, bucket: Any, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(place)
+    reader = open_dataset(place)
+    secret, key = os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_ACCESS_KEY_ID"]
+    manifest = json.dumps(reader.manifest, default=vars)
+    shown = [manifest, repr(reader), repr(reader.__dict__), pickle.dumps(reader).decode("latin1")]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-value")
+    for work in (lambda: open_dataset(place), lambda: write(place + ".parquet")):
+        error = error_of(work)
+        assert "the secret key, or this machine's clock, is wrong" in error.what
+        shown += [str(error), repr(error), repr(error.__cause__)]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another-key-value")
+    error = error_of(lambda: open_dataset(place))
+    assert error.what == "object storage does not know the access key"
+    assert "AWS_ACCESS_KEY_ID" in error.fix
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{key}:{secret}@127.0.0.1:9")
+    with pytest.raises(ConfigError, match="credentials do not belong in AWS_ENDPOINT_URL") as refused:
+        open_dataset(place)
+    captured = capfd.readouterr()
+    shown += [str(error), str(refused.value), captured.out, captured.err]
+    for text in shown:
+        assert not any(one in text for one in (secret, key, "another-secret-value", "another-key-value"))
+
+
+def test_a_dataset_is_converted_to_and_from_object_storage(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
+    local = write(tmp_path / "data", format="binidx")
+    up = convert(local, place, format="parquet")
+    down = convert(place, tmp_path / "back", format="memmap")
+    assert up.fingerprint == down.fingerprint
+    with pytest.raises(ConfigError, match="the same"):
+        convert(place, place + "/", format="parquet")
+
+
+def test_a_prepared_folder_is_found_with_its_two_datasets(proxy: Any, bucket: Any, place: str) -> None:
+    train, validation = write(f"{place}/train"), write(f"{place}/validation")
+    assert find_datasets(place) == [train, validation]
+    data = open_datasets(DataConfig(path=place))
+    assert data.train.path == train
+    assert data.validation is not None
+    assert data.validation.path == validation
+
+
+def test_a_forked_child_connects_anew(proxy: Any, bucket: Any, place: str) -> None:
+    reader = open_dataset(write(place))
+    reader[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if reader[63] == PACKS[63] and reader[1] == PACKS[1] else 1)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            assert status == 0
+            return
+        time.sleep(0.02)
+    os.kill(child, 9)
+    pytest.fail("the child hangs")

@@ -1,0 +1,110 @@
+"""Addresses in object storage, and what must never be shown of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import open_dataset
+from harness.formats.storage_errors import Verdict, explain, judge
+from harness.formats.uris import ObjectPath, join_path, redact
+
+
+def test_an_address_is_taken_apart_and_put_together() -> None:
+    place = ObjectPath.parse("s3://bucket/a/b.parquet")
+    assert (place.scheme, place.bucket, place.key, place.name) == ("s3", "bucket", "a/b.parquet", "b.parquet")
+    assert str(ObjectPath.parse("gs://bucket/a/") / "c") == "gs://bucket/a/c"
+    assert str(ObjectPath.parse("s3://bucket") / "c") == "s3://bucket/c"
+    account = ObjectPath.parse("abfs://data@account.dfs.core.windows.net/x")
+    assert account.bucket == "data@account.dfs.core.windows.net"
+    assert ObjectPath.parse("s3://bucket/shard_?.parquet").key == "shard_?.parquet"
+    assert join_path("s3://bucket/a/", "train") == "s3://bucket/a/train"
+    assert join_path("a", "train") == "a/train"
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://", "s3:///key", "s3://bucket/a//b", "s3://bucket/../b", "s3://bucket/./b", "http://host/x"]
+)
+def test_what_is_no_address_is_refused(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        ObjectPath.parse(uri)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://AKIDEXAMPLE:hush@bucket/key",
+        "s3://hush@bucket/key",
+        "s3://bucket/key?secret_key=hush",
+        "gs://hush:hush@bucket/key",
+        "abfs://data:hush@account.dfs.core.windows.net/key",
+        "abfs://data@account.dfs.core.windows.net/key?sv=1&sig=hush",
+        "https://user:hush@host/key",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_shown(uri: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(uri)
+    assert "hush" not in str(caught.value)
+    assert "AKIDEXAMPLE" not in str(caught.value)
+
+
+def test_values_of_the_environment_are_taken_out_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    text = "GET https://u:p@h/b?X-Amz-Signature=abc&y=1 with wJalrXUtnFEMI, token=xyz failed"
+    assert redact(text) == "GET https://***@h/b?*** with ***, token=*** failed"
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        ("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 28, Timeout was reached", Verdict.PASSING),
+        ("AWS Error SLOW_DOWN during GetObject operation (HTTP status 503)", Verdict.PASSING),
+        ("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation: ", Verdict.NO_BUCKET),
+        ("AWS Error ACCESS_DENIED during HeadObject operation: No response body.", Verdict.DENIED),
+        ("AWS Error UNKNOWN (HTTP status 403) during HeadObject operation", Verdict.DENIED),
+        ("google::cloud::Status(UNAUTHENTICATED: no credentials)", Verdict.DENIED),
+        ("Failed to get token from DefaultAzureCredential.", Verdict.DENIED),
+        ("AWS Error UNKNOWN (HTTP status 411) during UploadPart operation", Verdict.REFUSED),
+    ],
+)
+def test_errors_of_a_store_are_told_apart(message: str, verdict: Verdict) -> None:
+    assert judge(OSError(message)) is verdict
+
+
+def test_a_store_without_upload_checksums_is_named() -> None:
+    error = explain(OSError("AWS Error UNKNOWN (HTTP status 411) during UploadPart"), ObjectPath.parse("s3://b/k"))
+    assert "AWS_REQUEST_CHECKSUM_CALCULATION" in error.fix
+
+
+def test_an_azure_account_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
+    with pytest.raises(ConfigError, match="no storage account for the container data"):
+        open_dataset("abfs://data/x.parquet")
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e9"])
+def test_a_time_limit_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", value)
+    with pytest.raises(ConfigError, match="HARNESS_STORAGE_TIMEOUT_S"):
+        open_dataset("s3://bucket/data")
+
+
+def test_a_dead_endpoint_is_an_error_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for name, value in (settings | {"HARNESS_STORAGE_TIMEOUT_S": "1"}).items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(FormatError, match=r"object storage at http://127\.0\.0\.1:9 did not answer") as caught:
+        open_dataset("s3://bucket/data")
+    assert time.monotonic() - start < 3
+    assert "AWS_ENDPOINT_URL" in caught.value.fix
+
+
+def test_pyarrow_is_imported_only_when_an_address_is_opened() -> None:
+    code = "import sys, harness.formats.remote, harness.formats.writer_remote; sys.exit('pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
