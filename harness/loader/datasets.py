@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import ConfigError
-from harness.formats import PackReader, open_dataset
+from harness.formats import PackReader, holds_manifest, open_dataset
+from harness.formats.uris import is_uri, join_path
 
 
 @dataclass
@@ -47,12 +48,12 @@ def open_datasets(config: DataConfig) -> RunData:
         FormatError: there is none, or it is damaged.
         ConfigError: training and validation set, or the tokenizer asked for, are not of one kind.
     """
-    folder = Path(config.path)
-    prepared = (folder / "train").is_dir() and not (folder / "manifest.json").exists()
-    train = open_dataset(str(folder / "train") if prepared else config.path)
+    inner, beside = join_path(config.path, "train"), join_path(config.path, "validation")
+    prepared = _is_folder(inner) and not holds_manifest(config.path)
+    train = open_dataset(inner if prepared else config.path)
     validation_path = config.validation_path
-    if validation_path is None and prepared and (folder / "validation").is_dir():
-        validation_path = str(folder / "validation")
+    if validation_path is None and prepared and _is_folder(beside):
+        validation_path = beside
     validation = open_dataset(validation_path) if validation_path is not None else None
     if validation is not None:
         _check_same_tokenizer(train, validation)
@@ -61,6 +62,11 @@ def open_datasets(config: DataConfig) -> RunData:
     manifest = train.manifest
     vocab_size = manifest.provenance.counts.get("vocab_size") if manifest is not None else None
     return RunData(train, validation, vocab_size)
+
+
+def _is_folder(path: str) -> bool:
+    # Object storage has no folders; there a dataset of ours is told by its manifest.
+    return holds_manifest(path) if is_uri(path) else Path(path).is_dir()
 
 
 def _hashes(reader: PackReader) -> tuple[str, str]:

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import PackReader, open_dataset
+from harness.formats import PackReader, holds_manifest, open_dataset
+from harness.formats.uris import is_uri, join_path
 from harness.records import Int64Array, SequenceView
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
@@ -67,11 +68,10 @@ class DatasetSummary:
 
 def find_datasets(path: str) -> list[str]:
     """The datasets that `path` means: those of a prepared folder (`train`, `validation`), or the path itself."""
-    folder = Path(path)
-    if (folder / "manifest.json").exists():
+    if holds_manifest(path):
         return [path]
-    inner = [str(folder / name) for name in ("train", "validation") if (folder / name / "manifest.json").exists()]
-    return inner or [path]
+    inner = [join_path(path, name) for name in ("train", "validation")]
+    return [one for one in inner if holds_manifest(one)] or [path]
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
@@ -189,10 +189,12 @@ def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
     """
     if named:
         return TokenizerFile(Path(named))
-    stored = reader.manifest.provenance.tokenizer if reader.manifest else ""
+    stored = reader.manifest.provenance.tokenizer if reader.manifest and not is_uri(reader.path) else ""
     if not stored:
         raise ConfigError(
-            "the dataset does not say which tokenizer made it", where=reader.path, fix="name one with --tokenizer"
+            "the dataset does not say which tokenizer made it, or is not on this machine with it",
+            where=reader.path,
+            fix="name one with --tokenizer",
         )
     # Stored relative to the dataset, so that both can be moved together.
     base = Path(reader.path)
