@@ -1,0 +1,51 @@
+"""A checkpoint of the plain or the distributed optimizer goes on under the other, and on other layouts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .conftest import SMALL, free_ports, launcher, read_metrics, run_command
+
+PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
+# name: run that it goes on from, its last step, its settings.
+RUNS = {
+    dtype: {
+        "undisturbed": (None, 6, PLAIN),
+        "split": (None, 2, SPLIT),
+        "plain-from-split": ("split", 4, PLAIN),
+        "split-tensor-from-plain": ("plain-from-split", 6, "parallel=tp2 parallel.distributed_optimizer=true"),
+    }
+    for dtype in ("float32", "bfloat16")
+}
+
+
+def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_not(dataset, tmp_path) -> None:
+    runs = [(dtype, name, *run) for dtype, by_name in RUNS.items() for name, run in by_name.items()]
+    jobs = []
+    for port, (dtype, name, start, last, settings) in zip(free_ports(len(runs)), runs, strict=True):
+        overrides = [
+            f"data.path={dataset}",
+            *SMALL,
+            f"model.dtype={dtype}",
+            f"trainer.steps={last}",
+            "trainer.eval_interval=0",
+            "trainer.checkpoint_interval=0",
+            "resume=auto",
+            *settings.split(),
+        ]
+        before = None if start is None else str(tmp_path / f"{dtype}-{start}")
+        jobs.append([port, overrides, str(tmp_path / f"{dtype}-{name}"), before])
+    listed = tmp_path / "jobs.json"
+    listed.write_text(json.dumps(jobs))
+    code, output = run_command([*launcher(2), "recipes.sft_runs", str(listed)])
+    assert code == 0, output
+    for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
+        expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
+        changed = read_metrics(tmp_path / f"{dtype}-split-tensor-from-plain")
+        assert [one["step"] for one in changed] == [1, 2, 3, 4, 5, 6]
+        for column in ("loss", "grad_norm", "learning_rate"):
+            assert [one[column] for one in changed] == pytest.approx(
+                [one[column] for one in expected], rel=nearness * (10 if column == "grad_norm" else 1)
+            ), (dtype, column)
