@@ -57,6 +57,11 @@ def inspect(
     console = Console() if sys.stdout.isatty() else Console(soft_wrap=True)
     if pack is not None:
         reader = open_dataset(find_datasets(path)[0])
+        if as_json:
+            fields = ("input_ids", "loss_mask", "seq_start_id")
+            shown = reader[pack]
+            _print_json({"pack": pack, **{name: getattr(shown, name).tolist() for name in fields}})
+            return
         console.print(render_pack(reader, pack, find_tokenizer(reader, tokenizer)))
         return
     summaries = [inspect_dataset(found) for found in find_datasets(path)]

@@ -77,10 +77,13 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
-        # Before the job is joined every rank finds the same fault, and one speaks. Later a fault can be of one rank.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        elif error.rank is not None and not error.is_shared:
-            print(f"rank {error.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        # Before the job is joined a fault is that of a node (its files, its packages): one process of each node speaks.
+        # Later it can be of one rank.
+        rank = os.environ.get("RANK", "0")
+        told = f"{type(error).__name__}: {error}"
+        if rank == "0":
+            print(told, file=sys.stderr)
+        elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
+            print(f"rank {rank}: {told}", file=sys.stderr)
         sys.stdout.flush()
         sys.exit(2)

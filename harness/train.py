@@ -14,8 +14,6 @@ from harness.errors import ConfigError, HarnessError
 from harness.loader.state import LoaderState
 from harness.loader.step import StepBatch
 
-RESUME = ("false", "true", "auto")
-
 
 @dataclass
 class TrainerConfig:
@@ -45,6 +43,8 @@ class TrainerConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix=f"a number of {low} or more"
                 )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}", where="trainer.timeout_s", fix="seconds above 0")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise ConfigError(
                 f"eval_batches is {self.eval_batches}", where="trainer.eval_batches", fix="1 or more, or null for all"

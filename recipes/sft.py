@@ -8,7 +8,6 @@ gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, Topology, join
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.progress import RunProgress
-from harness.report.run_folder import CHECKPOINTS, choose_run_folder
+from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder, whole_checkpoints
 from harness.schedule import ScheduleConfig
 from harness.train import StepRecord, TrainerConfig, train
 
@@ -141,13 +140,12 @@ def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> 
 
 
 def main(config: SftConfig) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = runtime.place_in_job("WORLD_SIZE")
     data = open_datasets(config.data)
     config.model.vocab_size = check(config, data, world_size)
     with ExitStack() as stack:
         ranks = stack.enter_context(runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s))
-        folder = runtime.on_rank_0(lambda: _prepare_folder(config))
-        newest = runtime.on_rank_0(lambda: _newest(folder, config.resume))
+        folder, newest = runtime.on_rank_0(lambda: _choose_folder(config))
         progress = checkpoint.read_progress(newest) if newest is not None else None
         topology = join(config.parallel, world_size)
         training, validation = make_feeds(config, data, topology, progress.loader if progress else None, ranks.device)
@@ -167,6 +165,13 @@ def main(config: SftConfig) -> None:
         if newest is not None:
             checkpoint.load(newest, step)
         first_step = progress.step + 1 if progress else 1
+        if first_step > config.trainer.steps + 1:
+            raise ConfigError(
+                f"{first_step - 1} steps are done, and trainer.steps is {config.trainer.steps}",
+                where=str(newest),
+                fix=f"trainer.steps={first_step - 1} or more, or start a new run",
+            )
+        runtime.on_rank_0(lambda: open_run_folder(folder, settings=to_yaml(config), goes_on=config.resume != "false"))
         speaks = ranks.rank == 0
         writer = MetricsWriter(folder, first_step=first_step) if speaks else None
         shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
@@ -204,20 +209,11 @@ def main(config: SftConfig) -> None:
             shown.say(f"run {folder}, loss plot {folder / 'loss.png'}, report {folder / 'report.md'}")
 
 
-def _prepare_folder(config: SftConfig) -> Path:
+def _choose_folder(config: SftConfig) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint to go on from, if there is one."""
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
-    return folder
-
-
-def _newest(folder: Path, resume: str) -> Path | None:
-    whole = checkpoint.whole_checkpoints(folder / CHECKPOINTS)
-    if resume == "true" and not whole:
-        raise ConfigError(
-            "no whole checkpoint to resume from", where=str(folder / CHECKPOINTS), fix="resume=auto starts anew"
-        )
-    return whole[-1] if whole and resume != "false" else None
+    whole = whole_checkpoints(folder / CHECKPOINTS) if config.resume != "false" else []
+    return folder, whole[-1] if whole else None
 
 
 def _first(batches: Iterator[StepBatch], count: int | None) -> Iterator[StepBatch]:

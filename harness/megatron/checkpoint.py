@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError
 from harness.loader.state import LoaderState
 from harness.megatron import compat, optimizer_state
 from harness.megatron.step import MegatronStep
-
-RUN_FILE = "run.json"
+from harness.report.run_folder import RUN_FILE, whole_checkpoints
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Progress:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
-
-
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / RUN_FILE).is_file())
 
 
 def _weights(step: MegatronStep) -> dict[str, Any]:
@@ -100,7 +95,9 @@ def save(folder: Path, step: MegatronStep, progress: Progress, *, keep: int) -> 
             shutil.rmtree(path)
         unfinished.rename(path)
         for old in whole_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            # Renamed first: killed half-way, what is left must not pass for whole.
+            removed = old.rename(old.with_suffix(".removed"))
+            shutil.rmtree(removed)
     torch.distributed.barrier()
     return path
 
@@ -127,7 +124,8 @@ def load(path: Path, step: MegatronStep) -> None:
     wanted, tensors = _state(step, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
-    except Exception as error:  # Megatron and torch raise many kinds; the reader needs one sentence
+    # Megatron and torch raise many kinds, one of them no Exception; the reader needs one sentence.
+    except (Exception, CheckpointException) as error:
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
             f"the checkpoint does not fit this run: {told}",

@@ -73,6 +73,20 @@ class ModelConfig:
                 where="model.num_query_groups",
                 fix="choose a number of groups that divides num_attention_heads",
             )
+        if (self.hidden_size // self.num_attention_heads) % 2:
+            raise ConfigError(
+                f"a head of {self.hidden_size // self.num_attention_heads} numbers cannot be rotated in pairs "
+                f"(hidden_size {self.hidden_size}, {self.num_attention_heads} attention heads)",
+                where="model.hidden_size, model.num_attention_heads",
+                fix="choose them so that hidden_size / num_attention_heads is even",
+            )
+        if not (self.init_std > 0 and self.norm_epsilon > 0 and self.max_sequence_length > 0):
+            raise ConfigError(
+                f"init_std is {self.init_std}, norm_epsilon {self.norm_epsilon}, "
+                f"max_sequence_length {self.max_sequence_length}",
+                where="model",
+                fix="numbers above 0",
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(
                 f"dtype {self.dtype!r} is unknown", where="model.dtype", fix=f"one of {', '.join(DTYPES)}"

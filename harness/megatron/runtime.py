@@ -53,14 +53,24 @@ def choose_device(name: str) -> torch.device:
             where=f"host {socket.gethostname()}, torch {torch.__version__}",
             fix="trainer.device=auto, or start on a node with GPUs and a CUDA build of torch",
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = place_in_job("LOCAL_RANK")
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
+        error = ConfigError(
             f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
             where=f"host {socket.gethostname()}",
             fix="start as many processes a node as it has GPUs",
         )
+        error.rank = place_in_job("RANK")  # ranks beside it have theirs and say nothing
+        raise error
     return torch.device("cuda", local_rank)
+
+
+def place_in_job(name: str) -> int:
+    """RANK, WORLD_SIZE or LOCAL_RANK as a launcher sets it; without a launcher a process is a job of its own."""
+    text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
+    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
+        raise ConfigError(f"{name} is {text!r}", where="environment", fix="start with torchrun, or unset it")
+    return int(text)
 
 
 @contextmanager
@@ -73,15 +83,15 @@ def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime
         ConfigError: no such device, or an incomplete launcher environment.
     """
     chosen = choose_device(device)
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+    rank, world_size, local_rank = (place_in_job(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set",
+            f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set",
             where="environment",
-            fix="start with torchrun, or set both",
+            fix="start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
-    runtime = Runtime(chosen, rank, world_size, int(os.environ.get("LOCAL_RANK", "0")))
+    runtime = Runtime(chosen, rank, world_size, local_rank)
     with _cpu_as_cuda() if chosen.type == "cpu" else _on_gpu(chosen):
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
@@ -103,13 +113,22 @@ def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and give its result to every rank; its HarnessError is raised on every rank."""
+    """Run `function` on rank 0 and give its result to every rank; its error is raised on every rank.
+
+    What the file system refuses becomes a ConfigError: `function` is there to find and make folders.
+    """
     outcome: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:
             outcome[0] = function()
         except HarnessError as error:
             outcome[1] = error
+        except OSError as error:
+            outcome[1] = ConfigError(
+                f"the folder cannot be used: {error.strerror or error}",
+                where=str(error.filename or ""),
+                fix="name a folder that can be written to",
+            )
     if torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

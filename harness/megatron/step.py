@@ -66,6 +66,18 @@ class OptimizerConfig:
                 where="optimizer",
                 fix="0 or more",
             )
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.weight_decay >= 0):
+            raise ConfigError(
+                f"beta1 is {self.beta1}, beta2 {self.beta2}, eps {self.eps} and weight_decay {self.weight_decay}",
+                where="optimizer",
+                fix="betas of 0 to below 1, eps above 0, weight_decay of 0 or more",
+            )
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ConfigError(
+                f"decay_steps is {self.decay_steps}",
+                where="optimizer.decay_steps",
+                fix="1 or more, or null for the run's number of steps",
+            )
 
 
 def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,6 +149,9 @@ class MegatronStep:
             end_wd=optimizer.weight_decay,
             wd_incr_steps=decay_steps,
             wd_incr_style="constant",
+            # A resumed run follows today's settings from the step that it has reached, not those of the checkpoint.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._forward_backward = get_forward_backward_func()

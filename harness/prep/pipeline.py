@@ -24,7 +24,7 @@ from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
 from harness.prep.prepare_report import PrepareReport, SplitReport, render_report
 from harness.prep.prepared_folder import PreparedFolder, settings_hash
 from harness.prep.pydoc_source import write_pydoc_corpus
-from harness.prep.sources import SourceConfig, list_files, read_chunks
+from harness.prep.sources import SourceConfig, files_left_out, list_files, read_chunks
 from harness.prep.spool import Spool, SpoolWriter
 from harness.prep.stages import Stages
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
@@ -72,6 +72,10 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
         report = PrepareReport.from_dict(earlier, path=folder.path)
         stages.say(f"{folder.path} is there already, prepared with the same settings.")
     else:
+        left_out = files_left_out(config.source.path) if config.source.kind == "files" else []
+        if left_out:
+            stages.say(f"{len(left_out):,} files of the source are not chat files and are left out:")
+            stages.say("  " + ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else ""))
         report = PrepareReport(str(folder.path), settings_hash(settings), settings)
         try:
             folder.begin()

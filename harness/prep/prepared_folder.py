@@ -71,7 +71,14 @@ class PreparedFolder:
         Raises:
             FormatError: another process is preparing it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder cannot be made: {error.strerror}",
+                where=str(self.path),
+                fix="name a folder that can be written to in data.path",
+            ) from error
         self._marker.acquire()
         for name in _OWNED:
             entry = self.path / name

@@ -86,9 +86,8 @@ def list_files(path: str) -> list[Path]:
     """
     found = Path(path)
     if found.is_dir():
-        candidates = [file for file in found.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(found))]
-        readable = JSONL_SUFFIXES + PARQUET_SUFFIXES
-        files = [file for file in candidates if file.suffix in readable or file.suffix in _COMPRESSED_SUFFIXES]
+        kinds = JSONL_SUFFIXES + PARQUET_SUFFIXES + _COMPRESSED_SUFFIXES
+        files = [file for file in _visible_files(found) if file.suffix.lower() in kinds]
     elif found.is_file():
         files = [found]
     else:
@@ -100,10 +99,19 @@ def list_files(path: str) -> list[Path]:
             where=path,
             fix=f"name a file, a glob or a folder with files that end in {' '.join(JSONL_SUFFIXES + PARQUET_SUFFIXES)}",
         )
-    compressed = [file for file in files if file.suffix in _COMPRESSED_SUFFIXES]
+    compressed = [file for file in files if file.suffix.lower() in _COMPRESSED_SUFFIXES]
     if compressed:
         raise PrepError("compressed chat files are not read", where=str(compressed[0]), fix="decompress them first")
     return sorted(files, key=lambda file: (natural_key(str(file)), str(file)))
+
+
+def files_left_out(path: str) -> list[Path]:
+    """Files below the folder `path` that `list_files` does not read: of another kind, or in Spark's way of hiding."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return []
+    read = set(list_files(path))
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file not in read)
 
 
 def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
@@ -118,7 +126,7 @@ def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
     """
     left = limit if limit else None
     for file in files:
-        chunks = _read_parquet(file) if file.suffix in PARQUET_SUFFIXES else _read_jsonl(file)
+        chunks = _read_parquet(file) if file.suffix.lower() in PARQUET_SUFFIXES else _read_jsonl(file)
         for chunk in chunks:
             if left is None:
                 yield chunk
@@ -169,5 +177,7 @@ def _check_messages_column(schema: Any, file: Path) -> None:
         raise PrepError(f"`messages` is of type {kind}", where=str(file), fix=expected)
 
 
-def _is_hidden(file: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in file.parts)
+def _visible_files(folder: Path) -> list[Path]:
+    """All files but those with a dot or an underscore (`_SUCCESS`, `_temporary`) before a name below `folder`."""
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return [file for file in found if not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)]

@@ -31,7 +31,8 @@ class TokenizerConfig:
     """Which tokenizer and chat template turn conversations into tokens.
 
     Attributes:
-        name: a Hugging Face tokenizer folder or hub id; empty trains a byte-level BPE on the source.
+        kind: `bpe` trains a byte-level BPE on the source where no name is given, `huggingface` asks for a name.
+        name: a Hugging Face tokenizer folder or hub id.
         vocab_size: tokens of a tokenizer that is trained; not used with `name`.
         chat_template: a Jinja file used in place of the tokenizer's own template.
         mask: which tokens are trained. `generation`: those that the template writes inside `{% generation %}`;
@@ -41,6 +42,7 @@ class TokenizerConfig:
             Allowed, such text becomes the token itself, and a user who writes a turn's end has ended the turn.
     """
 
+    kind: str = "bpe"
     name: str = ""
     vocab_size: int = 8192
     chat_template: str = ""
@@ -48,6 +50,11 @@ class TokenizerConfig:
     control_tokens: str = "refuse"
 
     def __post_init__(self) -> None:
+        require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
+        if self.kind == "huggingface" and not self.name:
+            raise ConfigError(
+                "no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder, or a hub id"
+            )
         require_at_least(self.vocab_size, MIN_VOCAB_SIZE, setting="tokenizer.vocab_size")
         require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
         require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")

@@ -82,6 +82,11 @@ def test_a_checkpoint_cut_short_is_passed_over_and_other_data_is_refused(sft, un
     assert "trained on other data" in other.output
     assert "Traceback" not in other.output
 
+    other = sft(folder, *SETTINGS, "resume=true", "model.num_layers=2")
+    assert (other.code, "the checkpoint does not fit this run" in other.output) == (2, True), other.output
+    assert "Traceback" not in other.output
+    assert "num_layers: 4" in (folder / "config.yaml").read_text()
+
     resumed = sft(folder, *SETTINGS, "resume=true")
     assert resumed.code == 0, resumed.output
     assert resumed.column("step") == list(range(1, 10))

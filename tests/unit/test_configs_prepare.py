@@ -51,3 +51,9 @@ def test_every_file_composes(choice):
 def test_a_wrong_setting_is_one_clear_error(override):
     with pytest.raises(ConfigError):
         compose_config("prepare", PrepareConfig, [override])
+
+
+@pytest.mark.parametrize("choice", sorted(REQUIRED))
+def test_a_choice_that_needs_a_name_is_refused_without_it(choice):
+    with pytest.raises(ConfigError, match=r"named|no path is given"):
+        compose_config("prepare", PrepareConfig, [choice])

@@ -50,9 +50,18 @@ def test_our_own_mistakes_are_not_hidden():
 
 def test_of_many_ranks_with_one_fault_one_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(SystemExit), exit_on_error():
         raise ConfigError("found by every rank alike")
     assert capsys.readouterr().err == ""
+
+
+def test_of_every_node_one_rank_speaks_before_the_job_is_joined(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit), exit_on_error():
+        raise ConfigError("the dataset is missing on this node")
+    assert capsys.readouterr().err == "rank 8: ConfigError: the dataset is missing on this node\n"
 
 
 def test_a_fault_of_one_rank_of_a_running_job_names_the_rank(monkeypatch, capsys):

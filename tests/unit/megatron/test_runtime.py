@@ -50,6 +50,20 @@ def test_a_launcher_environment_with_parts_missing_is_refused(monkeypatch) -> No
         pass
 
 
+@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("RANK", "-1")])
+def test_a_launcher_environment_without_sense_is_refused(monkeypatch, name, text) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name} is '{text}'"), runtime.start("cpu"):
+        pass
+
+
+def test_what_the_file_system_refuses_on_rank_0_is_one_clear_error(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the folder cannot be used") as error, runtime.start("cpu"):
+        runtime.on_rank_0(lambda: (tmp_path / "file" / "run").mkdir(parents=True))
+    assert "file" in error.value.where
+
+
 def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
     def fails() -> None:
         raise ConfigError("planted on rank 0")

@@ -120,3 +120,13 @@ def test_bad_settings_are_refused(settings, where):
     with pytest.raises(ConfigError) as error:
         SourceConfig(**settings)
     assert error.value.where == where
+
+
+def test_a_folder_is_searched_whatever_the_case_and_what_is_left_out_is_known(tmp_path):
+    from harness.prep.sources import files_left_out
+
+    for name in ("a.jsonl", "b.JSONL", "c.json", "_d.jsonl", "sub/e.ndjson"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert [file.name for file in list_files(str(tmp_path))] == ["a.jsonl", "b.JSONL", "e.ndjson"]
+    assert [file.name for file in files_left_out(str(tmp_path))] == ["_d.jsonl", "c.json"]

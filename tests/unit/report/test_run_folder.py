@@ -5,41 +5,73 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import ConfigError
-from harness.report.run_folder import choose_run_folder
+from harness.report.run_folder import choose_run_folder, open_run_folder
 
 
 def choose(tmp_path, run_dir=None, resume="false"):
     return choose_run_folder(run_dir, runs=str(tmp_path), name="sft", resume=resume)
 
 
+def checkpoint_in(folder, step=3):
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    return path
+
+
 def test_runs_are_numbered(tmp_path):
     assert choose(tmp_path) == tmp_path / "sft-001"
-    (tmp_path / "sft-001").mkdir()
-    (tmp_path / "sft-009").mkdir()
+    checkpoint_in(tmp_path / "sft-001")
+    checkpoint_in(tmp_path / "sft-009")
     (tmp_path / "sft-extra").mkdir()
     assert choose(tmp_path) == tmp_path / "sft-010"
     assert choose(tmp_path, resume="true") == choose(tmp_path, resume="auto") == tmp_path / "sft-009"
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_hides_no_other(tmp_path):
+    checkpoint_in(tmp_path / "sft-001")
+    (tmp_path / "sft-002" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert choose(tmp_path, resume="true") == choose(tmp_path, resume="auto") == tmp_path / "sft-001"
+    assert choose(tmp_path) == tmp_path / "sft-003"
+
+
 def test_auto_starts_anew_where_nothing_is_there_and_true_refuses(tmp_path):
     assert choose(tmp_path, resume="auto") == tmp_path / "sft-001"
-    with pytest.raises(ConfigError, match="no run named sft to resume"):
+    with pytest.raises(ConfigError, match="no run named sft with a whole checkpoint"):
         choose(tmp_path, resume="true")
 
 
 def test_a_named_folder_with_a_run_in_it_is_not_overwritten(tmp_path):
     folder = tmp_path / "mine"
     assert choose(tmp_path, str(folder)) == folder
-    (folder / "checkpoints").mkdir(parents=True)
+    checkpoint_in(folder)
     with pytest.raises(ConfigError, match="the run folder is not empty"):
         choose(tmp_path, str(folder))
     assert choose(tmp_path, str(folder), "true") == folder
 
 
 def test_a_named_folder_without_checkpoints_cannot_be_resumed(tmp_path):
-    with pytest.raises(ConfigError, match="no checkpoints"):
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
         choose(tmp_path, str(tmp_path / "mine"), "true")
     assert choose(tmp_path, str(tmp_path / "mine"), "auto") == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("name", ["a/b", "x[1]", "", "../up", "-x"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot name a run's folder"):
+        choose_run_folder(None, runs=str(tmp_path), name=name, resume="false")
+
+
+def test_settings_of_the_part_before_are_kept_where_they_differ(tmp_path):
+    folder = tmp_path / "run"
+    open_run_folder(folder, settings="steps: 1\n", goes_on=False)
+    open_run_folder(folder, settings="steps: 1\n", goes_on=True)
+    open_run_folder(folder, settings="steps: 2\n", goes_on=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
+    assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
+    assert (folder / "config.yaml").read_text() == "steps: 2\n"
+    with pytest.raises(ConfigError, match="another run has just taken"):
+        open_run_folder(folder, settings="steps: 1\n", goes_on=False)
 
 
 def test_another_word_for_resume_is_refused(tmp_path):
