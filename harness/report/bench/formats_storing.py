@@ -64,6 +64,8 @@ def measure_writing(settings: FormatsSettings, workspace: Workspace, report: Ben
     folder.mkdir(exist_ok=True)
     total = sum(len(pack) for pack in _cycled(distinct, settings.write_packs)) * _BYTES_PER_TOKEN / 1e6
 
+    processor: dict[str, list[float]] = {name: [] for name in WRITTEN}
+
     def write(name: str) -> None:
         path = folder / name
         with open_writer(path, format=name, pack_size=settings.write_pack_size) as writer:
@@ -73,7 +75,10 @@ def measure_writing(settings: FormatsSettings, workspace: Workspace, report: Ben
 
     def of(name: str) -> Work:
         def side(number: int) -> float:
+            began = time.process_time()
             write(name)
+            if number >= 0:
+                processor[name].append(total / (time.process_time() - began))
             return total
 
         return side
@@ -87,6 +92,7 @@ def measure_writing(settings: FormatsSettings, workspace: Workspace, report: Ben
         target = 150.0 if name in ("parquet, write", "memmap, write") else None
         report.add_samples(name, rates, "MB/s", at_least=target)
     for name in WRITTEN:
+        report.add_samples(f"{name}, write, by processor time", processor[name], "MB/s")
         report.add_ratio(f"{name} to {_RAW}, write", f"{name}, write", f"{_RAW}, write")
     say("memory of writing")
     for name in WRITTEN:

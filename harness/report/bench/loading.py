@@ -124,14 +124,13 @@ def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Si
         with warnings.catch_warnings():
             # Torch's advice about more workers than cores, which is what is measured.
             warnings.filterwarnings("ignore", "This DataLoader will create")
-            loader = Loader(open_dataset(path), config, schedule=_schedule(settings))
-        with loader:
-            batches = iter(loader)
-            for _ in range(1 + ahead):
-                next(batches)
-            began = time.perf_counter()
-            tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
-            return tokens / (time.perf_counter() - began) / 1e6
+            with Loader(open_dataset(path), config, schedule=_schedule(settings)) as loader:
+                batches = iter(loader)
+                for _ in range(1 + ahead):
+                    next(batches)
+                began = time.perf_counter()
+                tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
+                return tokens / (time.perf_counter() - began) / 1e6
 
     return side
 
