@@ -18,14 +18,21 @@ TWO = [
 ]
 FOUR = [
     ({}, "cost_balanced"),
+    ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, "dp_balanced"),
+    ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "dp_balanced"),
+]
+FOUR_MORE = [
     ({"pipeline_parallel_size": 4}, "dp_balanced"),
     ({"tensor_parallel_size": 2}, "dp_balanced"),
-    ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "dp_balanced"),
     ({"context_parallel_size": 2, "pipeline_parallel_size": 2}, "cost_balanced"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [pytest.param(2, TWO, marks=pytest.mark.nightly), (4, FOUR), pytest.param(4, FOUR_MORE, marks=pytest.mark.nightly)],
+    ids=["two ranks", "four ranks", "four ranks, other layouts"],
+)
 def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
     dataset: Path, tmp_path: Path, ranks: int, layouts: list[tuple[dict[str, Any], str]]
 ) -> None:
