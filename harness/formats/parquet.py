@@ -41,6 +41,7 @@ CACHE_BYTES = 64 << 20
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
 _MAX_COLUMNS = 64
+_COPY_AGAIN = "copy the file again, or write the dataset again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +186,8 @@ class ParquetShard:
         try:
             yield
         except FormatError as error:
-            raise FormatError(error.what, where=error.where or f"{self._path}, {part}", fix=error.fix) from None
+            fix = error.fix or _COPY_AGAIN
+            raise FormatError(error.what, where=error.where or f"{self._path}, {part}", fix=fix) from None
         except OSError as error:
             # Arrow raises it without a number for what it cannot decode; the system gives one.
             if error.errno is not None:
@@ -199,7 +201,7 @@ class ParquetShard:
         return FormatError(
             f"damaged or not a Parquet file: {first}",
             where=f"{self._path}, {part}",
-            fix="copy the file again, or write the dataset again",
+            fix=_COPY_AGAIN,
         )
 
 
