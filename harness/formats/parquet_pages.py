@@ -27,12 +27,23 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A column chunk as the footer describes it: its values, and where its pages lie."""
+    """A column chunk as the footer describes it: its values, where its pages lie, and how they are compressed."""
 
     column: str
     num_values: int
     start: int
     num_bytes: int
+    codec: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: the fields of its header by number, where its data lies, and its size there and in memory."""
+
+    fields: dict[int, Any]
+    start: int
+    num_bytes: int
+    num_unpacked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ def _row_group_of(group: Any) -> RowGroup:
             found = column[3]
             starts = [found[field] for field in (9, 11) if field in found]
             name = found[3][0].decode("utf-8", "replace")
-            chunks[name] = Chunk(name, int(found[5]), int(min(starts)), int(found[7]))
+            chunks[name] = Chunk(name, int(found[5]), int(min(starts)), int(found[7]), int(found[4]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
     if num_rows < 0:
@@ -108,32 +119,35 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")
 
 
-def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
-    """Refuse a column chunk whose pages are larger than `limit` values can be.
+def read_pages(source: ByteSource, chunk: Chunk, limit: int) -> list[Page]:
+    """The pages of a column chunk, refused where they are larger than `limit` values can be.
 
     Raises:
         FormatError: they are, or their headers are damaged.
     """
     most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
     position, end = chunk.start, chunk.start + chunk.num_bytes
+    pages: list[Page] = []
     total = 0
     while position < end:
-        uncompressed, compressed, size = read_page_sizes(source.read_at(position, min(_HEADER_BYTES, end - position)))
-        total += uncompressed
-        if uncompressed < 0 or compressed < 0 or total > most:
+        page = read_page(source.read_at(position, min(_HEADER_BYTES, end - position)), position)
+        total += page.num_unpacked_bytes
+        if page.num_unpacked_bytes < 0 or page.num_bytes < 0 or total > most:
             what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
             raise FormatError(what)
-        position += size + compressed
+        pages.append(page)
+        position = page.start + page.num_bytes
+    return pages
 
 
-def read_page_sizes(header: bytes) -> tuple[int, int, int]:
-    """Uncompressed and compressed bytes of a page, and bytes of its header."""
+def read_page(header: bytes, position: int) -> Page:
+    """The page whose header these bytes begin with, at a position of the file."""
     reader = _Compact(header)
     fields = reader.struct(0)
-    uncompressed, compressed = fields.get(2), fields.get(3)
-    if not isinstance(uncompressed, int) or not isinstance(compressed, int):
+    unpacked, packed = fields.get(2), fields.get(3)
+    if not isinstance(unpacked, int) or not isinstance(packed, int):
         raise FormatError("a page header is damaged: it has no sizes")
-    return uncompressed, compressed, reader.position
+    return Page(fields, position + reader.position, packed, unpacked)
 
 
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
@@ -196,12 +210,16 @@ class _Compact:
         return self._data[self.position - 1]
 
     def _varint(self) -> int:
+        data, position, end = self._data, self.position, len(self._data)
         value = shift = 0
-        while True:
-            byte = self._byte()
+        while position < end:
+            byte = data[position]
+            position += 1
             value |= (byte & 127) << shift
             if byte < 128:
+                self.position = position
                 return value
             shift += 7
             if shift > 63:
                 raise FormatError("Parquet metadata is damaged: a number has no end")
+        raise FormatError("Parquet metadata is damaged: it has no end")

@@ -16,7 +16,7 @@ from harness.formats.base import ShardFile, ShardOptions
 from harness.records import Pack
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
         for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
@@ -36,11 +36,11 @@ class ParquetWriter:
         try:
             self._writer = pq.ParquetWriter(
                 self._file,
-                _SCHEMA,
+                SCHEMA,
                 compression="zstd",
                 compression_level=_COMPRESSION_LEVEL,
                 use_dictionary=False,
-                column_encoding={"input_ids.list.element": "BYTE_STREAM_SPLIT"},
+                column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in FIELDS[:2]},
                 write_statistics=False,
                 write_page_checksum=True,
                 store_schema=False,
@@ -75,12 +75,12 @@ class ParquetWriter:
         if not self._packs:
             return
         columns = []
-        for name, field in zip(FIELDS, _SCHEMA, strict=True):
+        for name, field in zip(FIELDS, SCHEMA, strict=True):
             rows = [getattr(pack, name) for pack in self._packs]
             offsets = np.zeros(len(rows) + 1, np.int32)
             np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
             columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
-        self._writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), row_group_size=len(self._packs))
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(self._packs))
         self._packs.clear()
 
 

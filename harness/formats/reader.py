@@ -153,7 +153,7 @@ class PackReader:
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
-        del state["_offsets"], state["_checksums"]
+        del state["_offsets"], state["_lengths"], state["_checksums"]
         if self._load_index is not None:
             # Mapped arrays would pickle by value: a worker maps the files itself.
             del state["_index"]
@@ -191,7 +191,7 @@ class PackReader:
     def _problem(self, pack_id: int, pack: Pack) -> str | None:
         """What is wrong with a pack that was read, or None."""
         # The index is never hashed whole on open; a flipped bit in it would place sequences of wrong lengths.
-        lengths = self._index.sequence_lengths[self._offsets[pack_id] : self._offsets[pack_id + 1]]
+        lengths = self._lengths[self._offsets[pack_id] : self._offsets[pack_id + 1]]
         if self._checksums is None:
             problem = pack.problem(self.pack_size)
             if problem is None and not np.array_equal(lengths, pack.sequence_lengths):
@@ -206,6 +206,7 @@ class PackReader:
     def _set_views(self) -> None:
         # Indexing a memoryview gives a Python number in half the time of an array.
         self._offsets = self._index.pack_offsets.data
+        self._lengths = self._index.sequence_lengths
         checksums = self._index.checksums
         self._checksums = None if checksums is None else checksums.data
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from harness.formats import PackReader, open_dataset
 from harness.formats.base import ShardReader
-from harness.formats.parquet import ParquetShard
+from harness.formats.parquet_reader import ParquetShard
 from harness.records import Pack
 
 

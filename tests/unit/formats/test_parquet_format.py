@@ -12,8 +12,8 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet import ParquetShard
-from harness.formats.parquet_pages import Chunk, check_pages, read_page_sizes
+from harness.formats.parquet_pages import Chunk, Page, read_page, read_pages
+from harness.formats.parquet_reader import ParquetShard
 from harness.formats.sources import LocalSource
 from harness.records import Pack
 
@@ -150,7 +150,7 @@ def _flip_and_read(path: Path, offset: int) -> None:
 
 
 def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.formats.parquet.CACHE_BYTES", 200)
+    monkeypatch.setattr("harness.formats.parquet_reader.CACHE_BYTES", 200)
     path = tmp_path / "one.parquet"
     with open_writer(path, pack_size=8, rows_per_group=1) as writer:
         for number in range(20):
@@ -190,11 +190,11 @@ def test_a_decompression_bomb_is_an_error_before_memory_is_spent(tmp_path: Path,
 def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: Path) -> None:
     # A Thrift struct of type 0 (data page), uncompressed_page_size 2**31 - 1 and compressed_page_size 16.
     header = bytes([0x15, 0x00, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0x20, 0x00])
-    assert read_page_sizes(header) == (2**31 - 1, 16, len(header))
+    assert read_page(header, 100) == Page({1: 0, 2: 2**31 - 1, 3: 16}, 100 + len(header), 16, 2**31 - 1)
     (tmp_path / "page").write_bytes(header + bytes(16))
     source = LocalSource(tmp_path / "page")
     with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
-        check_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
+        read_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:
