@@ -30,6 +30,7 @@ CACHE_BYTES = 64 << 20
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
 _MAX_COLUMNS = 64
+_COPY_AGAIN = "copy the file again, or write the dataset again"
 _Levels = dict[tuple[bytes, int], npt.NDArray[np.int64] | None]
 _DTYPES = (np.dtype(np.int32), np.dtype(np.uint8), np.dtype(np.int32))
 
@@ -201,7 +202,9 @@ class ParquetShard:
         try:
             yield
         except FormatError as error:
-            raise FormatError(error.what, where=error.where or f"{self._path}, {part}", fix=error.fix) from None
+            raise FormatError(
+                error.what, where=error.where or f"{self._path}, {part}", fix=error.fix or _COPY_AGAIN
+            ) from None
         except OSError as error:
             # Arrow raises it without a number for what it cannot decode; the system gives one.
             if error.errno is not None:
@@ -215,7 +218,7 @@ class ParquetShard:
         return FormatError(
             f"damaged or not a Parquet file: {first}",
             where=f"{self._path}, {part}",
-            fix="copy the file again, or write the dataset again",
+            fix=_COPY_AGAIN,
         )
 
 
