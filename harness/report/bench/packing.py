@@ -117,7 +117,9 @@ def _compare(settings: PackSettings, pack_size: int, report: BenchReport) -> Non
     else:
         sides["trl"] = side("trl", peer)
         others.append("trl")
-        report.notes.append("trl gets tokens of type null, which take no time to move: what is timed is its placing")
+        report.notes.append(
+            "trl gets tokens of type null, which it moves in little time; its slicing of lists is still in its figure"
+        )
     least = lower_bound(lengths, pack_size)
     for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
         report.add_samples(f"{name}, {settings.compared:,} sequences", rates, "M seq/s")
@@ -150,7 +152,7 @@ def pack_one_by_one(lengths: Int64Array, pack_size: int) -> int:
 def trl_packer(lengths: Int64Array, pack_size: int) -> Callable[[], int] | None:
     """Runs trl's `pack_dataset` on sequences of these lengths; None where trl is not installed.
 
-    The tokens are nulls, because it moves them into packs as it goes, which took four fifths of its time.
+    The tokens are nulls, because it moves them into packs as it goes, which took most of its time.
     """
     try:
         datasets = importlib.import_module("datasets")
