@@ -24,7 +24,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.formats import Provenance, open_writer
 from harness.records import Pack
 from harness.report.metrics import METRICS_FILE, StepMetrics, read_metrics
-from harness.report.parity import Agreement, Case, Tolerances, compare, parse_case, render
+from harness.report.parity.compare import Agreement, Case, Tolerances, compare, parse_case, render
 
 CHECKS = ("layouts",)
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.report.metrics import StepMetrics
-from harness.report.parity import Case, Tolerances, compare, parse_case, render
+from harness.report.parity.compare import Case, Tolerances, compare, parse_case, render
 
 
 def step(number: int, **changed: object) -> StepMetrics:

@@ -1,0 +1,188 @@
+"""What a parity run found, as one document: `report.json` is this, and every other rendering is made from it.
+
+Fields are only ever added within one SCHEMA number; a reader refuses a document of a newer one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.errors import FormatError
+
+SCHEMA = 1
+REPORT_FILE = "report.json"
+# Statuses of a cell, worst first: the run did not end, it differs, it could not run here, it is the same.
+STATUSES = ("failed", "different", "skipped", "same")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a cell is not what its reference is; parts that do not apply are None.
+
+    Attributes:
+        message: all of it in one sentence, with the numbers.
+        step: 1 for the first.
+        microbatch, rank: of the reference's schedule; rank is the data-parallel one.
+        sequence: id in the dataset.
+        field: tokens, labels, loss_mask, position_ids, boundaries, loss, grad_norm, ...
+        position: in the sequence.
+        expected, found: the reference's value and the cell's.
+    """
+
+    message: str
+    step: int | None = None
+    microbatch: int | None = None
+    rank: int | None = None
+    sequence: int | None = None
+    field: str | None = None
+    position: int | None = None
+    expected: float | int | str | None = None
+    found: float | int | str | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of a cell with its reference.
+
+    Attributes:
+        name: data, loss, validation_loss, grad_norm, trained_tokens, steps.
+        passed: within tolerance.
+        tolerance: largest relative difference allowed, 0 for bit-identical.
+        largest: largest relative difference found; None where the check has no size, or a value is missing.
+        reason: why the tolerance is what it is.
+        difference: the first one, None where there is none.
+    """
+
+    name: str
+    passed: bool
+    tolerance: float
+    largest: float | None
+    reason: str = ""
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one run, one a step; lists of equal length."""
+
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    validation_loss: list[float | None] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    fill: list[float] = field(default_factory=list)
+    imbalance_tokens: list[float] = field(default_factory=list)
+    imbalance_cost: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    data_wait_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One run of the matrix.
+
+    Attributes:
+        name: unique in the report.
+        check: what it belongs to: formats, workers, layouts, schedules, versions, baseline.
+        axes: what distinguishes it, in the order of the matrix: format, num_workers, persistent_workers, layout, ...
+        reference: the cell that it is held against; None for a reference itself.
+        status: one of STATUSES.
+        command: that runs this cell alone.
+        checks: empty for a reference.
+        series: of the run; empty where it made no step.
+        reason: why it failed or was skipped, where its log is; empty otherwise.
+        seconds: wall time of the run, start included.
+        tokens_per_s: of the steps after the first, whole job, model tokens.
+        peak_memory_bytes: of the fullest rank with its workers (PSS), None where it was not measured.
+    """
+
+    name: str
+    check: str
+    axes: dict[str, str]
+    reference: str | None
+    status: str
+    command: str
+    checks: list[Check] = field(default_factory=list)
+    series: Series = field(default_factory=Series)
+    reason: str = ""
+    seconds: float = 0.0
+    tokens_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+
+    @property
+    def first_difference(self) -> Difference | None:
+        """Of the check that says most: data before losses, as the order of `checks` has them."""
+        return next((check.difference for check in self.checks if check.difference is not None), None)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Everything that one parity run found.
+
+    Attributes:
+        title: what was compared.
+        created: ISO 8601, UTC.
+        command: that made the report.
+        environment: versions, device, machine, commit, settings: text by name.
+        cells: in the order of the matrix, references before what is held against them.
+        schema: of this document.
+    """
+
+    title: str
+    created: str
+    command: str
+    environment: dict[str, str]
+    cells: list[CellResult]
+    schema: int = SCHEMA
+
+    @property
+    def verdict(self) -> str:
+        """`same` when every cell that ran agrees and none failed, `different` otherwise; `failed` where none ran."""
+        statuses = {cell.status for cell in self.cells}
+        if not statuses - {"skipped"}:
+            return "failed"
+        return "different" if statuses & {"failed", "different"} else "same"
+
+
+def write_report(report: ParityReport, path: Path) -> None:
+    """Write `report` as JSON (numbers that are not finite become null), whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_finite(asdict(report)), indent=1) + "\n")
+    partial.replace(path)
+
+
+def read_report(path: Path) -> ParityReport:
+    """The report at `path`; raises FormatError where there is none, it is damaged, or of a newer schema."""
+    fix = "make it again with `python -m recipes.parity`"
+    try:
+        values = json.loads(path.read_text())
+        if values["schema"] > SCHEMA:
+            raise FormatError(
+                f"the report has schema {values['schema']}, and this version reads up to {SCHEMA}",
+                where=str(path),
+                fix="update this package",
+            )
+        return ParityReport(**{**values, "cells": [_cell(cell) for cell in values["cells"]]})
+    except FileNotFoundError:
+        raise FormatError("there is no parity report", where=str(path), fix=fix) from None
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise FormatError(f"this is not a parity report: {error}", where=str(path), fix=fix) from None
+
+
+def _cell(values: dict[str, Any]) -> CellResult:
+    checks = [
+        Check(**{**check, "difference": Difference(**check["difference"]) if check["difference"] else None})
+        for check in values["checks"]
+    ]
+    return CellResult(**{**values, "checks": checks, "series": Series(**values["series"])})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
