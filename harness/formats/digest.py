@@ -18,7 +18,9 @@ _READ_BYTES = 1 << 20
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
-def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, lengths: Int32Array) -> int:
+def content_digest(
+    input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, lengths: Int32Array | memoryview
+) -> int:
     """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
 
     In this order: input_ids int32, loss_mask uint8, seq_start_id int32, lengths int32 of the sequences; the first

@@ -154,8 +154,8 @@ def _values_of(data: memoryview, encoding: object) -> npt.NDArray[Any] | None:
     used = [number for number in range(1, 4) if planes[number].max()]
     if not used:
         # A copy, because a view would keep the planes of zeros in memory.
-        return planes[0].copy()
-    values = np.empty(planes.shape[1], np.uint16 if used == [1] else np.int32)
+        return np.array(planes[0])
+    values: npt.NDArray[Any] = np.empty(planes.shape[1], np.uint16 if used == [1] else np.int32)
     shifted = np.empty(min(_PIECE, values.shape[0]), values.dtype)
     for start in range(0, values.shape[0], _PIECE):
         piece = values[start : start + _PIECE]

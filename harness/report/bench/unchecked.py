@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from harness.records import Pack
 class UncheckedReader(PackReader):
     """Compares no checksum, neither of packs nor of Parquet's pages."""
 
-    def _problem(self, pack_id: int, pack: Pack) -> str | None:
+    def _check(self, handle: ShardReader, rows: Sequence[int], packs: Sequence[Pack], start: int) -> None:
         return None
 
     def _open(self, shard: int) -> ShardReader:
