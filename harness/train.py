@@ -27,6 +27,8 @@ class TrainerConfig:
         keep_checkpoints: how many of the newest to keep.
         device: auto, cpu or cuda.
         timeout_s: how long a rank waits for the others before the job fails.
+        record_digests: write digests of every step's data into the run's folder (`harness.report.parity.digests`).
+        record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
     """
 
     steps: int = 60
@@ -36,6 +38,8 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     device: str = "auto"
     timeout_s: float = 600.0
+    record_digests: bool = False
+    record_batches: bool = False
 
     def __post_init__(self) -> None:
         for name, low in {"steps": 1, "eval_interval": 0, "checkpoint_interval": 0, "keep_checkpoints": 1}.items():

@@ -28,6 +28,7 @@ from harness.megatron.model import ModelConfig, build_model, sequence_cost, use_
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, Topology, join
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
+from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
 from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder, whole_checkpoints
 from harness.schedule import ScheduleConfig
@@ -174,9 +175,27 @@ def main(config: SftConfig) -> None:
         runtime.on_rank_0(lambda: open_run_folder(folder, settings=to_yaml(config), goes_on=config.resume != "false"))
         speaks = ranks.rank == 0
         writer = MetricsWriter(folder, first_step=first_step) if speaks else None
+        records = config.trainer.record_digests or config.trainer.record_batches
+        digests = DigestWriter(folder, first_step=first_step) if speaks and records else None
         shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
 
+        def record_data(taken: StepRecord) -> None:
+            own = rank_rows(
+                taken.batch,
+                process=ranks.rank,
+                dp_rank=topology.dp_rank,
+                is_first_stage=topology.is_first_stage,
+                is_last_stage=topology.is_last_stage,
+                keep=config.trainer.record_batches,
+            )
+            parts = runtime.gather_on_rank_0(own)
+            if digests is not None:
+                digests.write(merge_ranks(taken.step, taken.batch, parts))
+
         def record(taken: StepRecord) -> None:
+            # Before the metrics: a step that these have is one whose data is known.
+            if records:
+                record_data(taken)
             metrics = step_metrics(taken)
             if writer is not None:
                 writer.write(metrics)
@@ -203,6 +222,8 @@ def main(config: SftConfig) -> None:
         )
         if writer is not None:
             writer.close()
+            if digests is not None:
+                digests.close()
             steps = read_metrics(folder / METRICS_FILE)
             plot_loss(steps, folder / "loss.png")
             write_report(folder, steps, describe(config, data, str(ranks.device), world_size))

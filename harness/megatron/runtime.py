@@ -137,6 +137,16 @@ def on_rank_0(function: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
+def gather_on_rank_0(value: T) -> list[T]:
+    """Every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
+    if torch.distributed.get_world_size() == 1:
+        return [value]
+    speaks = torch.distributed.get_rank() == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if speaks else None
+    torch.distributed.gather_object(value, gathered, dst=0)
+    return gathered or []
+
+
 @contextmanager
 def _on_gpu(device: torch.device) -> Iterator[None]:
     torch.cuda.set_device(device)

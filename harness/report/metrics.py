@@ -91,10 +91,7 @@ class MetricsWriter:
 
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
-        rewritten = path.with_suffix(".rewritten")
-        rewritten.write_text("".join(kept))
-        rewritten.replace(path)
+        keep_lines_before(path, first_step)
         self._file: IO[str] = path.open("a")
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
@@ -117,16 +114,24 @@ class MetricsWriter:
         self._events.close()
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
+def whole_lines(path: Path) -> Iterator[str]:
     """Lines that end; a process that was killed may have left half of one."""
     with path.open() as file:
         yield from (line for line in file if line.endswith("\n"))
 
 
+def keep_lines_before(path: Path, first_step: int) -> None:
+    """Leave of a file of JSON lines, a line a step, the whole ones of steps before `first_step`; make it if missing."""
+    kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
+    rewritten = path.with_suffix(".rewritten")
+    rewritten.write_text("".join(kept))
+    rewritten.replace(path)
+
+
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps of a `metrics.jsonl`, in order; raises FormatError for a line that is not one."""
     steps = []
-    for number, line in enumerate(_whole_lines(path), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
             values: dict[str, Any] = json.loads(line)
             for name in ("loss", "grad_norm"):

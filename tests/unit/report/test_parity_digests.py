@@ -1,0 +1,139 @@
+"""Digests of a step's data are the same on every layout, and not when anything that is trained differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import FormatError
+from harness.formats import open_dataset
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.step import StepBatch
+from harness.report.parity.digests import (
+    DIGESTS_FILE,
+    DigestWriter,
+    RankRows,
+    StepDigests,
+    kept_sequence,
+    merge_ranks,
+    rank_rows,
+    read_digests,
+)
+from harness.schedule import ScheduleConfig
+from recipes.parity import make_dataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("digests") / "data") / "train"
+
+
+def batch(data: Path, *, dp_rank: int = 0, dp_size: int = 1, multiple: int = 1, schedule: str = "dp_balanced"):
+    made = Loader(
+        open_dataset(data),
+        LoaderConfig(global_batch_size=6, num_workers=0),
+        schedule=ScheduleConfig(schedule, 512),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        multiple=multiple,
+        num_steps=1,
+    )
+    return next(iter(made))
+
+
+def rows(one: StepBatch, *, process: int = 0, dp_rank: int = 0, first: bool = True, last: bool = True) -> RankRows:
+    return rank_rows(one, process=process, dp_rank=dp_rank, is_first_stage=first, is_last_stage=last, keep=True)
+
+
+def digests(data: Path, dp_size: int = 1, **layout) -> StepDigests:
+    batches = [batch(data, dp_rank=rank, dp_size=dp_size, **layout) for rank in range(dp_size)]
+    parts = [rows(one, process=rank, dp_rank=rank) for rank, one in enumerate(batches)]
+    return merge_ranks(1, batches[0], parts)
+
+
+def test_a_global_batch_has_one_digest_wherever_its_sequences_lie_and_however_they_are_padded(data) -> None:
+    plain = digests(data)
+    assert len(plain.rows) >= 2
+    assert digests(data, multiple=8).digest == plain.digest
+    assert digests(data, dp_size=3, multiple=4).digest == plain.digest
+    assert digests(data, schedule="cost_balanced", dp_size=2).digest == plain.digest
+    assert digests(data, schedule="as_packed").digest == plain.digest
+
+
+@pytest.mark.parametrize("field", ["tokens", "labels", "loss_mask", "position_ids"])
+def test_one_other_value_gives_another_digest(data, field) -> None:
+    one = batch(data)
+    values = getattr(one.rows[1], field).copy()
+    values[7] = 1 - values[7] if field == "loss_mask" else values[7] + 1
+    other = replace(one, rows=[one.rows[0], replace(one.rows[1], **{field: values}), *one.rows[2:]])
+    assert merge_ranks(1, other, [rows(other)]).digest != merge_ranks(1, one, [rows(one)]).digest
+
+
+def test_a_lost_boundary_and_two_swapped_packs_give_another_digest(data) -> None:
+    one = batch(data)
+    row = one.rows[0]
+    merged = replace(
+        row, cu_seqlens=np.delete(row.cu_seqlens, 1), cu_seqlens_padded=np.delete(row.cu_seqlens_padded, 1)
+    )
+    lost = replace(one, rows=[merged, *one.rows[1:]])
+    swapped = replace(one, pack_ids=one.pack_ids[::-1])
+    found = [merge_ranks(1, each, [rows(each)]).digest for each in (one, lost, swapped)]
+    assert len(set(found)) == 3
+
+
+def test_stages_of_a_pipeline_give_what_they_read_and_a_rank_with_other_rows_is_named(data) -> None:
+    one = batch(data)
+    blank = replace(one, rows=[replace(row, tokens=row.tokens * 0, labels=row.labels * 0) for row in one.rows])
+    parts = [rows(one, process=0, last=False), rows(blank, process=1, first=False, last=False)]
+    whole = merge_ranks(1, one, [*parts, rows(one, process=2, first=False)])
+    assert (whole.digest, whole.disagreements) == (digests_of(one), [])
+
+    odd = replace(one, rows=[*one.rows[:-1], replace(one.rows[-1], tokens=one.rows[-1].tokens + 1)])
+    found = merge_ranks(1, one, [rows(one), rows(odd, process=1)]).disagreements
+    last = len(one.rows) - 1
+    assert found == [
+        f"process 1, microbatch {last}, data-parallel rank 0: other tokens of sequence "
+        f"{one.sequence_ids[-1][0]} than beside it"
+    ]
+    short = merge_ranks(1, one, [rows(one), RankRows(1, ("position_ids",), rows(one).rows[1:])])
+    assert short.disagreements == ["processes of data-parallel rank 0 have other microbatches than those beside them"]
+
+
+def digests_of(one: StepBatch) -> str:
+    return merge_ranks(1, one, [rows(one)]).digest
+
+
+def test_what_is_written_is_read_and_a_resumed_run_replaces_the_steps_it_trains_again(data, tmp_path) -> None:
+    step = digests(data)
+    writer = DigestWriter(tmp_path)
+    for number in (1, 2, 3):
+        writer.write(replace(step, step=number))
+    writer.close()
+    with (tmp_path / DIGESTS_FILE).open("a") as file:
+        file.write('{"step": 4, "cut sho')
+    DigestWriter(tmp_path, first_step=3).close()
+    read = read_digests(tmp_path)
+    assert [(one.step, one.digest) for one in read] == [(1, step.digest), (2, step.digest)]
+
+    row = step.rows[1]
+    whole = batch(data).rows[1]
+    start, stop = whole.cu_seqlens[1:3].tolist()
+    kept = kept_sequence(tmp_path, 2, read[1].rows[1], 1)
+    assert np.array_equal(kept["labels"], whole.labels[start:stop])
+    assert row.lengths[1] == kept["tokens"].shape[0]
+    assert kept_sequence(tmp_path, 9, row, 1) == {}
+
+
+def test_a_line_changed_by_hand_and_a_run_without_digests_are_refused(data, tmp_path) -> None:
+    with pytest.raises(FormatError, match="recorded no digests"):
+        read_digests(tmp_path)
+    writer = DigestWriter(tmp_path)
+    writer.write(digests(data))
+    writer.close()
+    path = tmp_path / DIGESTS_FILE
+    path.write_text(path.read_text().replace('"packs": [', '"packs": [1, '))
+    with pytest.raises(FormatError, match="line 1 is not a step's digests: the digest of step 1 is not that"):
+        read_digests(tmp_path)
