@@ -140,11 +140,14 @@ class ParityReport:
 
     @property
     def verdict(self) -> str:
-        """`same` when every cell that ran agrees and none failed, `different` otherwise; `failed` where none ran."""
-        statuses = {cell.status for cell in self.cells}
-        if not statuses - {"skipped"}:
-            return "failed"
-        return "different" if statuses & {"failed", "different"} else "same"
+        """`same` when every cell that ran agrees and none failed, `different` otherwise.
+
+        `failed` where nothing was compared: references alone, all else skipped, prove nothing.
+        """
+        if {cell.status for cell in self.cells} & {"failed", "different"}:
+            return "different"
+        compared = [cell for cell in self.cells if cell.reference is not None and cell.status != "skipped"]
+        return "same" if compared else "failed"
 
 
 def write_report(report: ParityReport, path: Path) -> None:

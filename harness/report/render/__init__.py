@@ -1,0 +1,51 @@
+"""A parity report for people: one HTML file, a chat message and JUnit XML, all of them made from `ParityReport`.
+
+Beside `report.json` (`harness.report.parity.result`, described by `report.schema.json` in this folder), `render_all`
+writes `report.html` (opens offline), `report.md` (fits a chat message) and `junit.xml`. `render_history` writes
+`history.html`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.report.parity.result import ParityReport
+from harness.report.render.junit import render_junit
+from harness.report.render.message import render_message
+from harness.report.render.page import render_page
+
+HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
+
+
+def render_all(report: ParityReport, folder: Path) -> None:
+    """Write `report.html`, `report.md` and `junit.xml` to `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+    """
+    files = {
+        MESSAGE_FILE: render_message(report),
+        JUNIT_FILE: render_junit(report),
+        HTML_FILE: render_page(report),
+    }
+    write_files(files, folder)
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """Write texts by file name, each whole or not at all.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            partial = folder / f"{name}.partial"
+            # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            partial.replace(folder / name)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error.strerror}", where=str(folder), fix="name another folder"
+        ) from error

@@ -1,0 +1,250 @@
+"""A parity report is one page, one message and one XML file, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, reference, report, series
+
+import harness.report.render
+from harness.errors import ConfigError
+from harness.report.parity import result
+from harness.report.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
+from harness.report.render import render_all
+from harness.report.render.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
+from harness.report.render.junit import render_junit
+from harness.report.render.matrix import arrange, costs
+from harness.report.render.message import LONGEST, render_message
+from harness.report.render.page import render_page
+
+SCHEMA = json.loads(Path(harness.report.render.__file__).with_name("report.schema.json").read_text())
+
+
+def text_of(page: str) -> str:
+    """What a page says, without Plotly, styles and tags."""
+    page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+def many_cells(count: int, steps: int) -> ParityReport:
+    """The worst that a page can get: every run has a curve of its own."""
+    cells = [
+        cell(f"run {number}", "parquet", number, status="different", series=series(steps, drift=1e-6 * number))
+        for number in range(1, count)
+    ]
+    return report([reference(series=series(steps)), *cells])
+
+
+def test_all_three_files_are_written_and_none_is_left_half(tmp_path):
+    render_all(one_of_each(), tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"report.html", "report.md", "junit.xml"}
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        render_all(all_same(), tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "plotly.offline"])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=package.partition(".")[0]) as error:
+        render_all(all_same(), tmp_path)
+    assert "report" in error.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_names_the_first_difference_and_how_to_run_it_again():
+    said = text_of(render_page(one_of_each()))
+    assert "✗ Different 2 of 5 compared cells agree, 1 failed, 2 different, 1 skipped." in said
+    assert "First difference memmap, 4 workers against npy, 0 workers" in said
+    for part in ("microbatch 1", "sequence 4,182", "position 211", "expected 5,121", "found 5,120"):
+        assert part in said
+    assert "python -m recipes.parity check=formats cells=&#39;memmap, 4 workers&#39;" in said
+    assert "no second interpreter was given" in said
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "said"),
+    [
+        (all_same(), "same", "Same 9 of 9 compared cells agree."),
+        (report([]), "failed", "Nothing was compared The report has no cells."),
+        (report([reference()]), "failed", "Nothing was compared 1 cell ran, and none was held against another."),
+        (
+            report([reference(), cell("a", "memmap", 0, status="skipped", checks=[], reason="no")]),
+            "failed",
+            "Nothing was compared 0 of 0 compared cells agree, 1 skipped.",
+        ),
+        (
+            report([reference(), cell("a", "memmap", 0), cell("b", "memmap", 2, status="failed", checks=[])]),
+            "different",
+            "Failed 1 of 2 compared cells agree, 1 failed.",
+        ),
+        (
+            report([reference(status="failed", series=Series()), cell("a", "memmap", 0, status="skipped", checks=[])]),
+            "different",
+            "Failed 0 of 0 compared cells agree, 1 skipped, 1 reference failed.",
+        ),
+        (one_of_each(), "different", "Different"),
+    ],
+)
+def test_every_rendering_has_the_same_verdict(found, verdict, said):
+    assert found.verdict == verdict
+    assert said in text_of(render_page(found))
+    assert said.split()[0] in render_message(found)
+    root = ElementTree.fromstring(render_junit(found))
+    assert (int(root.get("failures")) + int(root.get("errors")) == 0) == (verdict == "same")
+
+
+def test_what_a_run_is_called_and_says_is_text_and_never_markup(tmp_path):
+    bad = "<img src=x onerror=alert(1)> \x1b[31m `|` \ud800 </script>&amp; ]]>"
+    broken = cell(bad, bad, 0, check=bad, status="different", reason=bad, command=bad, checks=[])
+    difference = Difference(bad, field=bad, expected=bad, found=bad)
+    differs = replace(broken, name=bad + "2", checks=checks(failed="data", difference=difference))
+    found = report([reference(), broken, differs], title=bad, created=bad, environment={bad: bad}, command=bad)
+    render_all(found, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<img" not in re.sub(r"<script>/\*\*.*?</script>", "", page, flags=re.DOTALL)
+    assert page.count("</script>") == 3
+    root = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert "<img src=x onerror=alert(1)> \ufffd[31m" in root.get("name")
+    message = (tmp_path / "report.md").read_text()
+    assert not re.search(r"(?<!\\)<img", re.sub(r"`` .* ``", "", message))
+
+
+def test_an_xml_case_stands_for_every_comparison_and_says_what_differs():
+    root = ElementTree.fromstring(render_junit(one_of_each()))
+    cases = {(case.get("classname"), case.get("name")): case for case in root.iter("testcase")}
+    assert len(cases) == 7 + 4 * 6
+    assert int(root.get("tests")) == len(cases)
+    failure = cases["parity.formats.memmap, 4 workers", "data"].find("failure")
+    assert failure.get("message") == DATA_DIFFERENCE.message
+    assert "position: 211" in failure.text
+    assert "again: python -m recipes.parity check=formats cells='memmap, 4 workers'" in failure.text
+    assert cases["parity.formats.memmap, 4 workers", "loss"].find("failure") is None
+    assert "exit code 2" in cases["parity.formats.jsonl, 0 workers", "run"].find("error").get("message")
+    assert cases["parity.versions.npy, megatron-core 0.19", "run"].find("skipped") is not None
+
+
+def test_a_message_fits_a_chat_and_keeps_the_verdict():
+    long = [
+        cell(f"a cell with quite a long name, number {number}", "memmap", number, check=f"check {number}",
+             status="different", checks=checks(failed="data", difference=replace(DATA_DIFFERENCE, message="x" * 500)))
+        for number in range(100)
+    ]  # fmt: skip
+    message = render_message(report([reference(), *long], command="run " * 200))
+    assert len(message) <= LONGEST
+    assert message.startswith("**✗ Different**")
+    assert "and 95 more" in message
+    assert "the command is in report.html" in message
+
+
+def test_thinning_keeps_extremes_order_and_ends_of_gaps():
+    values = [0.0] * 2000
+    values[777], values[1234] = 5.0, -3.0
+    values[1500:1600] = [math.nan] * 100
+    steps, kept = thin(range(1, 2001), values, 200)
+    assert len(kept) <= 202
+    assert steps == sorted(steps)
+    assert kept[steps.index(778)] == 5.0
+    assert kept[steps.index(1235)] == -3.0
+    assert None in kept
+    assert thin([1, 2], [1.0, None], 200) == ([1, 2], [1.0, None])
+
+
+def test_differences_are_of_the_steps_that_both_made_and_keep_every_digit():
+    one = Series(step=[1, 2, 3], loss=[4.0, 4.0, 4.0])
+    other = Series(step=[2, 3, 4], loss=[4.0 * (1 + 2.0**-50), math.inf, 4.0])
+    steps, values = differences(one, other, "loss")
+    assert steps == [2, 3]
+    assert values == [2.0**-50, None]
+
+
+def test_charts_show_zero_on_the_floor_and_tolerances_as_lines():
+    drift = cell("drift", "memmap", 0, series=series(40, drift=1e-3, drift_from=12))
+    loss = Check("loss", passed=False, tolerance=1e-5, largest=1e-3)
+    pool = Pool()
+    charts = {chart.name: chart for chart in draw_charts(report([reference(), replace(drift, checks=[loss])]), pool)}
+    assert set(charts) == {"loss", "loss-difference", "grad_norm-difference", "fill", "imbalance", "time"}
+    (trace,) = charts["loss-difference"].traces
+    assert pool.arrays[trace["y"]][10] == FLOOR
+    assert pool.arrays[trace["y"]][11] == pytest.approx(1e-3)
+    assert [shape["y0"] for shape in charts["loss-difference"].layout["shapes"]] == [1e-5]
+    assert charts["grad_norm-difference"].layout["shapes"] == []
+
+
+def test_runs_of_missing_and_uneven_columns_are_drawn_as_far_as_they_go():
+    odd = cell("odd", "memmap", 0, series=Series(step=[1, 2, 3], loss=[4.0, math.nan], grad_norm=[math.inf] * 3))
+    pool = Pool()
+    charts = {chart.name: chart for chart in draw_charts(report([reference(series=Series()), odd]), pool)}
+    assert set(charts) == {"loss"}
+    assert pool.arrays[charts["loss"].traces[0]["y"]] == [4.0, None]
+    assert "odd" in render_page(report([reference(series=Series()), odd]))
+
+
+def test_equal_curves_are_stored_once():
+    pool = Pool()
+    draw_charts(all_same(), pool)
+    few = len(pool.arrays)
+    assert few <= 12
+
+
+def test_a_hundred_runs_of_2000_steps_stay_a_page_that_opens():
+    found = many_cells(100, 2000)
+    page = render_page(found)
+    assert len(page) < 10_000_000
+    assert "Of every 20 steps the lowest and the highest are drawn." in page
+    pool = Pool()
+    for chart in draw_charts(found, pool):
+        assert sum(len(pool.arrays[trace["y"]]) for trace in chart.traces) <= 3 * POINTS
+
+
+def test_the_axis_that_varies_first_makes_rows_and_the_others_columns():
+    grid = arrange(all_same().cells)
+    assert grid.rows == ["legacy_npy_pickle", "parquet", "memmap", "binidx", "jsonl"]
+    assert (grid.columns, grid.column_axes, grid.settled) == (["0", "4"], "num_workers", "layout dp2")
+    assert [len(found) for row in grid.cells for found in row] == [1] * 10
+    layouts = [cell(f"layout {number}", "parquet", number, axes={"layout": f"l{number}"}) for number in range(22)]
+    assert arrange(layouts).columns == [""]
+    # Few cells of many axes: a list of rows holds all of them.
+    sparse = [cell(str(n), "a", n, axes={"format": f"f{n}", "x": str(n), "y": str(-n)}) for n in range(9)]
+    assert sum(len(found) for row in arrange(sparse).cells for found in row) == 9
+    assert arrange([]).rows == [""]
+
+
+def test_speed_and_memory_are_by_format_and_by_the_first_axis_without_one():
+    axis, found = costs(all_same())
+    assert axis == "format"
+    first = found[0]
+    assert (first.value, first.cells, first.tokens_per_s) == ("legacy_npy_pickle", 2, 7800.0)
+    assert (first.slowest, first.fastest) == (7000.0, 8600.0)
+    axis, found = costs(report([cell("a", "x", 0, axes={"layout": "tp2"}, tokens_per_s=None, peak_memory_bytes=None)]))
+    assert (axis, found[0].value, found[0].tokens_per_s, found[0].memory_bytes) == ("layout", "tp2", None, None)
+    assert costs(report([reference(series=Series())])) == ("", [])
+
+
+@pytest.mark.parametrize("found", [all_same(), one_of_each(), report([])])
+def test_report_json_is_what_its_schema_says(tmp_path, found):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    first = replace(found.cells[0], seconds=math.nan) if found.cells else None
+    write_report(replace(found, cells=[first, *found.cells[1:]] if first else []), tmp_path / "report.json")
+    jsonschema.validate(json.loads((tmp_path / "report.json").read_text()), SCHEMA)
+    assert read_report(tmp_path / "report.json").verdict == found.verdict
+
+
+@pytest.mark.parametrize("kind", ["ParityReport", "CellResult", "Check", "Difference", "Series"])
+def test_the_schema_describes_every_field(kind):
+    described = SCHEMA if kind == "ParityReport" else SCHEMA["$defs"][kind]
+    assert set(described["properties"]) == {field.name for field in fields(getattr(result, kind))}
+    assert all("description" in one for name, one in described["properties"].items() if name != "series")
+    assert SCHEMA["properties"]["schema"]["const"] == result.SCHEMA
+    assert kind != "CellResult" or tuple(described["properties"]["status"]["enum"]) == result.STATUSES
