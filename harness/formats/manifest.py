@@ -13,7 +13,7 @@ from harness.errors import FormatError
 from harness.formats.files import write_atomically
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 # Hundreds of thousands of shards fit; a damaged or hostile file does not fill the memory.
 MAX_MANIFEST_BYTES = 256 << 20
 

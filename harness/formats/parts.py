@@ -58,7 +58,7 @@ class PartBuilder:
         self._counts.append(lengths.shape[0])
         self._lengths.append(lengths)
         ids, mask = np.ascontiguousarray(pack.input_ids), np.ascontiguousarray(pack.loss_mask)
-        self._digests.append(content_digest(ids, mask, starts, lengths))
+        self._digests.append(content_digest(ids, mask, starts))
         self._num_sequences += lengths.shape[0]
         self._num_tokens += len(pack)
         self._num_trained += int(np.count_nonzero(pack.loss_mask))

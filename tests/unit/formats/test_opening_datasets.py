@@ -87,7 +87,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_set("version", 2), "has version 2, this program reads version 1"),
+        (_set("version", 1), "has version 1, this program reads version 2"),
         (_set("format", "tar"), "names the format 'tar'"),
         (_set("pack_size", "4"), "has pack_size '4', expected a whole number"),
         (_set("pack_size", True), "has pack_size 'True'"),
