@@ -44,7 +44,13 @@ class _Column:
 
 
 class ParquetShard:
-    """One open file and its last few decoded row groups."""
+    """One open file and its last few decoded row groups.
+
+    Attributes:
+        checks_pages: whether the checksums of pages are compared; only a bench has a reason to leave that out.
+    """
+
+    checks_pages = True
 
     def __init__(self, path: Path | ObjectPath, *, pack_size: int | None = None) -> None:
         self._path = path
@@ -180,7 +186,7 @@ class ParquetShard:
             return None
         assert self._source is not None
         data = memoryview(self._source.read_at(chunk.start, chunk.num_bytes))
-        found = decode_pages(data, chunk, pages, self._codec, self._own_columns[name], known)
+        found = decode_pages(data, chunk, pages, self._codec, self._own_columns[name], known, check=self.checks_pages)
         return None if found is None or found[1].shape[0] != rows + 1 else _Column(*found)
 
     def _check_schema(self) -> None:
