@@ -17,7 +17,9 @@ _COLOURS = ("#0b78b8", "#d9820c", "#0f9d76", "#c4619b", "#7a63c4", "#c8521b", "#
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _REFERENCE, _QUIET = "#8b919b", "#9aa3ad"
 # With more cells than this, only those that differ get colours of their own.
-_MOST_COLOURED = len(_COLOURS)
+_MOST_COLOURED = 2 * len(_COLOURS)
+# With more than this, hovering shows the nearest cell and not all of them.
+_MOST_TOGETHER = 10
 # Where a logarithmic axis shows zero: below the relative spacing of doubles, 2.2e-16.
 FLOOR = 1e-17
 _LONGEST_NAME = 48
@@ -169,7 +171,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
         one |= {"name": f"{one['name']}, validation", "marker": one["marker"] | {"color": one["line"]["color"]}}
     made = [step for cell in drawn for step in cell.series.step]
     ends = (min(made, default=0), max(made, default=0))
-    hover = "x unified" if len(drawn) <= _MOST_COLOURED + 1 else "closest"
+    hover = "x unified" if len(drawn) <= _MOST_TOGETHER else "closest"
     charts = [
         Chart(
             "loss",
@@ -220,10 +222,12 @@ def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> 
     # The same on every chart, so that what lies below one another belongs together.
     pad = max(0.5, 0.015 * (steps[1] - steps[0]))
     ends = [steps[0] - pad, steps[1] + pad]
+    spike = {"spikethickness": 1, "spikecolor": _REFERENCE, "spikedash": "solid"}
     axis = {"automargin": True, "zeroline": False, "showline": False, "fixedrange": False}
     return {
         "xaxis": axis
-        | {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends},
+        | {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends}
+        | spike,
         "yaxis": axis | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format.removeprefix(":")},
         "hovermode": hover,
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},

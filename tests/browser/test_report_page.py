@@ -1,0 +1,221 @@
+"""The report as a browser shows it: read, hovered over, narrowed, darkened and printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity_reports import all_same, cell, one_of_each, reference, report, series
+
+from harness.report.parity.result import Check, ParityReport
+from harness.report.render import HTML_FILE, render_all
+
+PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+NASTY = "<img src=x onerror=alert(1)> <b>bold</b> &amp; a_name_that_goes_on_and_on_without_a_place_to_break_it"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Path of a report's page, written once."""
+    paths: dict[str, Path] = {}
+
+    def write(name: str, found: ParityReport) -> Path:
+        if name not in paths:
+            folder = tmp_path_factory.mktemp(name)
+            render_all(found, folder)
+            paths[name] = folder / HTML_FILE
+        return paths[name]
+
+    return write
+
+
+def hover(page: Any, chart: str, step: int) -> str:
+    """What is shown where the mouse rests on a chart at a step."""
+    shown = page.locator(f"#chart-{chart} .hoverlayer text")
+    # What an earlier step left must not be taken for this one.
+    page.mouse.move(1, 1)
+    page.wait_for_function("id => !document.querySelector(id + ' .hoverlayer text')", arg=f"#chart-{chart}")
+    box = page.locator(f"#chart-{chart} .nsewdrag").first
+    box.scroll_into_view_if_needed()
+    bounds = box.bounding_box()
+    x = page.evaluate(
+        "([id, step]) => document.getElementById(id)._fullLayout.xaxis.d2p(step)", [f"chart-{chart}", step]
+    )
+    page.mouse.move(bounds["x"] + x - 2, bounds["y"] + bounds["height"] / 2)
+    page.mouse.move(bounds["x"] + x, bounds["y"] + bounds["height"] / 2)
+    shown.first.wait_for()
+    return " | ".join(shown.all_text_contents())
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(page: Any, selector: str, *, text: str = "color", on: str = "") -> float:
+    """WCAG's contrast of an element's text with its background, or that of another element."""
+    style = "([query, name]) => getComputedStyle(document.querySelector(query))[name]"
+    one = luminance(page.evaluate(style, [selector, text]))
+    other = luminance(page.evaluate(style, [on or selector, "backgroundColor"]))
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
+
+
+def test_the_verdict_and_the_first_difference_are_read_first(visit, written, keep):
+    page = visit(written("each", one_of_each()))
+    verdict = page.locator("#verdict")
+    assert verdict.bounding_box()["y"] < 200
+    assert "Different" in verdict.inner_text()
+    assert "2 of 5 compared cells agree" in verdict.inner_text()
+    assert "token 211 of sequence 4,182 is 5,120" in verdict.inner_text()
+    # Read without colours: a sign and a word each.
+    tiles = page.locator("#matrix .tile").all_inner_texts()
+    assert set(tiles) == {"!failed", "✓same", "✗different", "○skipped", "◆reference"}
+    keep(page, "report-light")
+
+
+def test_hovering_shows_the_values_of_a_step(visit, written):
+    found = one_of_each()
+    page = visit(written("each", found))
+    loss = hover(page, "loss", 12)
+    assert f"npy, 0 workers : {found.cells[0].series.loss[11]:.6f}" in loss
+    assert f"binidx, 0 workers : {found.cells[4].series.loss[11]:.6f}" in loss
+    assert found.cells[0].series.loss[11] != found.cells[4].series.loss[11]
+    apart = hover(page, "loss-difference", 12)
+    assert "binidx, 0 workers : 1.20e-3" in apart
+    assert "parquet, 4 workers : identical" in apart
+    assert "identical" in hover(page, "loss-difference", 11).split("binidx, 0 workers : ")[1]
+
+
+def test_a_chart_is_zoomed_with_the_mouse_and_uploads_nothing(visit, written):
+    page = visit(written("each", one_of_each()))
+    page.locator("#chart-loss").scroll_into_view_if_needed()
+    box = page.locator("#chart-loss .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 160, steps=4)
+    page.mouse.up()
+    low, high = page.evaluate("document.getElementById('chart-loss')._fullLayout.xaxis.range")
+    assert 1 < low < high < 40
+    buttons = page.locator("#chart-loss .modebar-btn").evaluate_all("all => all.map((one) => one.dataset.title)")
+    assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]
+
+
+def test_a_cell_is_hidden_in_all_charts_and_a_group_is_shown_alone(visit, written):
+    other = cell("tp2", "parquet", 0, check="layouts", axes={"layout": "tp2"})
+    page = visit(written("groups", report([*all_same().cells, other])))
+    shown = """() => [...document.querySelectorAll('.plot')].map((div) =>
+        [...new Set(div.data.filter((one) => one.visible !== false).map((one) => one.meta))])"""
+    page.get_by_role("checkbox", name="memmap, 4 workers").uncheck()
+    assert all("memmap, 4 workers" not in names and len(names) >= 8 for names in page.evaluate(shown))
+    page.get_by_role("button", name="layouts").click()
+    assert {tuple(names) for names in page.evaluate(shown)} == {("tp2",)}
+
+
+def test_the_command_of_a_cell_is_copied(visit, written):
+    page = visit(written("each", one_of_each()), permissions=["clipboard-read", "clipboard-write"])
+    cell_of = page.locator("details", has=page.get_by_text("memmap, 4 workers", exact=True))
+    cell_of.get_by_role("button", name="Copy").click()
+    cell_of.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == "python -m recipes.parity check=formats cells='memmap, 4 workers'"
+
+
+def test_a_link_opens_the_cell_that_it_leads_to(visit, written):
+    page = visit(written("same", all_same()))
+    assert page.locator("details[open]").count() == 0
+    page.locator("#matrix .tile").nth(3).click()
+    assert page.locator("details[open] .name").inner_text() == "parquet, 4 workers"
+
+
+def test_nothing_is_wider_than_a_phone(visit, written, keep):
+    nasty = [cell(f"{NASTY} {n}", NASTY, n, command=NASTY * 3, axes={"format": NASTY, "n": str(n)}) for n in range(9)]
+    nasty_report = report([reference(), *nasty], title=NASTY, environment={NASTY: NASTY})
+    for name, found in (
+        ("each", one_of_each()),
+        ("empty", report([])),
+        ("nasty", nasty_report),
+    ):
+        page = visit(written(name, found), **PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == 360, name
+        assert page.locator("#verdict").is_visible()
+        inside = """() => [...document.querySelectorAll('.plot svg.main-svg')].every(
+            (svg) => svg.getBoundingClientRect().right <= 360)"""
+        assert page.evaluate(inside), name
+        keep(page, f"report-phone-{name}")
+
+
+def test_names_are_shown_as_they_are(visit, written):
+    sharp = "<img src=x onerror=alert(1)>"
+    page = visit(written("sharp", report([reference(), cell(sharp, "<b>x</b>", 0, status="different")], title=sharp)))
+    assert page.locator("h1").inner_text() == sharp
+    assert page.locator("img").count() == 0
+    assert f"{sharp} : " in hover(page, "fill", 5)
+
+
+def test_text_is_legible_in_light_and_dark_and_plots_follow_a_switch(visit, written, keep):
+    page = visit(written("each", one_of_each()))
+    surface = "#curves figure"
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for kind in ("same", "different", "failed", "skipped", "reference"):
+            assert contrast(page, f".tile.{kind}") >= 4.5, (scheme, kind)
+        assert contrast(page, "body") >= 10
+        assert contrast(page, ".note", on="body") >= 4.5
+        assert contrast(page, "#chart-loss .xtick text", text="fill", on=surface) >= 4.5
+        # Lines are the same in both.
+        for trace in page.locator("#chart-loss .scatterlayer .js-line").all():
+            one = luminance(trace.evaluate("one => getComputedStyle(one).stroke"))
+            other = luminance(page.evaluate(f"getComputedStyle(document.querySelector('{surface}')).backgroundColor"))
+            assert (max(one, other) + 0.05) / (min(one, other) + 0.05) >= 2.2, scheme
+    background = luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert background < 0.02
+    hover(page, "loss", 20)
+    assert contrast(page, "#chart-loss .hoverlayer text", text="fill", on=surface) >= 4.5
+    assert page.evaluate("getComputedStyle(document.querySelector('.hoverlayer rect.bg')).fillOpacity") == "1"
+    keep(page, "report-dark")
+
+
+def test_paper_is_white_and_has_everything_unfolded_within_its_width(visit, written, keep):
+    page = visit(written("same", all_same()), color_scheme="dark", viewport={"width": 688, "height": 1000})
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) == 1
+    assert page.locator("details").count() == page.locator("details[open]").count() == 10
+    assert page.get_by_role("navigation").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") == 688
+    assert "python -m recipes.parity check=formats cells='jsonl, 4 workers'" in page.locator("main").inner_text()
+    keep(page, "report-print")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    assert page.locator("details[open]").count() == 0
+    assert page.pdf(format="A4").startswith(b"%PDF")
+
+
+def test_reports_without_curves_are_pages_too(visit, written):
+    page = visit(written("empty", report([])))
+    assert "Nothing was compared" in page.locator("#verdict").inner_text()
+    broken = [cell("a", "memmap", 0, status="failed", checks=[], series=one_of_each().cells[5].series, reason="gone")]
+    page = visit(written("broken", report(broken)))
+    assert "No cell made a step" in page.locator("#curves").inner_text()
+    assert "gone" in page.locator("#verdict").inner_text()
+
+
+def test_a_tolerance_is_a_line_on_the_scale_of_differences(visit, written):
+    loss = Check("loss", passed=True, tolerance=1e-5, largest=1e-7)
+    near = cell("tp2", "parquet", 0, check="layouts", checks=[loss], series=series(40, drift=1e-7))
+    page = visit(written("near", report([reference(), near])))
+    assert page.locator("#chart-loss-difference .shapelayer path").count() == 1
+    assert "tp2 : 1.00e-7" in hover(page, "loss-difference", 3)
+
+
+@pytest.mark.nightly
+def test_a_hundred_runs_of_2000_steps_open(visit, written):
+    cells = [
+        cell(f"run {n}", "parquet", n, status="different", series=series(2000, drift=1e-6 * n)) for n in range(1, 100)
+    ]
+    page = visit(written("many", report([reference(series=series(2000)), *cells])), **PHONE)
+    assert page.locator("#chart-loss .scatterlayer .trace").count() == 200
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
