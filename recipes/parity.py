@@ -1,32 +1,39 @@
-"""Prove that other settings train the same: real runs from one checkpoint, held against a run of one rank.
+"""Prove that other settings train the same: real runs of `recipes.sft`, each held against a reference.
 
-    python -m recipes.parity check=layouts
+    python -m recipes.parity                      # every format against legacy npy
+    python -m recipes.parity check=workers        # or layouts, schedules, versions, all
 
-Prints a table of the largest relative differences and exits with code 1 where a case is beyond tolerance.
+Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
+Writes report.json, report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could
+not be carried out. Started again it keeps the cells that are finished.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import socket
-import subprocess
+import signal
 import sys
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from harness.config import hydra_entry
-from harness.errors import ConfigError, HarnessError
-from harness.formats import Provenance, open_writer
+from harness.errors import ConfigError
+from harness.formats import FORMATS, Provenance, open_writer
+from harness.formats.convert import convert
 from harness.records import Pack
-from harness.report.metrics import METRICS_FILE, StepMetrics, read_metrics
-from harness.report.parity.compare import Agreement, Case, Tolerances, compare, parse_case, render
+from harness.report.parity.assemble import cell_result, command_line, environment, skipped
+from harness.report.parity.cells import FORMAT, VERSION, Cell, CheckPlan, parse_case, plan_check
+from harness.report.parity.compare import IDENTICAL, Tolerances
+from harness.report.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
+from harness.report.parity.running import default_slots, run_cells
+from harness.report.parity.table import LiveTable, show
+from harness.report.render import HTML_FILE, render_all
 
-CHECKS = ("layouts",)
+CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
 
 
 @dataclass
@@ -34,170 +41,203 @@ class ParityConfig:
     """What to compare.
 
     Attributes:
-        check: layouts.
+        check: formats, workers, schedules, layouts, versions, several of them with commas between, or all.
         data: a dataset with `train` and `validation`, None for a small one that is made for the check.
-        folder: where runs are kept; removed first.
-        steps: after the checkpoint that every case starts from.
-        steps_before: that the reference makes before it, so that the optimizer's state is compared too.
-        timeout_s: of the runs of one number of ranks together.
+        datasets: paths by format, of datasets that are there already; other formats are converted from `data`.
+        versions: interpreters by name, whose environments hold other versions of the libraries.
+        folder: where runs are kept, and the report.
+        fresh: run cells again that are finished.
+        steps: of each run.
+        steps_before: that a checkpoint is made after which layouts go on from, so that the optimizer's state is
+            compared too.
+        slots: ranks to run side by side, None for the machine's cores.
+        timeout_s: of one cell.
         max_ranks: cases of more ranks are left out.
-        tolerances: on losses and gradient norms.
+        keep_batches: record the data itself beside its digests, which tells the position and both values of any
+            difference; 28 bytes a token of each run before compression.
+        tolerances: across layouts, schedules and versions.
         sft, sft_more: settings of `recipes.sft` for every case; the second is for the command line.
-        layouts: the cases, as `"ranks setting=value ..."`.
+        formats, workers, schedules, layouts, cases_of_versions: the cases, as `"ranks setting=value ..."`, the
+            reference first; `format=NAME` and `version=NAME` stand for a dataset and an interpreter.
     """
 
-    check: str = "layouts"
+    check: str = "formats"
     data: str | None = None
+    datasets: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     folder: str = "runs/parity"
+    fresh: bool = False
     steps: int = 20
     steps_before: int = 2
+    slots: int | None = None
     timeout_s: float = 900.0
     max_ranks: int = 8
+    keep_batches: bool = True
     tolerances: Tolerances = field(default_factory=Tolerances)
     sft: list[str] = field(default_factory=list)
     sft_more: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)
+    schedules: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
+    cases_of_versions: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.check not in CHECKS:
-            raise ConfigError(f"check {self.check!r} is unknown", where="check", fix=f"one of {', '.join(CHECKS)}")
-        if self.steps < 1 or self.steps_before < 1:
-            raise ConfigError(f"steps are {self.steps} and {self.steps_before}", where="steps", fix="1 or more each")
+        unknown = [name for name in self.checks if name not in CHECKS]
+        if unknown or not self.checks:
+            raise ConfigError(
+                f"check {self.check!r} is unknown", where="check", fix=f"one or more of {', '.join(CHECKS)}, or all"
+            )
+        for name in ("steps", "steps_before", "max_ranks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", where=name, fix="1 or more")
+        if self.slots is not None and self.slots < 1:
+            raise ConfigError(f"slots is {self.slots}", where="slots", fix="1 or more, or null for the machine's cores")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}", where="timeout_s", fix="seconds above 0")
+        if self.check == "versions" and not self.versions:
+            raise ConfigError(
+                "no other version's interpreter is named, so there is nothing to compare",
+                where="versions",
+                fix="versions='{mcore_0.19: /path/to/venv/bin/python}'",
+            )
+
+    @property
+    def checks(self) -> list[str]:
+        return list(CHECKS) if self.check == "all" else self.check.replace(" ", "").split(",")
+
+    def cases(self, check: str) -> list[str]:
+        if check == "versions":
+            more = [f"1 {VERSION}={name}" for name in self.versions]
+            return [*self.cases_of_versions[:1], *more]
+        return list(getattr(self, check))
 
 
 @hydra_entry("parity", ParityConfig)
 def main(config: ParityConfig) -> int:
-    cases = [case for case in map(parse_case, config.layouts) if case.ranks <= config.max_ranks]
-    if not cases:
-        raise ConfigError("there is no case to run", where="layouts, max_ranks", fix="name cases, or allow more ranks")
+    # Ended politely it ends its runs too; a SIGKILL reaches them through the kernel, on Linux.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(config.folder).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    data = Path(config.data).resolve() if config.data else make_dataset(folder / "data")
-    runs = Runs(folder, data, config)
+    if config.fresh:
+        shutil.rmtree(folder / "cells", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = device_of([*config.sft, *config.sft_more])
+    cells, left_out = plan(config, folder, device)
+    # In a log the table is as wide as it needs to be, and nothing is cut off.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    with LiveTable(cells, console) as table:
+        finished = run_cells(
+            cells, folder, slots=config.slots or default_slots(), timeout_s=config.timeout_s, watch=table.update
+        )
+    known = {cell.name: cell for cell in cells}
+    results = [
+        cell_result(
+            cell,
+            finished[cell.name],
+            folder=folder,
+            known=known,
+            reference=finished[cell.reference] if cell.reference else None,
+            device=device,
+        )
+        for cell in cells
+        if cell.is_told
+    ]
+    report = ParityReport(
+        title=f"Parity: {', '.join(config.checks)}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(),
+        environment={**environment(device), "settings": " ".join([*config.sft, *config.sft_more])},
+        cells=[*results, *left_out],
+    )
+    write_report(report, folder / REPORT_FILE)
+    render_all(report, folder)
+    show(report, console)
+    console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)
+    return 0 if report.verdict == "same" else 1
 
-    agreements: dict[str, Agreement] = {}
-    expected: list[StepMetrics] = []
-    cases.sort(key=lambda case: case.ranks)
-    for ranks in sorted({1, *(case.ranks for case in cases)}):
-        group = [case for case in cases if case.ranks == ranks]
-        print(f"{len(group)} cases of {ranks} rank{'s' * (ranks > 1)}", flush=True)
-        runs.run([*([runs.start, runs.reference] if ranks == 1 else []), *map(runs.job, group)], ranks)
-        if ranks == 1:
-            expected = runs.expected()
-        for case in group:
-            agreements[case.name] = compare(expected, runs.job(case).metrics(), config.tolerances)
-    print(render(agreements))
-    (folder / "parity.json").write_text(json.dumps({name: asdict(one) for name, one in agreements.items()}, indent=2))
-    return 0 if all(one.agrees for one in agreements.values()) else 1
+
+def device_of(settings: list[str]) -> str:
+    """cpu or cuda, as the runs' own settings say; `auto` is refused, because tolerances depend on it."""
+    named = [one.split("=", 1)[1] for one in settings if one.startswith("trainer.device=")]
+    device = named[-1] if named else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")
+    return device
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run of `recipes.sft`: up to `steps`, from a copy of the folder `start` on."""
-
-    name: str
-    folder: Path
-    steps: int
-    overrides: tuple[str, ...]
-    start: Path | None
-
-    def metrics(self) -> list[StepMetrics]:
-        path = self.folder / METRICS_FILE
-        return read_metrics(path) if path.exists() else []
-
-
-class Runs:
-    """Starts jobs, those of one number of ranks in the same processes."""
-
-    def __init__(self, folder: Path, data: Path, config: ParityConfig) -> None:
-        self._folder = folder
-        self._timeout_s = config.timeout_s
-        self._steps = config.steps_before + config.steps
-        self._settings = [
-            f"data.path={data}",
-            "resume=auto",
-            "trainer.device=cpu",
-            "trainer.checkpoint_interval=0",
-            f"optimizer.decay_steps={self._steps}",
-            *config.sft,
-            *config.sft_more,
-        ]
-        self.start = Job("start", folder / "start", config.steps_before, ("parallel=data",), None)
-        self.reference = self._from_start("reference", ("parallel=data",))
-
-    def job(self, case: Case) -> Job:
-        return self._from_start(case.name, case.overrides)
-
-    def _from_start(self, name: str, overrides: tuple[str, ...]) -> Job:
-        folder = self._folder / name.replace(" ", "_").replace("=", "-")
-        return Job(name, folder, self._steps, overrides, self.start.folder)
-
-    def expected(self) -> list[StepMetrics]:
-        """What the reference run did; raises HarnessError where it did not reach its end."""
-        steps = self.reference.metrics()
-        if len(steps) != self._steps:
-            raise HarnessError(
-                f"the reference made {len(steps)} steps of {self._steps}",
-                where=str(self._log(1)),
-                fix="mend what its log names",
+def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], list[CellResult]]:
+    """The cells to run, and what is left out of the matrix and why."""
+    source = Path(config.data).resolve() if config.data else make_dataset(folder / "data" / "made")
+    cells: list[Cell] = []
+    left_out: list[CellResult] = []
+    settings = [
+        "resume=auto",
+        f"trainer.device={device}",
+        "trainer.checkpoint_interval=0",
+        f"trainer.record_{'batches' if config.keep_batches else 'digests'}=true",
+        *config.sft,
+        *config.sft_more,
+    ]
+    across = config.tolerances
+    plans = {
+        "formats": CheckPlan(IDENTICAL, same_layout=True),
+        "workers": CheckPlan(IDENTICAL, same_layout=True),
+        "schedules": CheckPlan(across, same_layout=False),
+        "layouts": CheckPlan(across, same_layout=False, from_checkpoint=True, shares_processes=True),
+        "versions": CheckPlan(across, same_layout=True),
+    }
+    for check in config.checks:
+        if check == "versions" and not config.versions:
+            left_out.append(
+                skipped("versions", check, "no other version's interpreter is named: versions='{NAME: PATH}'")
             )
-        return steps
-
-    def run(self, jobs: list[Job], ranks: int) -> None:
-        """Run all; one that fails ends its processes, and those after it start in new ones."""
-        while jobs:
-            self._launch(jobs, ranks)
-            done = 0
-            while done < len(jobs) and len(jobs[done].metrics()) == jobs[done].steps:
-                done += 1
-            if done < len(jobs):
-                print(f"{jobs[done].name} failed; see {self._log(ranks)}", flush=True)
-            jobs = jobs[done + 1 :]
-
-    def _launch(self, jobs: list[Job], ranks: int) -> None:
-        listed = self._folder / f"ranks-{ranks}.json"
-        described = [
-            [port, [*self._settings, f"trainer.steps={job.steps}", *job.overrides], str(job.folder), _text(job.start)]
-            for port, job in zip(_free_ports(len(jobs)), jobs, strict=True)
-        ]
-        listed.write_text(json.dumps(described))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        with self._log(ranks).open("a") as log:
-            try:
-                subprocess.run(
-                    [sys.executable, *launcher, "-m", "recipes.sft_runs", str(listed)],
-                    env={"OMP_NUM_THREADS": "1", **os.environ},
-                    stdout=log,
-                    stderr=log,
-                    timeout=self._timeout_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                log.write(f"ended after {self._timeout_s:g} s\n")
-
-    def _log(self, ranks: int) -> Path:
-        return self._folder / f"ranks-{ranks}.log"
+            continue
+        cases = config.cases(check)
+        wanted = {parse_case(text, where=check).takes(FORMAT) for text in cases}
+        cells += plan_check(
+            check,
+            cases,
+            plans[check],
+            settings=settings,
+            datasets={"": str(source), **{name: dataset(config, source, folder, name) for name in wanted if name}},
+            pythons={"": sys.executable, **config.versions},
+            steps=config.steps,
+            steps_before=config.steps_before,
+            max_ranks=config.max_ranks,
+        )
+    return cells, left_out
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def dataset(config: ParityConfig, source: Path, folder: Path, format: str) -> str:
+    """The data in `format`: the one that is named, or `source` converted, which is done once."""
+    if format in config.datasets:
+        return config.datasets[format]
+    if format not in FORMATS:
+        raise ConfigError(
+            f"there is no format {format!r}", where="format", fix=f"one of {', '.join(FORMATS)}, or name its dataset"
+        )
+    target = folder / "data" / format
+    splits = [split for split in ("train", "validation") if (source / split).exists()]
+    for split in splits:
+        convert(source / split, target / split, format=format)
+    if not splits:
+        convert(source, target / "train", format=format)
+    return str(target)
 
 
 def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
-    """A dataset of short sequences with a pattern that can be learnt: 160 packs, and 9 for validation."""
+    """A dataset of short sequences with a pattern that can be learnt: 160 packs, and 9 for validation.
+
+    One that is there already is left as it is.
+    """
     rng = np.random.default_rng(0)
     provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": 300})
+    if (folder / "train" / "manifest.json").exists() and (folder / "validation" / "manifest.json").exists():
+        return folder
     for split, count in (("train", 160), ("validation", 9)):
-        with open_writer(folder / split, format="parquet", pack_size=pack_size, provenance=provenance) as writer:
+        with open_writer(
+            folder / split, format="parquet", pack_size=pack_size, provenance=provenance, overwrite=True
+        ) as writer:
             for _ in range(count):
                 lengths = rng.integers(5, pack_size // 3, size=rng.integers(1, 4))
                 starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.report.parity.result import REPORT_FILE, CellResult, read_report
+
 from .conftest import run_command
 
 FAST = (
@@ -29,33 +31,41 @@ SMALLER = (
 PLANTED = "1 optimizer.weight_decay=0.5"
 
 
-def parity(folder: Path, *overrides: str) -> tuple[int, str, dict]:
-    code, output = run_command([sys.executable, "-m", "recipes.parity", f"folder={folder}", *overrides], timeout_s=3000)
-    result = folder / "parity.json"
-    return code, output, json.loads(result.read_text()) if result.exists() else {}
+def parity(folder: Path, *overrides: str) -> tuple[int, str, dict[str, CellResult]]:
+    code, output = run_command(
+        [sys.executable, "-m", "recipes.parity", "check=layouts", f"folder={folder}", *overrides], timeout_s=3000
+    )
+    path = folder / REPORT_FILE
+    return code, output, {cell.name: cell for cell in read_report(path).cells} if path.exists() else {}
 
 
 def test_layouts_of_two_and_four_ranks_train_as_one_does_and_another_setting_is_named(tmp_path) -> None:
-    cases = json.dumps([*FAST, PLANTED])
-    code, output, result = parity(tmp_path / "parity", "steps=3", f"sft_more={json.dumps(SMALLER)}", f"layouts={cases}")
+    cases = json.dumps(["1 parallel=data", *FAST, PLANTED])
+    code, output, cells = parity(tmp_path / "parity", "steps=3", f"sft_more={json.dumps(SMALLER)}", f"layouts={cases}")
     assert code == 1, output
-    planted = result.pop("1x optimizer.weight_decay=0.5")
-    assert "loss differs by" in planted["problems"][0]
-    assert "1x optimizer.weight_decay=0.5: loss differs by" in output
-    assert f"{len(FAST)} of {len(FAST) + 1} cases train as the reference does" in output
-    assert len(result) == len(FAST)
-    for name, case in result.items():
-        assert case["problems"] == [], name
-        assert case["steps"] == 5, name
-        assert case["largest"]["loss"] <= 1e-5, name
-        assert case["largest"]["validation_loss"] <= 1e-5, name
-        assert case["largest"]["grad_norm"] <= 1e-4, name
+    planted = cells.pop("layouts: weight_decay=0.5")
+    assert planted.status == "different"
+    assert planted.first_difference.field == "loss"
+    assert "layouts: weight_decay=0.5: step 4: loss is" in output
+    assert f"{len(FAST)} of {len(FAST) + 1} cells train as their reference does: DIFFERENT" in output
+    reference = cells.pop("layouts: data")
+    assert (reference.status, reference.reference) == ("same", None)
+    assert len(cells) == len(FAST)
+    for name, cell in cells.items():
+        assert (cell.status, cell.reference) == ("same", "layouts: data"), name
+        assert cell.series.step == [1, 2, 3, 4, 5], name
+        largest = {check.name: check.largest for check in cell.checks if check.largest is not None}
+        assert largest["loss"] <= 1e-5, name
+        assert largest["validation_loss"] <= 1e-5, name
+        assert largest["grad_norm"] <= 1e-4, name
+        assert {check.name for check in cell.checks} >= {"data", "steps", "trained_tokens"}, name
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_layout_of_up_to_eight_ranks_trains_twenty_steps_to_the_losses_of_one(tmp_path) -> None:
-    code, output, result = parity(tmp_path / "parity")
+    code, output, cells = parity(tmp_path / "parity")
     assert code == 0, output
-    assert len(result) >= 16
-    assert {case["steps"] for case in result.values()} == {22}
+    assert len(cells) >= 17
+    assert {len(cell.series.step) for cell in cells.values()} == {22}
+    assert [cell.name for cell in cells.values() if cell.reference is None] == ["layouts: data"]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.report.parity.compare import parse_case
+from harness.report.parity.cells import parse_case
 from recipes.parity import ParityConfig
 from recipes.sft import SftConfig
 

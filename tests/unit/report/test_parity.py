@@ -9,7 +9,10 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.report.metrics import StepMetrics
-from harness.report.parity.compare import Case, Tolerances, compare, parse_case, render
+from harness.report.parity.cells import Case, CheckPlan, parse_case, plan_check
+from harness.report.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
+from harness.report.parity.locate import Recorded
+from harness.report.parity.result import Check
 
 
 def step(number: int, **changed: object) -> StepMetrics:
@@ -37,51 +40,114 @@ def step(number: int, **changed: object) -> StepMetrics:
 EXPECTED = [step(1), step(2), step(3)]
 
 
+def checks(found: list[StepMetrics], tolerances: Tolerances | None = None) -> dict[str, Check]:
+    """Of the metrics alone; those of the data have tests of their own."""
+
+    def run(steps: list[StepMetrics]) -> Recorded:
+        return Recorded(steps, list, lambda step, row, index: {})
+
+    made = compare_runs(run(EXPECTED), run(found), tolerances or Tolerances())
+    return {check.name: check for check in made}
+
+
+def said(found: list[StepMetrics], tolerances: Tolerances | None = None) -> list[str]:
+    made = checks(found, tolerances)
+    assert not made.pop("data").passed  # nothing was recorded, which is never agreement
+    return [check.difference.message for check in made.values() if check.difference is not None]
+
+
 def test_what_may_differ_between_layouts_is_no_difference() -> None:
     found = [step(1), step(2, num_microbatches=1, fill=0.1, step_s=9.0), step(3, loss=4.0 * (1 + 9e-6))]
-    agreement = compare(EXPECTED, found, Tolerances())
-    assert agreement.agrees
-    assert agreement.steps == 3
-    assert agreement.largest["loss"] == pytest.approx(9e-6)
-    assert agreement.largest["grad_norm"] == 0
+    assert said(found) == []
+    assert checks(found)["loss"].largest == pytest.approx(9e-6)
+    assert checks(found)["grad_norm"].largest == 0
+
+
+def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_stated_one_on_a_gpu() -> None:
+    found = [step(1), step(2), step(3, loss=math.nextafter(4.0, 5))]
+    (message,) = said(found, IDENTICAL)
+    assert "step 3: loss is 4.000000000000001, not 4.0 (relative difference 2.2e-16, expected bit-identical)" in message
+    assert said(found, on_device(IDENTICAL, "cuda")) == []
+    assert on_device(IDENTICAL, "cpu") == IDENTICAL
+    assert "atomically" in on_device(IDENTICAL, "cuda").reason
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
-        ({"loss": 4.00005}, r"loss differs by 1\.2e-05 at step 2 \(at most 1e-05\)"),
-        ({"loss": math.nan}, "loss differs by inf at step 2"),
-        ({"validation_loss": None}, "validation_loss differs by inf at step 2"),
-        ({"grad_norm": 2.001}, r"grad_norm differs by 5\.0e-04 at step 2 \(at most 0\.0001\)"),
+        ({"loss": 4.00005}, "step 2: loss is 4.00005, not 4.0 (relative difference 1.2e-05, at most 1e-05)"),
+        ({"loss": math.nan}, "step 2: loss is nan, not 4.0 (relative difference inf, at most 1e-05)"),
+        ({"validation_loss": None}, "step 2: validation_loss is not there, not 5.0"),
+        ({"grad_norm": 2.001}, "step 2: grad_norm is 2.001, not 2.0 (relative difference 5.0e-04, at most 0.0001)"),
         ({"trained_tokens": 79}, "step 2: trained_tokens is 79, not 80"),
         ({"packs_consumed": 9}, "step 2: packs_consumed is 9, not 8"),
     ],
 )
-def test_a_step_that_differs_is_named_with_its_numbers(changed, said) -> None:
-    agreement = compare(EXPECTED, [step(1), step(2, **changed), step(3)], Tolerances())
-    assert not agreement.agrees
-    with pytest.raises(AssertionError, match=said):
-        raise AssertionError("; ".join(agreement.problems))
+def test_a_step_that_differs_is_named_with_its_numbers(changed, message) -> None:
+    (told,) = said([step(1), step(2, **changed), step(3)])
+    assert told.startswith(message)
 
 
-@pytest.mark.parametrize("found", [[], EXPECTED[:2], EXPECTED[1:]])
-def test_a_run_that_did_not_make_every_step_does_not_agree(found) -> None:
-    assert not compare(EXPECTED, found, Tolerances()).agrees
-
-
-def test_the_table_says_which_case_differs_and_counts_the_rest() -> None:
-    good, bad = compare(EXPECTED, EXPECTED, Tolerances()), compare(EXPECTED, EXPECTED[:1], Tolerances())
-    table = render({"2x tp2": good, "4x pp4": bad})
-    assert table.splitlines()[1].split() == ["2x", "tp2", "3", "0.0e+00", "0.0e+00", "0.0e+00", "same"]
-    assert table.splitlines()[2].endswith("DIFFERENT")
-    assert "4x pp4: 1 of 3 steps were made" in table
-    assert table.splitlines()[-1].startswith("1 of 2 cases")
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "0 of 3 steps were made, step 1 is missing"),
+        (EXPECTED[:2], "2 of 3 steps were made, step 3 is missing"),
+        ([EXPECTED[0], EXPECTED[2]], "2 of 3 steps were made, step 2 is missing"),
+        ([*EXPECTED, step(4)], "4 of 3 steps were made, step 4 is one too many"),
+    ],
+)
+def test_a_run_that_did_not_make_every_step_does_not_agree(found, message) -> None:
+    assert said(found)[0] == message
 
 
 def test_a_case_is_ranks_and_settings() -> None:
     case = parse_case("4 parallel=tp2_pp2 loader.num_workers=2")
     assert case == Case(4, ("parallel=tp2_pp2", "loader.num_workers=2"))
-    assert case.name == "4x tp2_pp2 loader.num_workers=2"
+    assert case.name == "4x tp2_pp2 num_workers=2"
+    assert case.axes == {"ranks": "4", "layout": "tp2_pp2", "num_workers": "2"}
+    case = parse_case("1 format=parquet loader.num_workers=2")
+    assert (case.name, case.takes("format")) == ("parquet num_workers=2", "parquet")
+    assert case.settings == ("loader.num_workers=2",)
     for text in ("", "tp2", "0 parallel=tp2", "4 tp2"):
         with pytest.raises(ConfigError, match="is not a case"):
             parse_case(text)
+
+
+def cells(cases: list[str], *, max_ranks: int = 8, from_checkpoint: bool = False):
+    return plan_check(
+        "layouts",
+        cases,
+        CheckPlan(Tolerances(), same_layout=False, from_checkpoint=from_checkpoint),
+        settings=["trainer.device=cpu"],
+        datasets={"": "made", "npy": "old"},
+        pythons={"": "python"},
+        steps=5,
+        steps_before=2,
+        max_ranks=max_ranks,
+    )
+
+
+def test_the_first_case_is_the_reference_and_a_check_from_a_checkpoint_has_a_run_that_makes_it() -> None:
+    one, two = cells(["1 format=npy", "2 parallel=data"])
+    assert (one.name, one.reference, one.dataset) == ("layouts: npy", None, "old")
+    assert (two.name, two.reference, two.dataset) == ("layouts: 2x data", "layouts: npy", "made")
+    assert two.settings == ("data.path=made", "trainer.device=cpu", "optimizer.decay_steps=5", "parallel=data")
+    start, one, two = cells(["1 format=npy", "2 parallel=data"], from_checkpoint=True)
+    assert (start.steps, one.steps, start.is_told, one.is_told) == (2, 7, False, True)
+    assert (start.start, one.start, two.start) == (None, start.name, start.name)
+
+
+@pytest.mark.parametrize(
+    ("cases", "what"),
+    [
+        (["1 parallel=data"], "1 cases to run"),
+        (["1 parallel=data", "4 parallel=tp2"], "1 cases to run"),
+        (["1 parallel=data", "1 parallel=data"], "two cases are named"),
+        (["1 parallel=data", "1 format=parquet"], "names 'parquet', which is not among npy"),
+        (["1 parallel=data", "1 version=new"], "names 'new', which is not among none"),
+    ],
+)
+def test_a_matrix_that_cannot_be_compared_is_refused(cases, what) -> None:
+    with pytest.raises(ConfigError, match=what):
+        cells(cases, max_ranks=2)
