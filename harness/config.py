@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
@@ -42,6 +43,8 @@ def compose_config(name: str, schema: type[T], overrides: list[str] | None = Non
         if isinstance(cause, HarnessError):
             raise cause from None
         said = str(error).strip().splitlines()
+        # Where Hydra looked is of no use here: there is one folder, and it is named below.
+        said = list(itertools.takewhile(lambda line: "Config search path" not in line, said))
         told = [line.strip() for line in said if line.strip() and "full_key" not in line and "object_type" not in line]
         if cause is not None and str(cause) not in str(error):
             told.append(str(cause).splitlines()[0])

@@ -251,7 +251,9 @@ class _Preparation:
                 f"no conversation is left for {name}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
                 where=self._config.source.path or self._config.source.kind,
-                fix="read more, or change data.validation_fraction, data.pack_size or data.over_long",
+                fix="read more conversations, or set data.validation_fraction=0"
+                if name == layout.VALIDATION
+                else "read more conversations, or change data.pack_size or data.over_long",
             )
 
     def _source_bytes(self) -> int:

@@ -119,7 +119,7 @@ def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
 
     Args:
         files: as from `list_files`.
-        limit: stop after so many records; 0 reads all.
+        limit: stop after so many records; 0 reads all. Blank lines are no records.
 
     Raises:
         PrepError: a file cannot be read, or is Parquet without a usable `messages` column.
@@ -131,12 +131,18 @@ def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
             if left is None:
                 yield chunk
                 continue
-            if len(chunk.records) >= left:
-                share = chunk.num_bytes * left // max(len(chunk.records), 1)
-                yield Chunk(chunk.path, chunk.unit, chunk.first, chunk.records[:left], share)
+            places = [place for place, record in enumerate(chunk.records) if not _is_blank(record)]
+            if len(places) >= left:
+                end = places[left - 1] + 1
+                share = chunk.num_bytes * end // len(chunk.records)
+                yield Chunk(chunk.path, chunk.unit, chunk.first, chunk.records[:end], share)
                 return
-            left -= len(chunk.records)
+            left -= len(places)
             yield chunk
+
+
+def _is_blank(record: object) -> bool:
+    return isinstance(record, bytes) and not record.strip()
 
 
 def _read_jsonl(file: Path) -> Iterator[Chunk]:

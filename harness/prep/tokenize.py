@@ -72,8 +72,8 @@ class ChatTokenizer:
         """Load from `folder`, or else from `config.name`.
 
         Raises:
-            ConfigError: it cannot be loaded, is no fast tokenizer, or its template has no `{% generation %}` while
-                the masking rule needs it.
+            ConfigError: it cannot be loaded, is no fast tokenizer, or its template is no Jinja, or has no
+                `{% generation %}` while the masking rule needs it.
         """
         self.name = folder or config.name
         self.mask_rule = config.mask
@@ -91,6 +91,7 @@ class ChatTokenizer:
             raise ConfigError(
                 "the tokenizer has no chat template", where=self.name, fix="name one with tokenizer.chat_template"
             ) from error
+        self._check_syntax(config.chat_template or self.name)
         if config.mask == "generation" and not _GENERATION_TAG.search(self.chat_template):
             raise ConfigError(
                 "the chat template has no {% generation %}, so it does not say which tokens are the assistant's",
@@ -102,6 +103,20 @@ class ChatTokenizer:
         special = sorted(special_tokens | set(self._hf.all_special_tokens), key=lambda token: (-len(token), token))
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
+
+    def _check_syntax(self, where: str) -> None:
+        """Once and for all, where each conversation would say the same."""
+        import jinja2
+
+        try:
+            self._template([{"role": "user", "content": ""}])
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is no Jinja: {error.message}, line {error.lineno}", where=where, fix="mend it there"
+            ) from None
+        except Exception:
+            # Templates may refuse this conversation; each that is read is answered for on its own.
+            pass
 
     @property
     def vocab_size(self) -> int:

@@ -232,8 +232,9 @@ def test_all_of_it_can_be_for_training(tmp_path, chats):
     ],
 )
 def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words):
-    with pytest.raises(PrepError, match=words):
+    with pytest.raises(PrepError, match=words) as caught:
         run(settings(tmp_path / "d", chats, **change))
+    assert ("validation_fraction=0" in caught.value.fix) == ("validation_fraction" in change)
 
 
 def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):

@@ -63,6 +63,7 @@ def test_a_mistake_in_a_setting_is_told_before_anything_starts(override, said):
     with pytest.raises(ConfigError) as error:
         compose_config("sft", SftConfig, [override])
     assert said in str(error.value)
+    assert "search path" not in str(error.value)
     assert error.value.fix
 
 

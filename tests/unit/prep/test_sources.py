@@ -107,6 +107,11 @@ def test_the_limit_holds_over_files(tmp_path, limit):
     assert len(read_all(tmp_path, limit)) == min(limit, 6)
 
 
+def test_blank_lines_do_not_count_toward_the_limit(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n" + (json.dumps(GOOD) + "\n  \n") * 3)
+    assert [len(read_all(tmp_path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("settings", "where"),
     [

@@ -40,6 +40,19 @@ def with_template(folder, path, template, **settings):
     return ChatTokenizer(TokenizerConfig(name=str(folder), chat_template=str(file), **settings))
 
 
+def test_a_template_that_is_no_jinja_is_refused_before_any_conversation(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"the chat template is no Jinja: .*line 2") as caught:
+        with_template(folder, tmp_path, "{% generation %}\n{% endfr %}")
+    assert caught.value.where.endswith("template.jinja")
+
+
+def test_a_template_may_refuse_the_conversation_that_tries_its_syntax(folder, tmp_path):
+    template = "{{ raise_exception('no') if messages | length < 2 }}"
+    template += "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    refusing = with_template(folder, tmp_path, template)
+    assert trained_text(refusing, encode(refusing, chat("a", "bcd"))) == "cd"
+
+
 def chat(*turns: str, first: str = "user") -> Conversation:
     """Turns that alternate between user and assistant."""
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
