@@ -137,6 +137,13 @@ def some(names: Sequence[str]) -> str:
 def _nothing(path: Path, formats: Sequence[Format]) -> FormatError:
     if path.is_dir():
         names = [entry.name for entry in path.iterdir()]
+        datasets = sorted((name for name in names if (path / name / MANIFEST_NAME).is_file()), key=natural_key)
+        if datasets:
+            return FormatError(
+                f"a folder of {len(datasets):,} datasets and none itself ({some(datasets)})",
+                where=str(path),
+                fix=f"name one of them, such as {path / datasets[0]}",
+            )
         return FormatError(
             f"no {MANIFEST_NAME} and no known layout: an interrupted write or no dataset "
             f"(found {len(names):,} files: {some(names)})",

@@ -48,6 +48,14 @@ def test_a_folder_without_a_manifest_says_what_was_found(tmp_path: Path) -> None
     assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
 
 
+def test_a_folder_of_datasets_says_to_name_one(tmp_path: Path) -> None:
+    for name in ("validation", "train"):
+        write(tmp_path / name)
+    error = error_of(tmp_path)
+    assert error.what == "a folder of 2 datasets and none itself (train, validation)"
+    assert error.fix == f"name one of them, such as {tmp_path / 'train'}"
+
+
 def test_an_unknown_suffix_names_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("1,2")
     error = error_of(tmp_path / "data.csv")
