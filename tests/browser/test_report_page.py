@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity_nights import NEWEST, restless
 from parity_reports import all_same, cell, one_of_each, reference, report, series
 
 from harness.report.parity.result import Check, ParityReport
-from harness.report.render import HTML_FILE, render_all
+from harness.report.render import HISTORY_FILE, HTML_FILE, render_all, render_history
 
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 NASTY = "<img src=x onerror=alert(1)> <b>bold</b> &amp; a_name_that_goes_on_and_on_without_a_place_to_break_it"
@@ -209,6 +210,21 @@ def test_a_tolerance_is_a_line_on_the_scale_of_differences(visit, written):
     page = visit(written("near", report([reference(), near])))
     assert page.locator("#chart-loss-difference .shapelayer path").count() == 1
     assert "tp2 : 1.00e-7" in hover(page, "loss-difference", 3)
+
+
+def test_nights_outside_their_bands_are_marked(visit, tmp_path, keep):
+    render_history(restless(), tmp_path)
+    page = visit(tmp_path / HISTORY_FILE)
+    assert "Left its band" in page.locator("#verdict").inner_text()
+    marked = page.locator(".plot").evaluate_all(
+        "all => all.map((div) => (div.data[3] ? div.data[3].y.filter((one) => one !== null) : []))"
+    )
+    assert marked == [[0.61], [1900], [4]]
+    # The newest night, by its number on the axis of dates.
+    assert "0.61" in hover(page, "metric-0", page.evaluate(f"new Date('{NEWEST}').getTime()"))
+    keep(page, "history-light")
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 @pytest.mark.nightly

@@ -10,12 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.errors import ConfigError
+from harness.report.parity.history import History
 from harness.report.parity.result import ParityReport
 from harness.report.render.junit import render_junit
 from harness.report.render.message import render_message
+from harness.report.render.nights import render_nights
 from harness.report.render.page import render_page
 
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
+HISTORY_FILE = "history.html"
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
@@ -30,6 +33,15 @@ def render_all(report: ParityReport, folder: Path) -> None:
         HTML_FILE: render_page(report),
     }
     write_files(files, folder)
+
+
+def render_history(history: History, folder: Path) -> None:
+    """Write `history.html` to `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+    """
+    write_files({HISTORY_FILE: render_nights(history)}, folder)
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:

@@ -24,6 +24,15 @@ _MOST_TOGETHER = 10
 FLOOR = 1e-17
 _LONGEST_NAME = 48
 
+# What all axes have, and all charts: their colours are the page's.
+AXIS: dict[str, Any] = {"automargin": True, "zeroline": False, "showline": False, "fixedrange": False}
+TRANSPARENT: dict[str, Any] = {
+    "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"namelength": -1},
+}
+
 Values = Sequence[float | None]
 
 
@@ -60,10 +69,10 @@ class Chart:
 class Pool:
     """Arrays that traces share: curves that are the same value for value are stored once."""
 
-    arrays: list[list[float | None]] = field(default_factory=list)
-    _known: dict[tuple[float | None, ...], int] = field(default_factory=dict)
+    arrays: list[list[float | str | None]] = field(default_factory=list)
+    _known: dict[tuple[float | str | None, ...], int] = field(default_factory=dict)
 
-    def add(self, values: Values) -> int:
+    def add(self, values: Sequence[float | str | None]) -> int:
         """The number of an array with these values."""
         key = tuple(values)
         if key not in self._known:
@@ -94,7 +103,7 @@ def thin(steps: Sequence[int], values: Values, points: int) -> tuple[list[int], 
 
     A single step that stands out is always kept. Values that are not finite become None, which leaves a gap.
     """
-    pairs = list(zip(steps, map(_finite, values), strict=False))
+    pairs = list(zip(steps, map(finite, values), strict=False))
     if len(pairs) > points:
         stretch = -(-2 * len(pairs) // max(points, 2))
         kept = []
@@ -116,7 +125,7 @@ def differences(reference: Series, found: Series, column: str) -> tuple[list[int
     for step, value in zip(found.step, getattr(found, column), strict=False):
         if step in expected:
             steps.append(step)
-            values.append(_relative(_finite(expected[step]), _finite(value)))
+            values.append(_relative(finite(expected[step]), finite(value)))
     return steps, values
 
 
@@ -138,7 +147,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
             return None
         style = styles[cell.name]
         return {
-            "name": _escape(cell.name),
+            "name": plain(cell.name),
             "x": pool.add(kept_steps),
             "y": pool.add(kept),
             "mode": "lines+markers" if len(kept) == 1 else "lines",
@@ -223,18 +232,14 @@ def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> 
     pad = max(0.5, 0.015 * (steps[1] - steps[0]))
     ends = [steps[0] - pad, steps[1] + pad]
     spike = {"spikethickness": 1, "spikecolor": _REFERENCE, "spikedash": "solid"}
-    axis = {"automargin": True, "zeroline": False, "showline": False, "fixedrange": False}
     return {
-        "xaxis": axis
+        "xaxis": AXIS
         | {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends}
         | spike,
-        "yaxis": axis | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format.removeprefix(":")},
+        "yaxis": AXIS | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format.removeprefix(":")},
         "hovermode": hover,
-        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
-        "hoverlabel": {"namelength": -1},
+        **TRANSPARENT,
     }
 
 
@@ -259,10 +264,9 @@ def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
     ]
     ticks = [FLOOR, *(10.0**power for power in range(-15, 4, 3))]
     return {
-        "yaxis": {
+        "yaxis": AXIS
+        | {
             "type": "log",
-            "automargin": True,
-            "zeroline": False,
             "title": {"text": "relative difference", "standoff": 6},
             "tickvals": ticks,
             "ticktext": ["0", *(f"1e{power}" if power else "1" for power in range(-15, 4, 3))],
@@ -278,11 +282,12 @@ def _relative(expected: float | None, found: float | None) -> float | None:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is not a finite number."""
     return value if value is not None and math.isfinite(value) else None
 
 
-def _escape(name: str) -> str:
-    """Plotly reads names as HTML of its own kind."""
+def plain(name: str) -> str:
+    """A name for Plotly, which reads names as HTML of its own kind."""
     short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
     return html.escape(short, quote=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from harness.report.parity.result import CellResult, ParityReport
 from harness.report.render import words
 from harness.report.render.matrix import costs, group_cells
@@ -79,9 +81,8 @@ def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
     """One line that Markdown shows as it is."""
     short = " ".join(text.split())
     short = short if len(short) <= longest else f"{short[: longest - 1]}…"
-    for sign in "\\`*_[]<>|#":
-        short = short.replace(sign, f"\\{sign}")
-    return short
+    # An underscore within a word is one in Markdown too.
+    return re.sub(r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", short)
 
 
 def _code(command: str) -> str:
