@@ -41,7 +41,7 @@ class ParityConfig:
     """What to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, versions, several of them with commas between, or all.
+        check: formats, workers, schedules, layouts, versions, several as `formats+workers`, or all.
         data: a dataset with `train` and `validation`, None for a small one that is made for the check.
         datasets: paths by format, of datasets that are there already; other formats are converted from `data`.
         versions: interpreters by name, whose environments hold other versions of the libraries.
@@ -104,7 +104,7 @@ class ParityConfig:
 
     @property
     def checks(self) -> list[str]:
-        return list(CHECKS) if self.check == "all" else self.check.replace(" ", "").split(",")
+        return list(CHECKS) if self.check == "all" else self.check.split("+")
 
     def cases(self, check: str) -> list[str]:
         if check == "versions":
