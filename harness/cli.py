@@ -27,6 +27,7 @@ from harness.report.bench.cli import bench_app
 from harness.report.bench.output import Outcome, Output, Say
 from harness.report.bench.workspace import Workspace
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
+from harness.report.parity.cli import parity_app
 
 app = typer.Typer(
     name="harness",
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(parity_app, name="parity")
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]

@@ -1,0 +1,59 @@
+"""Run folders as `recipes.sft` writes them, with the data of a real loader and losses that nobody trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.formats import open_dataset
+from harness.loader.loader import Loader, LoaderConfig
+from harness.report.metrics import METRICS_FILE, StepMetrics
+from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
+from harness.schedule import ScheduleConfig
+
+
+def write_run(
+    folder: Path,
+    data: Path,
+    *,
+    steps: int = 4,
+    seed: int = 0,
+    change: Callable[[StepMetrics], StepMetrics] = lambda one: one,
+) -> Path:
+    """A run of `steps` steps on `data`, a dataset with `train` in it; `change` edits each step's metrics."""
+    import json
+    from dataclasses import asdict
+
+    loading = LoaderConfig(global_batch_size=6, num_workers=0, seed=seed)
+    loader = Loader(open_dataset(data / "train"), loading, schedule=ScheduleConfig("dp_balanced", 512), num_steps=steps)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        f"data: {{path: '{data}', validation_path: null}}\ntrainer: {{device: cpu}}\nrun_dir: {folder}\n"
+    )
+    digests = DigestWriter(folder)
+    lines = []
+    for number, batch in enumerate(loader, start=1):
+        own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
+        digests.write(merge_ranks(number, batch, [own]))
+        metrics = StepMetrics(
+            step=number,
+            epoch=batch.epoch,
+            loss=6.0 / number,
+            validation_loss=None,
+            learning_rate=1e-3,
+            grad_norm=1.5,
+            tokens=batch.num_tokens,
+            trained_tokens=sum(row.num_trained_tokens for row in batch.rows),
+            tokens_per_s=1000.0 * number,
+            fill=batch.imbalance.fill,
+            num_microbatches=batch.num_microbatches,
+            step_s=0.5,
+            data_wait_s=0.1,
+            imbalance_tokens=1.0,
+            imbalance_cost=1.0,
+            packs_consumed=batch.state.packs_consumed,
+        )
+        lines.append(json.dumps(asdict(change(metrics))) + "\n")
+    digests.close()
+    (folder / METRICS_FILE).write_text("".join(lines))
+    return folder
