@@ -23,6 +23,8 @@ from harness.errors import ConfigError, HarnessError, exit_on_error
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")
+# Lines of Hydra's messages that help nobody here; no key can be appended.
+_HYDRAS_OWN = ("full_key", "object_type", "To append to your config")
 
 
 def compose_config(name: str, schema: type[T], overrides: list[str] | None = None) -> T:
@@ -45,7 +47,7 @@ def compose_config(name: str, schema: type[T], overrides: list[str] | None = Non
         said = str(error).strip().splitlines()
         # Where Hydra looked is of no use here: there is one folder, and it is named below.
         said = list(itertools.takewhile(lambda line: "Config search path" not in line, said))
-        told = [line.strip() for line in said if line.strip() and "full_key" not in line and "object_type" not in line]
+        told = [line.strip() for line in said if line.strip() and not any(word in line for word in _HYDRAS_OWN)]
         if cause is not None and str(cause) not in str(error):
             told.append(str(cause).splitlines()[0])
         keys = [line.split(":", 1)[1].strip() for line in said if "full_key" in line]

@@ -172,7 +172,8 @@ def main(config: SftConfig) -> None:
                 where=str(newest),
                 fix=f"trainer.steps={first_step - 1} or more, or start a new run",
             )
-        runtime.on_rank_0(lambda: open_run_folder(folder, settings=to_yaml(config), goes_on=config.resume != "false"))
+        opened = open_run_folder(folder, settings=to_yaml(config), goes_on=config.resume != "false")
+        runtime.on_rank_0(lambda: stack.enter_context(opened))
         speaks = ranks.rank == 0
         writer = MetricsWriter(folder, first_step=first_step) if speaks else None
         records = config.trainer.record_digests or config.trainer.record_batches

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, FormatError
+from harness.formats.files import Marker
 
 RESUME = ("false", "true", "auto")
 CHECKPOINTS = "checkpoints"
 # Written last into a checkpoint.
 RUN_FILE = "run.json"
+# Locked while a run writes to its folder; one that was killed leaves it behind unlocked.
+_RUNNING = "_running"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -65,17 +70,35 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     return folder
 
 
-def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> None:
-    """Make the folder of a run that is about to train, and write its settings down.
+@contextmanager
+def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[None]:
+    """Make the folder of a run that is about to train, write its settings down, and keep other runs out of it.
 
     Those of the part before, where they differ, are kept as `config.before-N.yaml`.
 
     Raises:
-        ConfigError: another run has taken the folder meanwhile.
+        ConfigError: another run has taken the folder meanwhile, or is still writing to it.
     """
     if not goes_on and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError("another run has just taken this folder", where=str(folder), fix="start again")
     folder.mkdir(parents=True, exist_ok=True)
+    running = Marker(folder / _RUNNING)
+    try:
+        running.acquire()
+    except FormatError:
+        raise ConfigError(
+            "another run is still writing to this folder",
+            where=str(folder),
+            fix="wait for it or end it, then resume; or name another folder with run_dir=",
+        ) from None
+    try:
+        _write_settings(folder, settings)
+        yield
+    finally:
+        running.release(remove=True)
+
+
+def _write_settings(folder: Path, settings: str) -> None:
     path = folder / "config.yaml"
     if path.exists() and path.read_text() != settings:
         number = 1 + len(list(folder.glob("config.before-*.yaml")))

@@ -64,14 +64,27 @@ def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
 
 def test_settings_of_the_part_before_are_kept_where_they_differ(tmp_path):
     folder = tmp_path / "run"
-    open_run_folder(folder, settings="steps: 1\n", goes_on=False)
-    open_run_folder(folder, settings="steps: 1\n", goes_on=True)
-    open_run_folder(folder, settings="steps: 2\n", goes_on=True)
+    for number, goes_on in ((1, False), (1, True), (2, True)):
+        with open_run_folder(folder, settings=f"steps: {number}\n", goes_on=goes_on):
+            pass
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
+    taken = open_run_folder(folder, settings="steps: 1\n", goes_on=False)
     with pytest.raises(ConfigError, match="another run has just taken"):
-        open_run_folder(folder, settings="steps: 1\n", goes_on=False)
+        taken.__enter__()
+
+
+def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_path):
+    folder = tmp_path / "run"
+    with open_run_folder(folder, settings="steps: 1\n", goes_on=False):
+        second = open_run_folder(folder, settings="steps: 2\n", goes_on=True)
+        with pytest.raises(ConfigError, match="another run is still writing to this folder"):
+            second.__enter__()
+        assert (folder / "config.yaml").read_text() == "steps: 1\n"
+    with open_run_folder(folder, settings="steps: 2\n", goes_on=True):
+        pass
+    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
 
 
 def test_another_word_for_resume_is_refused(tmp_path):
