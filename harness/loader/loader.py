@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing.connection
+import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -91,6 +94,7 @@ class Loader:
             persistent_workers=config.persistent_workers and workers > 0,
             multiprocessing_context=config.start_method if workers else None,
             timeout=config.timeout_s if workers else 0,
+            worker_init_fn=_end_with_parent if workers else None,
             # Without one of its own it draws from torch's global generator, and dropout would depend on the workers.
             generator=torch.Generator(),
         )
@@ -148,9 +152,9 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, RuntimeError) and _is_about_workers(error):
-            pids = self.worker_pids()
+            pids, owing = self.worker_pids(), self._owing_worker()
             self._end_workers(at_once=True)
-            raise self._lost(error, pids) from error
+            raise self._lost(error, pids, owing) from error
         self.close()
 
     def _all_steps(self) -> Iterator[Step]:
@@ -171,23 +175,29 @@ class Loader:
             except RuntimeError as error:
                 if not _is_about_workers(error):
                     raise
-                pids = self.worker_pids()
+                pids, owing = self.worker_pids(), self._owing_worker()
                 self._end_workers(at_once=True)
-                raise self._lost(error, pids) from None
+                raise self._lost(error, pids, owing) from None
             if isinstance(item, HarnessError):
                 self.close()
                 raise item
             yield build_step(item, layout=self._layout, before=self.state, num_packs=self._num_packs)
 
-    def _lost(self, error: RuntimeError, alive: list[int]) -> LoaderError:
+    def _owing_worker(self) -> int | None:
+        """Process id of the worker that the next batch is waited for from; torch itself does not tell."""
+        iterator = self._workers
+        owed = None if iterator is None else iterator._task_info.get(iterator._rcvd_idx)
+        return None if owed is None else iterator._workers[owed[0]].pid
+
+    def _lost(self, error: RuntimeError, alive: list[int], owing: int | None) -> LoaderError:
         """What torch says of a dead or silent worker, with what to do about it."""
         where = f"data-parallel rank {self._layout.dp_rank}, {self._config.num_workers} workers"
         if "timed out" in str(error):
             return LoaderError(
-                f"no data came for {self._config.timeout_s:g} s from the loader's workers "
-                f"(process ids {', '.join(map(str, alive)) or 'none alive'})",
+                f"no data came for {self._config.timeout_s:g} s from the loader's worker with process id {owing} "
+                f"(alive are {', '.join(map(str, alive)) or 'none'})",
                 where=where,
-                fix="look at what the workers wait for (py-spy dump --pid), at the file system, "
+                fix=f"look at what it waits for (py-spy dump --pid {owing}), at the file system, "
                 "or raise loader.timeout_s for slow storage",
             )
         pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
@@ -211,6 +221,13 @@ class _StepDataset(Dataset[RawStep | HarnessError]):
             return self._reader.read(step)
         except HarnessError as error:
             return error
+        except MemoryError as error:
+            return LoaderError(
+                f"process {os.getpid()} ran out of memory while it read a step: {error or 'nothing more is known'}",
+                where=f"epoch {step.epoch}, step {step.index}",
+                fix="lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the "
+                "memory limit of the job",
+            )
         except OSError as error:
             return LoaderError(
                 f"reading failed: {error}",
@@ -227,6 +244,24 @@ class _StepSampler(Sampler[Step]):
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
+
+
+def _end_with_parent(worker_id: int) -> None:
+    """In a worker: end it at once where the training process dies.
+
+    Torch's workers look at their parent's id, which is the server's with forkserver; and the server lives as long as
+    a worker of it does. Seen: both stayed for good.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -68,24 +68,6 @@ def test_two_epochs_are_whole_and_in_order(expected: list[tuple[int, int, list[i
     assert len({digest for *_, digest in expected}) == 16
 
 
-@pytest.mark.parametrize("persistent_workers", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
-def test_workers_do_not_change_a_batch(
-    dataset: Path, expected: list[tuple[int, int, list[int], str]], num_workers: int, persistent_workers: bool
-) -> None:
-    made = loader(dataset, num_workers=num_workers, persistent_workers=persistent_workers)
-    assert contents(made) == expected
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_start_method_does_not_change_a_batch(
-    dataset: Path, expected: list[tuple[int, int, list[int], str]], start_method: str
-) -> None:
-    reader = open_dataset(dataset)
-    reader.read([0])
-    assert contents(loader(reader, num_workers=1, start_method=start_method, prefetch_factor=4)) == expected
-
-
 def test_persistent_workers_live_across_epochs_and_others_do_not(dataset: Path) -> None:
     def pids_by_epoch(persistent_workers: bool) -> list[set[int]]:
         pids: list[set[int]] = [set(), set()]

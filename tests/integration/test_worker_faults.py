@@ -1,0 +1,122 @@
+"""A worker that dies, hangs or runs out of memory is named in time, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import LoaderError
+from harness.formats import open_dataset, open_writer
+from harness.loader.loader import Loader, LoaderConfig
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+RANK = Path(__file__).with_name("reading_rank.py")
+
+
+def loader(folder: Path, **settings: object) -> Loader:
+    config = LoaderConfig(**{"global_batch_size": 5, "timeout_s": 60.0, **settings})
+    return Loader(open_dataset(folder), config, schedule=ScheduleConfig("dp_balanced", 4096), num_epochs=1000)
+
+
+def in_time(condition: Callable[[], bool], *, seconds: float = 30.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no such process runs; one that nobody waited for is gone too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_of_several_workers_the_one_that_hangs_is_named(in_every_format: dict[str, Path], which: int) -> None:
+    with loader(in_every_format["binidx"], num_workers=2, timeout_s=1.0) as made:
+        batches = iter(made)
+        next(batches)
+        pids = made.worker_pids()
+        os.kill(pids[which], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(LoaderError, match=rf"no data came for 1 s from .* process id {pids[which]} "):
+            for _ in batches:
+                pass
+        assert time.monotonic() - started < 30
+    assert all(map(is_gone, pids))
+
+
+def test_a_worker_without_memory_says_so(tmp_path: Path) -> None:
+    # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
+    with open_writer(tmp_path / "packs", format="binidx", pack_size=5 << 18) as writer:
+        for length in [4] * 40 + [5 << 18] * 8:
+            writer.append(Pack(np.arange(length), np.zeros(length), [0]))
+    reader = open_dataset(tmp_path / "packs")
+    config = LoaderConfig(global_batch_size=8, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
+    with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", 5 << 18), num_epochs=1) as made:
+        batches = iter(made)
+        next(batches)
+        pid = made.worker_pids()[0]
+        resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        started = time.monotonic()
+        with pytest.raises(LoaderError, match=rf"process {pid} ran out of memory while it read a step") as caught:
+            list(batches)
+        assert time.monotonic() - started < 30
+    assert caught.value.where == "epoch 0, step 5"
+    assert "num_workers" in caught.value.fix
+    assert is_gone(pid)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
+def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
+    in_every_format: dict[str, Path], start_method: str
+) -> None:
+    # The kernel tells nobody here when such a worker dies.
+    with loader(in_every_format["jsonl"], num_workers=1, start_method=start_method, timeout_s=20.0) as made:
+        batches = iter(made)
+        next(batches)
+        pid = made.worker_pids()[0]
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(LoaderError, match=rf"loader worker with process id {pid} died"):
+            for _ in batches:
+                pass
+        assert time.monotonic() - started < 30
+        assert is_gone(pid)
+
+
+@pytest.mark.parametrize(
+    "start_method",
+    ["fork", pytest.param("spawn", marks=pytest.mark.nightly), pytest.param("forkserver", marks=pytest.mark.nightly)],
+)
+def test_workers_of_a_killed_rank_end_themselves(in_every_format: dict[str, Path], start_method: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, RANK, in_every_format["parquet"], "0", "1", "2", start_method, "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 3
+        process.kill()
+        process.wait()
+        # Torch's own watch takes five seconds and has none for forkserver.
+        assert in_time(lambda: all(map(is_gone, pids)))
+
+    def left() -> set[Path]:
+        return {path for path in set(Path("/dev/shm").iterdir()) - before if path.stat().st_uid == os.getuid()}
+
+    assert in_time(lambda: not left()), left()

@@ -1,0 +1,166 @@
+"""No number of workers, way to start them, prefetch, format or number of ranks changes a batch."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from harness.formats import FORMATS, open_dataset
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.step import StepBatch
+from harness.schedule import ScheduleConfig
+
+# A warning of torch: the test machine may have fewer cores than a test has workers.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to run a loader."""
+
+    format: str
+    num_workers: int
+    persistent: bool
+    start: str
+    prefetch: int
+    dp_size: int
+
+    def __str__(self) -> str:
+        kept = "kept" if self.persistent else "new"
+        return f"{self.format}-{self.num_workers}-{kept}-{self.start}-{self.prefetch}-dp{self.dp_size}"
+
+
+CELLS = [
+    Cell(*one)
+    for one in itertools.product(
+        FORMATS, (0, 1, 2, 4, 8), (True, False), ("fork", "spawn", "forkserver"), (1, 2, 4), (1, 2)
+    )
+    # Without workers the other settings are not used.
+    if one[1] or one[2:5] == (True, "fork", 1)
+]
+
+
+def covering_pairs(cells: list[Cell]) -> list[Cell]:
+    """Few of the cells, so that every two settings that occur together in one of them do so here too."""
+
+    def pairs(cell: Cell) -> set[tuple[tuple[int, object], ...]]:
+        return set(itertools.combinations(enumerate(vars(cell).values()), 2))
+
+    missing = set().union(*map(pairs, cells))
+    chosen = []
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+# Every worker that is not forked imports torch, which takes seconds: by default few, each format with one.
+FORKED = covering_pairs([cell for cell in CELLS if cell.start == "fork"])
+IMPORTING = [
+    Cell("memmap", 1, True, "spawn", 2, 1),
+    Cell("parquet", 1, False, "forkserver", 4, 1),
+]
+
+
+def run(cell: Cell, folder: Path, *, seed: int) -> tuple[list[str], list[str]]:
+    """Digests over two epochs: of every global batch whatever the ranks, and of every rank's rows as they are."""
+    config = LoaderConfig(
+        global_batch_size=5,
+        seed=seed,
+        block_packs=4,
+        window_blocks=2,
+        num_workers=cell.num_workers,
+        persistent_workers=cell.persistent,
+        start_method=cell.start,
+        prefetch_factor=cell.prefetch,
+        timeout_s=120.0,
+    )
+    by_rank: list[list[StepBatch]] = []
+    for rank in range(cell.dp_size):
+        reader = open_dataset(folder)
+        # Used before it is handed to workers, which must not read with this process's files.
+        reader.read([0, len(reader) - 1])
+        made = Loader(
+            reader,
+            config,
+            schedule=ScheduleConfig("dp_balanced", 64),
+            dp_rank=rank,
+            dp_size=cell.dp_size,
+            multiple=2,
+            num_epochs=2,
+        )
+        with made:
+            by_rank.append(list(made))
+        assert reader[1] == open_dataset(folder)[1]
+    together = [digest_together(ranks) for ranks in zip(*by_rank, strict=True)]
+    return together, [batch.digest() for batches in by_rank for batch in batches]
+
+
+def digest_together(ranks: tuple[StepBatch, ...]) -> str:
+    """Digest of a global batch: its place, its packs in order, and every sequence's content by its id."""
+    digest = xxhash.xxh3_128(f"{ranks[0].epoch} {ranks[0].step_in_epoch} {ranks[0].pack_ids.tolist()}".encode())
+    for number, *arrays in sorted(each_sequence(ranks), key=lambda one: one[0]):
+        digest.update(f"{number} {[array.shape[0] for array in arrays]}".encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array))
+    return str(digest.hexdigest())
+
+
+def each_sequence(ranks: tuple[StepBatch, ...]) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    for batch in ranks:
+        for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
+            for place, number in enumerate(ids.tolist()):
+                start = int(row.cu_seqlens_padded[place])
+                stop = start + int(row.cu_seqlens[place + 1] - row.cu_seqlens[place])
+                yield (
+                    number,
+                    row.tokens[start:stop],
+                    row.labels[start:stop],
+                    row.loss_mask[start:stop],
+                    row.position_ids[start:stop],
+                )
+
+
+@pytest.fixture(scope="module")
+def expected(in_every_format: dict[str, Path]) -> dict[int, tuple[list[str], list[str]]]:
+    """By number of ranks, what one process without workers reads from memory-mapped arrays."""
+    return {
+        dp_size: run(Cell("memmap", 0, True, "fork", 1, dp_size), in_every_format["memmap"], seed=0)
+        for dp_size in (1, 2)
+    }
+
+
+def test_global_batches_do_not_depend_on_ranks(expected: dict[int, tuple[list[str], list[str]]]) -> None:
+    assert expected[1][0] == expected[2][0]
+    assert len(set(expected[1][0])) == 16
+    assert len(set(expected[2][1])) == 32
+
+
+@pytest.mark.parametrize("cell", FORKED + IMPORTING, ids=str)
+def test_a_cell_of_the_matrix(
+    in_every_format: dict[str, Path], expected: dict[int, tuple[list[str], list[str]]], cell: Cell
+) -> None:
+    assert run(cell, in_every_format[cell.format], seed=0) == expected[cell.dp_size]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_whole_matrix(in_every_format: dict[str, Path], seed: int) -> None:
+    # Forked cells on every seed; the others, two seconds a worker, are dealt out over the seeds.
+    expected = {
+        dp_size: run(Cell("memmap", 0, True, "fork", 1, dp_size), in_every_format["memmap"], seed=seed)
+        for dp_size in (1, 2)
+    }
+    assert expected[1][0] == expected[2][0]
+    multiprocessing.set_forkserver_preload(["harness.loader.loader"])
+    importing = [cell for cell in CELLS if cell.start != "fork"]
+    for cell in [cell for cell in CELLS if cell.start == "fork"] + importing[seed::20]:
+        assert run(cell, in_every_format[cell.format], seed=seed) == expected[cell.dp_size], str(cell)

@@ -1,0 +1,112 @@
+"""What many workers hold of one dataset: its pages once, and few open files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.formats import FORMATS, open_dataset
+
+RANK = Path(__file__).with_name("reading_rank.py")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of all processes together, in bytes; a page that several of them have counts once."""
+
+    anonymous: int
+    mapped: int
+
+
+def read_with(path: Path, *, ranks: int, workers: int) -> Memory:
+    """The memory of `ranks` processes with `workers` workers each once they have read all of a dataset."""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, RANK, path, str(rank), str(ranks), str(workers), "fork", "0"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
+            for rank in range(ranks)
+        ]
+        pids = [pid for process in processes for pid in process.stdout.readline().split()]
+        assert len(pids) == ranks * (1 + workers)
+        found = [
+            dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+            for pid in pids
+        ]
+        for process in processes:
+            process.stdin.close()
+    assert all(process.returncode == 0 for process in processes)
+    return Memory(*(sum(int(one[name]) for one in found) * 1024 for name in ("Pss_Anon:", "Pss_File:")))
+
+
+def check_pages_are_shared(tmp_path: Path, write_packs, format: str, *, packs: int, ranks: int, workers: int) -> None:
+    sizes = (1024, packs)
+    paths = [write_packs(tmp_path / str(size), size, format=format, pack_size=4096) for size in sizes]
+    bytes_more = sum(
+        sign * file.stat().st_size
+        for sign, path in zip((-1, 1), paths, strict=True)
+        for file in path.rglob("*")
+        if file.is_file()
+    )
+    small, large = (read_with(path, ranks=ranks, workers=workers) for path in paths)
+    # Each process reads its own part: were it kept, all of them together would hold the whole. Buffers are allowed.
+    buffers = 2 * MIB * ranks * (1 + workers)
+    assert bytes_more > 2 * buffers
+    assert large.anonymous - small.anonymous < buffers
+    assert large.mapped - small.mapped < 1.1 * bytes_more
+    # The pages were really read by way of these mappings.
+    assert large.mapped - small.mapped > 0.5 * bytes_more
+
+
+@pytest.mark.parametrize("format", ["memmap"])
+def test_workers_of_two_ranks_share_the_pages_of_a_dataset(tmp_path: Path, write_packs, format: str) -> None:
+    check_pages_are_shared(tmp_path, write_packs, format, packs=6144, ranks=2, workers=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("format", ["memmap", "binidx"])
+def test_workers_of_a_whole_node_share_the_pages_of_a_dataset(tmp_path: Path, write_packs, format: str) -> None:
+    check_pages_are_shared(tmp_path, write_packs, format, packs=32768, ranks=8, workers=4)
+
+
+def shard_files(pid: str, folder: Path) -> set[str]:
+    """Files below a folder that a process has open or mapped, its index left out; once it has stopped reading ahead."""
+    before: set[str] | None = None
+    while True:
+        found = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                found.add(str(link.readlink()))
+        found = {one for one in found if one.startswith(str(folder)) and "/index/" not in one}
+        if found == before:
+            return found
+        before = found
+        time.sleep(0.2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_worker_keeps_few_of_500_shards_open(tmp_path: Path, write_packs, format: str) -> None:
+    path = write_packs(tmp_path / "packs", 500, format=format, packs_per_shard=1)
+    assert len(open_dataset(path).files()) == 500
+    command = [sys.executable, RANK, path, "0", "1", "2", "fork", "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        main, *workers = process.stdout.readline().split()
+        assert not shard_files(main, path)
+        assert len(workers) == 2
+        assert all(len(shard_files(pid, path)) <= 64 for pid in workers)
+        process.stdin.close()
