@@ -1,0 +1,176 @@
+"""Whatever a run goes through, every pack is trained once an epoch and in the order that it always had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from harness.errors import LoaderError
+from harness.formats import FORMATS, PackReader, open_dataset
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.state import LoaderState
+from harness.loader.step import StepBatch
+from harness.schedule import SCHEDULERS, ScheduleConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class History(RuleBasedStateMachine):
+    """A run that is stopped, killed and gone on with on other ranks, workers, formats and batch sizes.
+
+    `order` is what an undisturbed run of one process reads; `trained` counts the packs of it that were trained.
+    """
+
+    def __init__(self, readers: dict[str, PackReader], order: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.readers = readers
+        self.order = order
+        self.trained = 0
+        self.state: str | None = None
+        self.checkpoints: list[tuple[int, str | None]] = [(0, None)]
+        self.ranks: list[Loader] = []
+        self.batches: list[Iterator[StepBatch]] = []
+
+    def open(self, format: str, config: LoaderConfig, dp_size: int, scheduler: str = "dp_balanced") -> list[Loader]:
+        return [
+            Loader(
+                self.readers[format],
+                config,
+                schedule=ScheduleConfig(scheduler, 64),
+                dp_rank=rank,
+                dp_size=dp_size,
+                state=None if self.state is None else LoaderState.from_json(self.state),
+            )
+            for rank in range(dp_size)
+        ]
+
+    @precondition(lambda self: not self.ranks)
+    @rule(
+        format=st.sampled_from(list(FORMATS)),
+        scheduler=st.sampled_from(list(SCHEDULERS)),
+        dp_size=st.integers(1, 4),
+        size=st.integers(1, 12),
+        num_workers=st.sampled_from([0] * 19 + [2]),
+        prefetch=st.integers(1, 3),
+        persistent=st.booleans(),
+    )
+    def go_on(
+        self,
+        format: str,
+        scheduler: str,
+        dp_size: int,
+        size: int,
+        num_workers: int,
+        prefetch: int,
+        persistent: bool,
+    ) -> None:
+        config = LoaderConfig(
+            global_batch_size=size,
+            block_packs=3,
+            window_blocks=2,
+            num_workers=num_workers,
+            prefetch_factor=prefetch,
+            persistent_workers=persistent,
+            timeout_s=120.0,
+        )
+        self.ranks = self.open(format, config, dp_size, scheduler)
+        self.batches = [iter(rank) for rank in self.ranks]
+
+    @precondition(lambda self: self.ranks)
+    @rule(steps=st.integers(1, 12))
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.trained + 12 > len(self.order):
+                return
+            parts = [next(batches) for batches in self.batches]
+            epoch, packs = parts[0].epoch, parts[0].pack_ids.tolist()
+            due = self.order[self.trained : self.trained + len(packs)]
+            assert [(epoch, pack) for pack in packs] == due
+            offsets = self.readers["memmap"].pack_offsets
+            placed = [number for part in parts for row in part.sequence_ids for number in row.tolist()]
+            assert sorted(placed) == sorted(n for pack in packs for n in range(offsets[pack], offsets[pack + 1]))
+            assert len({part.state for part in parts}) == 1
+            self.trained += len(packs)
+            self.state = parts[0].state.to_json()
+
+    @precondition(lambda self: self.ranks)
+    @rule()
+    def stop(self) -> None:
+        """With batches on their way, which nobody trained."""
+        for rank, batches in zip(self.ranks, self.batches, strict=True):
+            batches.close()
+            rank.close()
+        self.ranks, self.batches = [], []
+
+    @rule()
+    def save(self) -> None:
+        self.checkpoints.append((self.trained, self.state))
+
+    @rule()
+    def crash(self) -> None:
+        """Back to the newest checkpoint."""
+        self.stop()
+        self.trained, self.state = self.checkpoints[-1]
+
+    @precondition(lambda self: self.state is not None)
+    @rule(change=st.sampled_from(["seed", "order", "data"]))
+    def try_another_run(self, change: str) -> None:
+        config = LoaderConfig(
+            seed=1 if change == "seed" else 0, block_packs=4 if change == "order" else 3, window_blocks=2, num_workers=0
+        )
+        with pytest.raises(LoaderError, match="on other data or in another order") as caught:
+            self.open("other" if change == "data" else "npy", config, 1)
+        assert "loader.allow_other_data=true" in caught.value.fix
+
+    def teardown(self) -> None:
+        self.stop()
+
+
+@pytest.fixture(scope="module")
+def readers(
+    in_every_format: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, write_packs
+) -> dict[str, PackReader]:
+    paths = {**in_every_format, "other": write_packs(tmp_path_factory.mktemp("other") / "packs", 37, seed=1)}
+    return {name: open_dataset(path) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(readers: dict[str, PackReader]) -> list[tuple[int, int]]:
+    """Epoch and pack of everything that forty epochs train."""
+    config = LoaderConfig(global_batch_size=37, block_packs=3, window_blocks=2, num_workers=0)
+    with Loader(readers["memmap"], config, schedule=ScheduleConfig("dp_balanced", 64), num_steps=40) as made:
+        order = [(batch.epoch, pack) for batch in made for pack in batch.pack_ids.tolist()]
+    assert sorted(order) == [(epoch, pack) for epoch in range(40) for pack in range(37)]
+    return order
+
+
+def run_histories(readers: dict[str, PackReader], order: list[tuple[int, int]], count: int) -> None:
+    run_state_machine_as_test(
+        lambda: History(readers, order),
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=count < 1000,
+        ),
+    )
+
+
+def test_a_hundred_histories_train_every_pack_once_in_order(
+    readers: dict[str, PackReader], undisturbed: list[tuple[int, int]]
+) -> None:
+    run_histories(readers, undisturbed, 100)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_two_thousand_histories_train_every_pack_once_in_order(
+    readers: dict[str, PackReader], undisturbed: list[tuple[int, int]]
+) -> None:
+    run_histories(readers, undisturbed, 2000)
