@@ -88,7 +88,8 @@ def verify(path: DatasetPath, as_json: AsJson = False) -> None:
     else:
         for problem in found:
             print(f"{problem.what}\n  where: {problem.where}")
-        print(f"{len(found):,} problems in {path}" if found else f"{path}: {num_packs:,} packs, nothing wrong")
+        said = f"{len(found):,} problem{'s' if len(found) > 1 else ''} in {path}"
+        print(said if found else f"{path}: {num_packs:,} packs, nothing wrong")
     raise typer.Exit(1 if found else 0)
 
 
