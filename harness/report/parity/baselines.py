@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -83,7 +84,9 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     return Baseline(
         name,
         datetime.now(UTC).isoformat(timespec="seconds"),
-        environment("cpu" if settings.get("trainer", {}).get("device") == "cpu" else "cuda"),
+        # A baseline is shared: whose machine made it says nothing, what kind of one does.
+        environment("cpu" if settings.get("trainer", {}).get("device") == "cpu" else "cuda")
+        | {"machine": f"{platform.system()} {platform.machine()}"},
         tolerances,
         {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
         [replace(one, step_s=0.0, data_wait_s=0.0, tokens_per_s=0.0) for one in recorded.steps],

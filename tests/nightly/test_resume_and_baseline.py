@@ -1,0 +1,123 @@
+"""Runs that are killed and resumed train what one that is not does, and tonight's run is that of the baseline."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.formats import FORMATS
+from harness.formats.convert import convert
+from harness.report.parity.baselines import BASELINES, against
+from harness.report.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
+from harness.report.parity.locate import recorded_run
+from harness.report.parity.result import REPORT_FILE, write_report
+from recipes.parity import make_dataset
+
+from ..distributed.conftest import ROOT, environment, launcher, read_metrics, run_command
+from .conftest import TINY
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+SETTINGS = (
+    *TINY,
+    "loader.global_batch_size=16",
+    "loader.block_packs=4",
+    "schedule.max_tokens_per_rank=256",
+    "trainer.steps=24",
+    "trainer.eval_interval=8",
+    "trainer.checkpoint_interval=5",
+    "trainer.record_batches=true",
+    "resume=auto",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("resume") / "data")
+
+
+def command(data: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[str]:
+    return [*launcher(ranks), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *overrides]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, output = run_command(command(data, folder, f"trainer.device={device}", "loader.num_workers=0"))
+    assert code == 0, output
+    return folder
+
+
+def kill_after(step: int, arguments: list[str], folder: Path) -> None:
+    process = subprocess.Popen(
+        arguments,
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while len(read_metrics(folder)) < step:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_a_run_with_four_workers_killed_twice_trains_what_an_undisturbed_one_does(
+    data, undisturbed, device, tmp_path, format
+) -> None:
+    """Killed in the first epoch (10 steps each) and in the second, off a checkpoint."""
+    for split in ("train", "validation"):
+        convert(data / split, tmp_path / "data" / split, format=format)
+    folder = tmp_path / "run"
+    arguments = command(tmp_path / "data", folder, f"trainer.device={device}", "loader.num_workers=4")
+    kill_after(7, arguments, folder)
+    kill_after(18, arguments, folder)
+    code, output = run_command(arguments)
+    assert code == 0, output
+    checks = compare_runs(
+        recorded_run(undisturbed), recorded_run(folder), on_device(IDENTICAL, device), same_layout=True
+    )
+    assert [check.difference.message for check in checks if check.difference is not None] == []
+    assert len(checks) == 7
+
+
+def test_a_run_resumed_on_twice_the_ranks_trains_the_same_data(data, undisturbed, device, tmp_path) -> None:
+    if device == "cuda":
+        pytest.skip("two ranks need two GPUs; tests/gpu has the layouts")
+    folder = tmp_path / "run"
+    kill_after(7, command(data, folder, "trainer.device=cpu"), folder)
+    code, output = run_command(command(data, folder, "trainer.device=cpu", ranks=2))
+    assert code == 0, output
+    checks = compare_runs(recorded_run(undisturbed), recorded_run(folder), Tolerances())
+    assert [check.difference.message for check in checks if check.difference is not None] == []
+
+
+def test_tonights_run_is_that_of_the_baseline(device, reports, tmp_path) -> None:
+    """Of `tests/golden/baselines/sft-cpu.json`, which names how it was made; data is compared on any device."""
+    folder = tmp_path / "run"
+    data = make_dataset(tmp_path / "data")
+    code, output = run_command(command(data, folder, f"trainer.device={device}", "loader.num_workers=4"))
+    assert code == 0, output
+    report = against("sft-cpu", folder, ROOT / BASELINES, command="pytest -m nightly")
+    if reports is not None:
+        (reports / "baseline").mkdir(parents=True, exist_ok=True)
+        write_report(report, reports / "baseline" / REPORT_FILE)
+    checks = {check.name: check for check in report.cells[-1].checks}
+    wrong = [check.difference.message for check in checks.values() if check.difference is not None]
+    if device == "cpu":
+        assert (report.verdict, wrong) == ("same", []), report.cells[-1].reason
+    else:  # another device rounds otherwise, by more the longer it trains; what it is given may not differ
+        assert all(checks[name].passed for name in ("data", "steps", "trained_tokens")), wrong
+    shutil.rmtree(folder)
