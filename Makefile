@@ -13,7 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter"
-	@echo "make bench   measure this machine"
+	@echo "make bench   measure this machine, write BENCHMARKS.md"
 
 setup: $(VENV)/installed
 
@@ -45,7 +45,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/harness bench
+	$(BIN)/harness bench all
 
 clean:
 	rm -rf $(VENV) build *.egg-info

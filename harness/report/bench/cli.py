@@ -9,11 +9,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from harness.errors import HarnessError
 from harness.report.bench.output import Bench, Outcome, Output, Say
 
 bench_app = typer.Typer(
     name="bench",
-    help="Measure this machine: ratios within one run, as tables and as JSON. Without a name: all of them.",
+    help="Measure this machine: ratios within one run, as tables and as JSON.",
+    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -83,24 +85,9 @@ def _schedule(given: Mapping[str, Any], *, quick: bool, picture: Path | None = N
     return bench
 
 
-def _all(*, quick: bool, folder: Path | None, keep: bool) -> list[Bench]:
-    return [
-        _formats({}, quick=quick, folder=folder, keep=keep),
-        _pack({}, quick=quick),
-        _loader({}, quick=quick, folder=folder, keep=keep),
-        _schedule({}, quick=quick),
-    ]
-
-
-@bench_app.callback(invoke_without_command=True)
-def bench(context: typer.Context) -> None:
-    """Measure this machine: ratios within one run, as tables and as JSON. Without a name: all of them."""
-    if context.invoked_subcommand is None:
-        Output(False, None, False).show(_all(quick=False, folder=None, keep=False))
-
-
 @bench_app.command(name="all")
 def bench_all(
+    page: Annotated[Path, typer.Option("--page", metavar="FILE", help="the page to write")] = Path("BENCHMARKS.md"),
     quick: Quick = False,
     as_json: AsJson = False,
     save: Save = None,
@@ -108,8 +95,19 @@ def bench_all(
     folder: Folder = None,
     keep: Keep = False,
 ) -> None:
-    """All benches, one after the other."""
-    Output(as_json, save, check).show(_all(quick=quick, folder=folder, keep=keep))
+    """All benches, each in a process of its own, and BENCHMARKS.md from them. Takes about half an hour."""
+    from harness.report.bench.everything import bench_everything
+    from harness.report.bench.workspace import Workspace
+
+    failed: list[str] = []
+    with Workspace(folder, keep=keep) as workspace:
+        Output(as_json, save, check, page).show(bench_everything(workspace.folder, quick=quick, failed=failed))
+    if failed:
+        raise HarnessError(
+            f"{len(failed)} benches could not be measured: {', '.join(failed)}",
+            where=str(page),
+            fix="the page has what each of them said",
+        )
 
 
 @bench_app.command(name="formats")

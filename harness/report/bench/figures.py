@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "trl")
+_PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "trl", "datasets")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ class BenchReport:
         subject: name of the bench.
         settings: what it was run with.
         notes: what a reader of the figures must know, such as what could not be measured here.
+        command: that measured them; empty for that of this process.
+        load: processes that ran or waited to run, mean of a minute, when it was done.
+        title, about: on a page of several: what it is called, what is held against what.
     """
 
     subject: str
@@ -88,6 +91,10 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     seconds: float = 0.0
+    command: str = ""
+    load: float | None = None
+    title: str = ""
+    about: str = ""
 
     def add(self, figure: Figure) -> Figure:
         """Raises ValueError for a name that is taken."""
@@ -138,13 +145,43 @@ class BenchReport:
             "subject": self.subject,
             "began": self.began,
             "seconds": round(self.seconds, 3),
-            "command": " ".join(["harness", *sys.argv[1:]]),
+            "command": self.command or " ".join(["harness", *sys.argv[1:]]),
             "machine": describe_machine(),
             "versions": list_versions(),
             "settings": dict(self.settings),
             "figures": [figure.to_dict() for figure in self.figures],
             "notes": list(self.notes),
         }
+
+
+def read_figures(values: Mapping[str, Any]) -> BenchReport:
+    """The report that `BenchReport.to_dict` made `values` of, in this process or another.
+
+    Raises:
+        KeyError: something is missing.
+    """
+    figures = [
+        Figure(
+            one["name"],
+            one["value"],
+            one["unit"],
+            one["at_least"],
+            one["at_most"],
+            tuple(one["samples"]),
+            tuple(one["of"]),
+        )
+        for one in values["figures"]
+    ]
+    return BenchReport(
+        values["subject"],
+        values["settings"],
+        figures,
+        list(values["notes"]),
+        values["began"],
+        values["seconds"],
+        values["command"],
+        values["machine"]["load"],
+    )
 
 
 def render_report(report: BenchReport) -> RenderableType:

@@ -14,6 +14,7 @@ from harness.formats import PackReader, open_dataset
 from harness.loader.config import LoaderConfig
 from harness.loader.order import EpochOrder
 from harness.records import Int64Array
+from harness.report.bench.arrow_reader import open_arrow
 from harness.report.bench.bridge_reader import BridgeReader, write_bridge_file
 from harness.report.bench.figures import BenchReport
 from harness.report.bench.formats_settings import FormatsSettings
@@ -24,6 +25,7 @@ from harness.report.bench.workspace import Workspace, make_packs
 Say = Callable[[str], None]
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
+_ARROW = "datasets' Arrow, random"
 # A chunk of JSON is a thousand packs by default, and a large dataset of it takes long to write.
 _JSONL_PACKS = 1000
 # Packs that a loader asks for at a time.
@@ -163,7 +165,7 @@ def in_order(reader: PackReader, settings: FormatsSettings) -> Work:
 
 
 def measure_peer(settings: FormatsSettings, workspace: Workspace, report: BenchReport, say: Say) -> None:
-    """Fully random reads of Parquet, against a reader of large row groups that keeps one."""
+    """Fully random reads: Parquet against a reader of large row groups that keeps one, memmap against mapped Arrow."""
     say("fully random Parquet: writing the data")
     sizes = {"packs": settings.packs, "pack_size": settings.pack_size}
     path = workspace.folder / f"bridge-{settings.packs}x{settings.pack_size}.idx.parquet"
@@ -173,9 +175,13 @@ def measure_peer(settings: FormatsSettings, workspace: Workspace, report: BenchR
     ours = open_dataset(workspace.dataset("parquet", **sizes))
     say("fully random Parquet")
 
-    def of(get: Callable[[int], object]) -> Work:
+    mapped = open_dataset(workspace.dataset("memmap", **sizes))
+    arrow_path = workspace.folder / f"arrow-{settings.packs}x{settings.pack_size}"
+    arrow = open_arrow(arrow_path, make_packs(settings.packs, settings.pack_size))
+
+    def of(get: Callable[[int], object], reads: int = settings.peer_reads) -> Work:
         def side(number: int) -> float:
-            ids = np.random.default_rng([8, number + 1]).integers(0, settings.packs, settings.peer_reads).tolist()
+            ids = np.random.default_rng([8, number + 1]).integers(0, settings.packs, reads).tolist()
             for index in ids:
                 get(index)
             return len(ids)
@@ -186,13 +192,21 @@ def measure_peer(settings: FormatsSettings, workspace: Workspace, report: BenchR
         "parquet, random": of(ours.__getitem__),
         "Megatron-Bridge's Parquet, random": of(theirs.__getitem__),
     }
+    if arrow is None:
+        report.notes.append("datasets is not installed; with `pip install datasets` its Arrow is measured too")
+    else:
+        sides["memmap, random, on the clock"] = of(mapped.__getitem__, settings.reads)
+        sides[_ARROW] = of(arrow.__getitem__, settings.reads)
     # On the clock: theirs decodes in several threads.
     for name, rates in measure_rates(sides, rounds=settings.rounds).items():
         report.add_samples(name, rates, "packs/s")
     report.add_ratio(
         "parquet to Megatron-Bridge's, random", "parquet, random", "Megatron-Bridge's Parquet, random", at_least=8
     )
-    ours.close()
+    if arrow is not None:
+        report.add_ratio("memmap to datasets' Arrow, random", "memmap, random, on the clock", _ARROW)
+        report.add_ratio("parquet to datasets' Arrow, random", "parquet, random", _ARROW)
+    _close((ours, mapped))
 
 
 def measure_checks(settings: FormatsSettings, workspace: Workspace, report: BenchReport, say: Say) -> None:

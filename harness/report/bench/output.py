@@ -15,6 +15,7 @@ from rich.status import Status
 
 from harness.errors import ConfigError
 from harness.report.bench.figures import BenchReport, render_report
+from harness.report.bench.page import render_benchmarks
 
 _LOG_COLUMNS = 110
 
@@ -26,11 +27,19 @@ Bench = Callable[[Say], Outcome]
 
 @dataclass(frozen=True)
 class Output:
-    """Where figures go."""
+    """Where figures go.
+
+    Attributes:
+        as_json: printed for programs, and no tables.
+        save: file of the same.
+        check: a missed target is exit code 1.
+        page: file of the page of all benches.
+    """
 
     as_json: bool
     save: Path | None
     check: bool
+    page: Path | None = None
 
     def show(self, benches: Sequence[Bench]) -> None:
         """Run benches, each as it comes shown as a table with what it draws, and all as JSON where asked for.
@@ -43,8 +52,9 @@ class Output:
         console = Console() if sys.stdout.isatty() else Console(width=_LOG_COLUMNS)
         errors = Console(stderr=True)
         reports = []
-        if self.save is not None:
-            _check_writable(self.save)
+        for path in (self.save, self.page):
+            if path is not None:
+                _check_writable(path)
         for bench in benches:
             began = time.perf_counter()
             with errors.status("measuring") as status:
@@ -70,6 +80,8 @@ class Output:
             print(text)
         if self.save is not None:
             _write(self.save, text + "\n")
+        if self.page is not None:
+            _write(self.page, render_benchmarks(reports))
         missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
         if missed and self.check:
             print(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)
@@ -95,6 +107,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"the JSON cannot be written: {error.strerror}", where=str(path), fix="name another file with --save"
-    )
+    return ConfigError(f"the figures cannot be written: {error.strerror}", where=str(path), fix="name another file")

@@ -1,0 +1,116 @@
+"""The page of all benches has every figure with its command, and does not hide what is slow."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from harness.errors import ConfigError
+from harness.report.bench.arrow_reader import open_arrow
+from harness.report.bench.cli import bench_app
+from harness.report.bench.everything import SECTIONS, Section, _bench
+from harness.report.bench.figures import BenchReport, read_figures
+from harness.report.bench.output import Output
+from harness.report.bench.page import render_benchmarks
+from harness.report.bench.workspace import make_packs
+
+
+def a_report() -> BenchReport:
+    report = BenchReport("formats", {"packs": 3}, notes=["told beside it"], seconds=61.0)
+    report.title, report.about = "Formats: reading", "Against numpy 2.4.6."
+    report.command, report.load = "harness bench formats --part random", 1.25
+    report.add_samples("ours", [2.0, 3.0, 4.0], "packs/s", at_least=5)
+    report.add_samples("theirs", [6.0, 6.0], "packs/s")
+    report.add_samples("cost", [1.0], "s", at_most=2)
+    report.add_ratio("ours to theirs", "ours", "theirs")
+    report.add_ratio("theirs to ours", "theirs", "ours")
+    report.add_ratio("time of theirs to ours", "theirs", "ours", at_most=3)
+    return report
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def test_every_figure_is_on_the_page_with_its_range_target_and_command():
+    page = render_benchmarks([a_report()])
+    assert "```\nharness bench formats --part random\n```" in page
+    assert "| ours | 3.000 packs/s | 2.000 – 4.000 | at least 5.000 | **missed** |" in page  # noqa: RUF001
+    assert "| **theirs to ours** | 2.000 x |  |  |  |" in page
+    assert "2 of 3 targets are met." in page
+    assert "- told beside it" in page
+    assert "Against numpy 2.4.6." in page
+
+
+def test_what_is_slower_and_what_is_missed_is_listed():
+    listed = render_benchmarks([a_report()]).split("## What is not faster")[1].split("## Formats")[0]
+    assert "104.7 s against 103.8 s" in listed
+    # A ratio with a ceiling is a cost, whose share above 1 is lost; one without is a speed.
+    assert "**Formats: reading**: ours to theirs 0.500 x, time of theirs to ours 2.000 x." in listed
+    assert "theirs to ours 2.000 x, " not in listed.replace("time of theirs to ours", "")
+    assert "Targets missed, Formats: reading: ours 3.000 packs/s (at least 5.000)." in listed
+
+
+def test_the_machine_is_described_without_its_name_and_paths():
+    page = render_benchmarks([a_report()])
+    assert f"Python {platform.python_version()}" in page
+    assert f"numpy {np.__version__}" in page
+    assert "load when a section ended | 1.2 to 1.2 processes" in page
+    assert str(Path.cwd()) not in page
+    assert f"| {platform.node()} " not in page
+
+
+def test_a_report_of_another_process_is_the_same():
+    report = a_report()
+    again = read_figures(json.loads(json.dumps(report.to_dict())))
+    assert again.figures == report.figures
+    assert (again.subject, again.notes, again.began) == (report.subject, report.notes, report.began)
+    assert (again.settings, again.seconds, again.command) == (report.settings, report.seconds, report.command)
+
+
+def test_a_section_is_measured_by_the_command_that_the_page_names(tmp_path):
+    section = next(one for one in SECTIONS if one.arguments == ("schedule",))
+    failed: list[str] = []
+    report, _ = _bench(section, tmp_path, quick=True, failed=failed)(silent)
+    assert failed == []
+    assert report.command == "harness bench schedule --quick"
+    assert report.figure("cost_balanced, step cost").samples
+    assert f"```\n{report.command}\n```" in render_benchmarks([report])
+
+
+def test_a_section_that_fails_says_why_and_loses_no_other(tmp_path):
+    failed: list[str] = []
+    broken = Section("Broken", ("formats", "--part", "nonsense"), "", has_data=True)
+    page = tmp_path / "BENCHMARKS.md"
+    Output(as_json=True, save=None, check=False, page=page).show(
+        [_bench(broken, tmp_path, quick=True, failed=failed), lambda say: (a_report(), None)]
+    )
+    assert failed == ["Broken"]
+    assert "this could not be measured: exit code 2" in page.read_text()
+    assert "there is no part 'nonsense'" in page.read_text()
+    assert "## Formats: reading" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(bench_app, ["all", "--page", str(tmp_path / "file" / "page.md"), "--dir", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_sections_are_commands_that_exist_and_have_titles_of_their_own():
+    assert len({section.title for section in SECTIONS}) == len(SECTIONS)
+    names = {command.name for command in bench_app.registered_commands}
+    assert {section.arguments[0] for section in SECTIONS} - {"step"} <= names
+
+
+def test_mapped_arrow_holds_the_same_packs(tmp_path):
+    pytest.importorskip("datasets", reason="pip install datasets")
+    packs = list(make_packs(5, 32))
+    arrow = open_arrow(tmp_path / "arrow", packs)
+    assert arrow[3]["input_ids"].tolist() == packs[3].input_ids.tolist()
+    assert arrow[4]["loss_mask"].tolist() == packs[4].loss_mask.tolist()
