@@ -42,9 +42,10 @@ class ParityConfig:
 
     Attributes:
         check: formats, workers, schedules, layouts, versions, several as `formats+workers`, or all.
-        data: a dataset with `train` and `validation`, None for a small one that is made for the check.
-        datasets: paths by format, of datasets that are there already; other formats are converted from `data`.
-        versions: interpreters by name, whose environments hold other versions of the libraries.
+        dataset: a dataset with `train` and `validation`, None for a small one that is made for the check.
+        datasets: `NAME=PATH` of datasets that are there already, for `format=NAME`; other formats are converted from
+            `dataset`.
+        versions: `NAME=PATH` of interpreters whose environments hold other versions of the libraries.
         folder: where runs are kept, and the report.
         fresh: run cells again that are finished.
         steps: of each run.
@@ -62,9 +63,9 @@ class ParityConfig:
     """
 
     check: str = "formats"
-    data: str | None = None
-    datasets: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    dataset: str | None = None
+    datasets: list[str] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
     folder: str = "runs/parity"
     fresh: bool = False
     steps: int = 20
@@ -95,11 +96,15 @@ class ParityConfig:
             raise ConfigError(f"slots is {self.slots}", where="slots", fix="1 or more, or null for the machine's cores")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}", where="timeout_s", fix="seconds above 0")
+        for name in ("datasets", "versions"):
+            for text in getattr(self, name):
+                if not all(text.partition("=")):
+                    raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
         if self.check == "versions" and not self.versions:
             raise ConfigError(
                 "no other version's interpreter is named, so there is nothing to compare",
                 where="versions",
-                fix="versions='{mcore_0.19: /path/to/venv/bin/python}'",
+                fix="versions='[\"mcore_0.19=/path/to/venv/bin/python\"]'",
             )
 
     @property
@@ -108,9 +113,14 @@ class ParityConfig:
 
     def cases(self, check: str) -> list[str]:
         if check == "versions":
-            more = [f"1 {VERSION}={name}" for name in self.versions]
+            more = [f"1 {VERSION}={name}" for name in named(self.versions)]
             return [*self.cases_of_versions[:1], *more]
         return list(getattr(self, check))
+
+
+def named(texts: list[str]) -> dict[str, str]:
+    """`NAME=PATH` as paths by name."""
+    return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
 
 
 @hydra_entry("parity", ParityConfig)
@@ -167,7 +177,7 @@ def device_of(settings: list[str]) -> str:
 
 def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], list[CellResult]]:
     """The cells to run, and what is left out of the matrix and why."""
-    source = Path(config.data).resolve() if config.data else make_dataset(folder / "data" / "made")
+    source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
     cells: list[Cell] = []
     left_out: list[CellResult] = []
     settings = [
@@ -189,7 +199,7 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
     for check in config.checks:
         if check == "versions" and not config.versions:
             left_out.append(
-                skipped("versions", check, "no other version's interpreter is named: versions='{NAME: PATH}'")
+                skipped("versions", check, "no other version's interpreter is named: versions='[\"NAME=PATH\"]'")
             )
             continue
         cases = config.cases(check)
@@ -199,8 +209,8 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
             cases,
             plans[check],
             settings=settings,
-            datasets={"": str(source), **{name: dataset(config, source, folder, name) for name in wanted if name}},
-            pythons={"": sys.executable, **config.versions},
+            datasets={"": str(source), **{name: dataset_in(name, config, source, folder) for name in wanted if name}},
+            pythons={"": sys.executable, **named(config.versions)},
             steps=config.steps,
             steps_before=config.steps_before,
             max_ranks=config.max_ranks,
@@ -208,10 +218,10 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
     return cells, left_out
 
 
-def dataset(config: ParityConfig, source: Path, folder: Path, format: str) -> str:
+def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) -> str:
     """The data in `format`: the one that is named, or `source` converted, which is done once."""
-    if format in config.datasets:
-        return config.datasets[format]
+    if format in named(config.datasets):
+        return named(config.datasets)[format]
     if format not in FORMATS:
         raise ConfigError(
             f"there is no format {format!r}", where="format", fix=f"one of {', '.join(FORMATS)}, or name its dataset"

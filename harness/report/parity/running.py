@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from harness.report.parity.processes import Batch, log_file, run_folder
 
 _DONE = "cell.json"
 _POLL_S, _MEASURE_S = 0.25, 1.0
+# What the harness says of itself, or the last line of a traceback, which torch prefixes with the rank.
+_ERROR = re.compile(r"(?:\[?rank ?\d+\]?: ?)?([\w.]*(?:Error|Exception)\b.*)")
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,8 @@ def _last_words(log: Path, code: int | None) -> str:
     """What a run said when it failed: the harness's own error, or the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for at, line in enumerate(lines):
-        if "Error: " in line and not line.startswith((" ", "[", "E1", "W1")):
-            told = [line.strip(), *(one.strip() for one in lines[at + 1 : at + 3] if one.startswith("  "))]
+        if said := _ERROR.match(line):
+            told = [said[1].strip(), *(one.strip() for one in lines[at + 1 : at + 3] if one.startswith("  "))]
             return "; ".join(told) + f" (log: {log})"
     ending = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     return f"{ending}: {' '.join(lines[-1:]).strip() or 'nothing was said'} (log: {log})"
