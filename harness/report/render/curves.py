@@ -17,7 +17,7 @@ _COLOURS = ("#0b78b8", "#d9820c", "#0f9d76", "#c4619b", "#7a63c4", "#c8521b", "#
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _REFERENCE, _QUIET = "#8b919b", "#9aa3ad"
 # With more cells than this, only those that differ get colours of their own.
-_MOST_COLOURED = 2 * len(_COLOURS)
+_MOST_COLOURED = len(_DASHES) * len(_COLOURS)
 # With more than this, hovering shows the nearest cell and not all of them.
 _MOST_TOGETHER = 10
 # Where a logarithmic axis shows zero: below the relative spacing of doubles, 2.2e-16.
