@@ -17,6 +17,7 @@ import torch
 
 from harness.config import hydra_entry, to_yaml
 from harness.errors import ConfigError
+from harness.loader.blend import Blend
 from harness.loader.datasets import DataConfig, RunData, open_datasets
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
@@ -69,6 +70,8 @@ def check(config: SftConfig, data: RunData, world_size: int) -> int:
         global_batch_size=config.loader.global_batch_size,
         max_tokens_per_rank=config.schedule.max_tokens_per_rank,
     )
+    if data.blend is not None:
+        data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     for reader in (data.train, data.validation):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
@@ -99,7 +102,14 @@ def make_feeds(
 ) -> tuple[Feed, Feed | None]:
     """The training batches from `state` on, and the ones that go through the validation set once each time."""
 
-    def feed(reader: PackSource, settings: LoaderConfig, *, start: LoaderState | None, epochs: int | None) -> Feed:
+    def feed(
+        reader: PackSource,
+        settings: LoaderConfig,
+        *,
+        start: LoaderState | None = None,
+        epochs: int | None = None,
+        blend: Blend | None = None,
+    ) -> Feed:
         def loader(source: PackSource) -> Loader:
             return Loader(
                 source,
@@ -111,18 +121,19 @@ def make_feeds(
                 multiple=config.parallel.row_multiple,
                 group_size=config.parallel.microbatch_group,
                 cost=sequence_cost(config.model),
+                blend=blend,
                 state=start,
                 num_epochs=epochs,
             )
 
         return Feed(loader, reader, topology, device=device)
 
-    training = feed(data.train, config.loader, start=state, epochs=None)
+    training = feed(data.train, config.loader, start=state, blend=data.blend)
     if data.validation is None:
         return training, None
     # Validation is short and rare: workers of its own would cost more than they save.
     once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
-    return training, feed(data.validation, once, start=None, epochs=1)
+    return training, feed(data.validation, once, epochs=1)
 
 
 def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> dict[str, str]:

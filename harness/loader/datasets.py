@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.formats.uris import is_uri, join_path
+from harness.loader.blend import Blend, check_sources
+from harness.loader.joined import JoinedReader
+
+
+@dataclass
+class BlendSource:
+    """One dataset of a blend.
+
+    Attributes:
+        path: as `DataConfig.path`.
+        weight: its share of the packs, on any scale; all sources have one, or none has.
+        epochs: how often it is read at most, null for no limit; without weights exactly, null for once.
+    """
+
+    path: str = ""
+    weight: float | None = None
+    epochs: int | None = None
 
 
 @dataclass
@@ -16,14 +33,24 @@ class DataConfig:
 
     Attributes:
         path: the folder that `recipes.prepare` wrote (with `train` and `validation` in it), or any dataset that
-            `harness.formats.open_dataset` takes.
-        validation_path: another validation set; None for the `validation` beside `train`, where there is one.
+            `harness.formats.open_dataset` takes. Not used where there is a blend.
+        blend: several datasets, their packs interleaved by weight (`harness.loader.blend`); their formats may differ.
+        validation_path: another validation set; None for the `validation` beside `train`, where there is one; of a
+            blend, all of these one after the other.
         tokenizer: a tokenizer folder or hub id that the datasets must have been made with; empty asks nothing.
     """
 
     path: str = "data/pydoc"
     validation_path: str | None = None
     tokenizer: str = ""
+    blend: list[BlendSource] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for number, source in enumerate(self.blend):
+            if not source.path:
+                raise ConfigError("the source has no path", where=f"data.blend[{number}]", fix="name a dataset")
+        names, weights = [source.path for source in self.blend], [source.weight for source in self.blend]
+        check_sources(names, weights, [source.epochs for source in self.blend])
 
 
 @dataclass(frozen=True)
@@ -34,11 +61,13 @@ class RunData:
         train: what is trained on.
         validation: None where there is none.
         vocab_size: of the tokenizer, None where the datasets do not say.
+        blend: how the packs of `train`, which then is a JoinedReader, are drawn; None where they are one dataset.
     """
 
-    train: PackReader
-    validation: PackReader | None
+    train: PackReader | JoinedReader
+    validation: PackReader | JoinedReader | None
     vocab_size: int | None
+    blend: Blend | None = None
 
 
 def open_datasets(config: DataConfig) -> RunData:
@@ -46,22 +75,46 @@ def open_datasets(config: DataConfig) -> RunData:
 
     Raises:
         FormatError: there is none, or it is damaged.
-        ConfigError: training and validation set, or the tokenizer asked for, are not of one kind.
+        ConfigError: training and validation sets, the sources of a blend, or the tokenizer asked for, are not of one
+            kind.
     """
-    inner, beside = join_path(config.path, "train"), join_path(config.path, "validation")
-    prepared = _is_folder(inner) and not holds_manifest(config.path)
-    train = open_dataset(inner if prepared else config.path)
-    validation_path = config.validation_path
-    if validation_path is None and prepared and _is_folder(beside):
-        validation_path = beside
-    validation = open_dataset(validation_path) if validation_path is not None else None
-    if validation is not None:
-        _check_same_tokenizer(train, validation)
+    paths = [source.path for source in config.blend] or [config.path]
+    opened = [_open_train(path) for path in paths]
+    trains = [train for train, _ in opened]
+    blend = _blend_of(config.blend, trains) if config.blend else None
+    train = JoinedReader(trains) if blend is not None else trains[0]
+    besides = [beside for _, beside in opened if beside is not None]
+    if config.validation_path is not None:
+        besides = [config.validation_path]
+    validations = [open_dataset(path) for path in besides]
+    for validation in validations:
+        for one in trains:
+            _check_same_tokenizer(one, validation)
     if config.tokenizer:
-        _check_tokenizer(train, config.tokenizer)
-    manifest = train.manifest
-    vocab_size = manifest.provenance.counts.get("vocab_size") if manifest is not None else None
-    return RunData(train, validation, vocab_size)
+        for one in trains:
+            _check_tokenizer(one, config.tokenizer)
+    sizes = [one.manifest.provenance.counts.get("vocab_size") for one in trains if one.manifest is not None]
+    vocab_size = max((size for size in sizes if size is not None), default=None)
+    joined = JoinedReader(validations) if len(validations) > 1 else None
+    return RunData(train, joined or (validations[0] if validations else None), vocab_size, blend)
+
+
+def _open_train(path: str) -> tuple[PackReader, str | None]:
+    """The training set at a path, and where its validation set is."""
+    inner, beside = join_path(path, "train"), join_path(path, "validation")
+    if not _is_folder(inner) or holds_manifest(path):
+        return open_dataset(path), None
+    return open_dataset(inner), beside if _is_folder(beside) else None
+
+
+def _blend_of(sources: list[BlendSource], readers: list[PackReader]) -> Blend:
+    weights = tuple(source.weight for source in sources if source.weight is not None)
+    return Blend(
+        names=tuple(source.path for source in sources),
+        sizes=tuple(len(reader) for reader in readers),
+        weights=weights or None,
+        epochs=tuple(source.epochs for source in sources),
+    )
 
 
 def _is_folder(path: str) -> bool:

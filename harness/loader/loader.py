@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing.connection
-import os
-import re
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from harness.errors import HarnessError, LoaderError
+from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig
 from harness.loader.order import Step, steps_from, steps_per_epoch
 from harness.loader.state import LoaderState
 from harness.loader.step import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
+from harness.loader.workers import (
+    StepDataset,
+    StepSampler,
+    as_it_is,
+    end_with_parent,
+    is_about_workers,
+    kill,
+    lost_worker,
+)
 from harness.schedule import ScheduleConfig, SequenceCost
 
 __all__ = ["Loader", "LoaderConfig"]
@@ -38,6 +44,7 @@ class Loader:
         schedule: how sequences become rows.
         dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.step.Layout`.
         cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
+        blend: how the packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
         state: go on from here; None begins with epoch 0.
         num_steps: the number of batches to yield; None is without end.
         num_epochs: end before this epoch number (from 0); None is without end.
@@ -46,6 +53,7 @@ class Loader:
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed or order.
         ConfigError: the dataset never fills a global batch.
+        LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
 
     def __init__(
@@ -60,13 +68,16 @@ class Loader:
         multiple: int = 1,
         group_size: int = 1,
         cost: SequenceCost | None = None,
+        blend: Blend | None = None,
         state: LoaderState | None = None,
         num_steps: int | None = None,
         num_epochs: int | None = None,
     ) -> None:
-        self._num_packs = len(reader)
-        if self._num_packs == 0:
+        if len(reader) == 0:
             raise LoaderError("the dataset has no packs", fix="prepare it from data that is not empty")
+        self._dataset_packs = len(reader)
+        self._num_packs = len(reader) if blend is None else blend.num_packs
+        self._blend = blend
         self._config = config
         self._order = config.order()
         self._layout = Layout(
@@ -74,53 +85,67 @@ class Loader:
         )
         self._num_steps = num_steps
         self._num_epochs = num_epochs
-        fresh = LoaderState(seed=config.seed, fingerprint=reader.fingerprint, order=self._order.signature)
+        order = self._order.signature if blend is None else f"{self._order.signature} {blend.signature}"
+        fresh = LoaderState(seed=config.seed, fingerprint=reader.fingerprint, order=order)
         self.state = fresh
         if state is not None:
             self.state = state.resumed(fresh, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
-        step_reader = StepReader(reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost)
+        step_reader = StepReader(
+            reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost, blend=blend
+        )
         step_reader.check()
         # Raises here, and not in the first step, where no global batch can be made.
-        next(self._all_steps())
-        self._sampler = _StepSampler()
+        next(self._all_steps(LoaderState(config.seed)))
+        self._sampler = StepSampler()
         workers = config.num_workers
         self._dataloader: DataLoader[RawStep | HarnessError] = DataLoader(
-            _StepDataset(step_reader),
+            StepDataset(step_reader),
             batch_size=None,
             sampler=self._sampler,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             prefetch_factor=config.prefetch_factor if workers else None,
             persistent_workers=config.persistent_workers and workers > 0,
             multiprocessing_context=config.start_method if workers else None,
             timeout=config.timeout_s if workers else 0,
-            worker_init_fn=_end_with_parent if workers else None,
+            worker_init_fn=end_with_parent if workers else None,
             # Without one of its own it draws from torch's global generator, and dropout would depend on the workers.
             generator=torch.Generator(),
         )
         self._workers: Any = None
 
     @property
-    def num_packs(self) -> int:
+    def num_packs(self) -> int | None:
+        """Packs of one whole epoch; None for a blend with weights, which has no end."""
         return self._num_packs
 
     @property
-    def num_steps_per_epoch(self) -> int:
-        """Global batches of one whole epoch."""
-        return steps_per_epoch(self._order, self._num_packs)
+    def num_steps_per_epoch(self) -> int | None:
+        """Global batches of one whole epoch; None for a blend with weights."""
+        return None if self._num_packs is None else steps_per_epoch(self._order, self._num_packs)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        steps = self._all_steps()
+        is_used_up = False
+
+        def all_steps() -> Iterator[Step]:
+            nonlocal is_used_up
+            yield from self._all_steps(self.state)
+            is_used_up = True
+
+        steps = all_steps()
         if self._num_epochs is not None:
             num_epochs = self._num_epochs
             steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
         steps = itertools.islice(steps, self._num_steps)
         if self._config.num_workers == 0 or self._config.persistent_workers:
             yield from self._batches(steps)
-            return
-        for _, epoch_steps in itertools.groupby(steps, key=lambda step: step.epoch):
-            yield from self._batches(epoch_steps)
-            self.close()
+        else:
+            for _, epoch_steps in itertools.groupby(steps, key=lambda step: step.epoch):
+                yield from self._batches(epoch_steps)
+                self.close()
+        # Steps are made ahead of training: what there is was trained before this is said.
+        if is_used_up and self._blend is not None:
+            raise self._blend.used_up()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the living workers; empty before the first batch and with num_workers 0."""
@@ -139,11 +164,11 @@ class Loader:
         self._dataloader._iterator = None
         workers = list(iterator._workers)
         if at_once:
-            _kill(workers)
+            kill(workers)
         with suppress(RuntimeError):
             iterator._shutdown_workers()
         # Torch asks politely and leaves a process that does not listen: one that is stopped or stuck in a read.
-        _kill(worker for worker in workers if worker.is_alive())
+        kill(worker for worker in workers if worker.is_alive())
 
     def __enter__(self) -> Loader:
         return self
@@ -151,16 +176,17 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and _is_about_workers(error):
+        if isinstance(error, RuntimeError) and is_about_workers(error):
             pids, owing = self.worker_pids(), self._owing_worker()
             self._end_workers(at_once=True)
             raise self._lost(error, pids, owing) from error
         self.close()
 
-    def _all_steps(self) -> Iterator[Step]:
-        return steps_from(
-            self._order, self._num_packs, epoch=self.state.epoch, packs_consumed=self.state.packs_consumed
-        )
+    def _all_steps(self, state: LoaderState) -> Iterator[Step]:
+        epoch, packs_consumed = state.epoch, state.packs_consumed
+        if self._blend is not None:
+            return self._blend.steps(self._order, epoch=epoch, packs_consumed=packs_consumed)
+        return steps_from(self._order, self._dataset_packs, epoch=epoch, packs_consumed=packs_consumed)
 
     def _batches(self, steps: Iterable[Step]) -> Iterator[StepBatch]:
         self._sampler.steps = steps
@@ -173,7 +199,7 @@ class Loader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if not _is_about_workers(error):
+                if not is_about_workers(error):
                     raise
                 pids, owing = self.worker_pids(), self._owing_worker()
                 self._end_workers(at_once=True)
@@ -190,96 +216,5 @@ class Loader:
         return None if owed is None else iterator._workers[owed[0]].pid
 
     def _lost(self, error: RuntimeError, alive: list[int], owing: int | None) -> LoaderError:
-        """What torch says of a dead or silent worker, with what to do about it."""
         where = f"data-parallel rank {self._layout.dp_rank}, {self._config.num_workers} workers"
-        if "timed out" in str(error):
-            return LoaderError(
-                f"no data came for {self._config.timeout_s:g} s from the loader's worker with process id {owing} "
-                f"(alive are {', '.join(map(str, alive)) or 'none'})",
-                where=where,
-                fix=f"look at what it waits for (py-spy dump --pid {owing}), at the file system, "
-                "or raise loader.timeout_s for slow storage",
-            )
-        pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
-        reason = re.search(r"by signal: ([A-Za-z ]+)", str(error))
-        return LoaderError(
-            f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
-            where=where,
-            fix="a killed worker is mostly one that ran out of memory: see dmesg, lower loader.num_workers or "
-            "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
-        )
-
-
-class _StepDataset(Dataset[RawStep | HarnessError]):
-    """Reads a step. Errors are returned, because torch would raise them as another kind with its own traceback."""
-
-    def __init__(self, reader: StepReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, step: Step) -> RawStep | HarnessError:
-        try:
-            return self._reader.read(step)
-        except HarnessError as error:
-            return error
-        except MemoryError as error:
-            return LoaderError(
-                f"process {os.getpid()} ran out of memory while it read a step: {error or 'nothing more is known'}",
-                where=f"epoch {step.epoch}, step {step.index}",
-                fix="lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the "
-                "memory limit of the job",
-            )
-        except OSError as error:
-            return LoaderError(
-                f"reading failed: {error}",
-                where=f"epoch {step.epoch}, step {step.index}",
-                fix="check that the dataset is still there and readable",
-            )
-
-
-class _StepSampler(Sampler[Step]):
-    """The steps that are to be read next; set before each pass."""
-
-    def __init__(self) -> None:
-        self.steps: Iterable[Step] = ()
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-
-def _end_with_parent(worker_id: int) -> None:
-    """In a worker: end it at once where the training process dies.
-
-    Torch's workers look at their parent's id, which is the server's with forkserver; and the server lives as long as
-    a worker of it does. Seen: both stayed for good.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
-
-
-def _as_it_is(item: Any) -> Any:
-    """In place of torch's collate, which would turn arrays into tensors in shared memory, a file each."""
-    return item
-
-
-def _kill(workers: Iterable[Any]) -> None:
-    """End processes that may not listen, and wait for them."""
-    found = list(workers)
-    # Torch's SIGCHLD handler raises in the main thread, once for a loader, when the first of its workers dies.
-    for _ in range(2):
-        with suppress(RuntimeError):
-            for worker in found:
-                worker.kill()
-            for worker in found:
-                worker.join()
-
-
-def _is_about_workers(error: RuntimeError) -> bool:
-    return "DataLoader worker" in str(error) or "DataLoader timed out" in str(error)
+        return lost_worker(error, alive, owing, timeout_s=self._config.timeout_s, where=where)

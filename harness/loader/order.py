@@ -16,7 +16,7 @@ UInt64Array = npt.NDArray[np.uint64]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 # Separate streams, so that the order of blocks says nothing about the order of packs.
-_BLOCKS, _PACKS = 1, 2
+_BLOCKS, _PACKS, _SOURCES = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,14 @@ class Step:
         epoch: from 0.
         index: number of the batch in its epoch.
         start, stop: positions in the epoch's order.
+        drawn: of a blend, packs of this epoch that were drawn from each source before; else empty.
     """
 
     epoch: int
     index: int
     start: int
     stop: int
+    drawn: tuple[int, ...] = ()
 
 
 class EpochOrder:
@@ -151,6 +153,11 @@ def packs_of_global_batch(config: OrderConfig, num_packs: int, epoch: int, batch
     """int64 [packs]: ids of the packs of global batch `batch_index` of `epoch`, in training order."""
     start = batch_index * config.global_batch_size
     return EpochOrder(config, num_packs, epoch).packs(start, min(start + config.global_batch_size, num_packs))
+
+
+def derive_seed(seed: int, source: int) -> int:
+    """The seed of source number `source` of a blend; the first keeps the blend's."""
+    return seed if source == 0 else _key(seed, source, _SOURCES)
 
 
 def _key(seed: int, epoch: int, stream: int) -> int:

@@ -26,9 +26,11 @@ class LoaderState:
     fingerprint: str = ""
     order: str = ""
 
-    def advance(self, num_packs: int, *, of: int) -> LoaderState:
-        """The state after `num_packs` more packs of a dataset of `of` packs; the end of an epoch begins the next."""
+    def advance(self, num_packs: int, *, of: int | None) -> LoaderState:
+        """The state after `num_packs` more packs of an epoch of `of`, whose end begins the next; None has no end."""
         consumed = self.packs_consumed + num_packs
+        if of is None:
+            return replace(self, packs_consumed=consumed)
         if consumed > of:
             raise LoaderError(f"{consumed:,} packs of an epoch were read, and it has {of:,}")
         if consumed == of:
@@ -54,12 +56,12 @@ class LoaderState:
             )
         return cls(**values)
 
-    def resumed(self, start: LoaderState, *, num_packs: int, allow_other_data: bool = False) -> LoaderState:
+    def resumed(self, start: LoaderState, *, num_packs: int | None, allow_other_data: bool = False) -> LoaderState:
         """The state to go on from, given the state that a new run of today's data and configuration starts from.
 
         Args:
             start: the seed, fingerprint and order of what is configured now.
-            num_packs: packs of the dataset that is configured now.
+            num_packs: packs of an epoch of what is configured now; None is without end.
             allow_other_data: keep epoch and position although data, seed or order differ. Packs of that epoch may
                 then be trained twice or not at all; a position past the end of the new data begins its next epoch.
 
@@ -82,6 +84,6 @@ class LoaderState:
                 fix="configure what the run was started with, start a new run, or set loader.allow_other_data=true "
                 "to keep the position and accept that packs of this epoch repeat or are missed",
             )
-        if self.packs_consumed >= num_packs:
+        if num_packs is not None and self.packs_consumed >= num_packs:
             return replace(start, epoch=self.epoch + 1, packs_consumed=0)
         return replace(start, epoch=self.epoch, packs_consumed=self.packs_consumed)

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from harness.errors import LoaderError, ScheduleError
+from harness.loader.blend import Blend, BlendOrder
 from harness.loader.order import EpochOrder, OrderConfig, Step
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
@@ -134,6 +135,7 @@ class StepReader:
         schedule: ScheduleConfig,
         layout: Layout,
         cost: SequenceCost | None = None,
+        blend: Blend | None = None,
     ) -> None:
         self._source = source
         self._order_config = order
@@ -141,6 +143,7 @@ class StepReader:
         self._layout = layout
         self._cost = cost or SequenceCost()
         self._epoch_order: EpochOrder | None = None
+        self._blend_order = BlendOrder(order, blend) if blend is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         # The order is computed again faster than it is sent.
@@ -191,9 +194,7 @@ class StepReader:
 
     def plan(self, step: Step) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Pack ids, ids of their sequences, where each goes, and how even that is: the same on every rank."""
-        if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
-            self._epoch_order = EpochOrder(self._order_config, len(self._source), step.epoch)
-        packs = self._epoch_order.packs(step.start, step.stop)
+        packs = self._packs_of(step)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
         offsets = np.zeros(packs.shape[0] + 1, dtype=np.int64)
@@ -211,6 +212,13 @@ class StepReader:
             cost=self._cost,
         )
         return packs, sequences, placed, imbalance(placed, lengths, capacity=self.capacity, cost=self._cost)
+
+    def _packs_of(self, step: Step) -> Int64Array:
+        if self._blend_order is not None:
+            return self._blend_order.packs(step)
+        if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
+            self._epoch_order = EpochOrder(self._order_config, len(self._source), step.epoch)
+        return self._epoch_order.packs(step.start, step.stop)
 
     def read(self, step: Step) -> RawStep:
         """Plan `step` and read this rank's sequences, from the packs that hold them alone.
@@ -269,8 +277,15 @@ class StepReader:
             )
 
 
-def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: int) -> StepBatch:
-    """Finished rows of what a worker read; `before` is the state that the step starts from."""
+def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: int | None) -> StepBatch:
+    """Finished rows of what a worker read.
+
+    Args:
+        raw: of `StepReader.read`.
+        layout: the same as there.
+        before: a state of the run; the step's own position replaces its.
+        num_packs: of one epoch, None for one without end.
+    """
     rows = []
     start = 0
     for lengths in raw.row_lengths:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Provenance, open_writer
-from harness.loader.datasets import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.records import Pack
 
 
@@ -51,3 +53,53 @@ def test_a_missing_dataset_is_one_clear_error(tmp_path):
         open_datasets(DataConfig(path=str(tmp_path / "nothing")))
     assert "nothing" in error.value.where
     assert error.value.fix
+
+
+def blend(*sources, **other):
+    return DataConfig(blend=[BlendSource(*source) for source in sources], **other)
+
+
+def test_a_blend_joins_sets_of_any_format_and_their_validation_sets(tmp_path):
+    for name, format in (("one", "parquet"), ("two", "binidx")):
+        write(tmp_path / name / "train", format=format)
+        write(tmp_path / name / "validation", format=format)
+    write(tmp_path / "three", format="npy")
+    sources = [(str(tmp_path / name), weight) for name, weight in (("one", 1.0), ("two", 2.0), ("three", 1.0))]
+    data = open_datasets(blend(*sources))
+    assert (len(data.train), len(data.validation), data.vocab_size) == (3, 2, 90)
+    assert data.blend.shares == (0.25, 0.5, 0.25)
+    again = pickle.loads(pickle.dumps(data.train))
+    assert again.fingerprint == data.train.fingerprint
+    assert again.read([2, 0, 1, 2]) == [Pack([1, 2, 3], [1, 1, 0], [0])] * 4
+    assert again.pack_offsets.tolist() == [0, 1, 2, 3]
+    assert again.sequence_lengths.tolist() == [3, 3, 3]
+    with pytest.raises(IndexError):
+        again.read([3])
+
+
+def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b", tokenizer_hash="b" * 16)
+    with pytest.raises(ConfigError, match=r"one tokenizer: .*a has a{16}, .*b has b{16}"):
+        open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "b"),)))
+    with open_writer(tmp_path / "c", pack_size=8) as writer:
+        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    with pytest.raises(ConfigError, match=r"one pack_size: .*a has 4, .*c has 8"):
+        open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "c"),)))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (("b", 0.0), "the weight is 0.0"),
+        (("b", float("nan")), "the weight is nan"),
+        (("b", None), "some sources have a weight and this one has none"),
+        (("b", 1.0, 0), "epochs is 0"),
+        (("", 1.0), "the source has no path"),
+    ],
+)
+def test_a_blend_that_cannot_be_drawn_is_refused_before_anything_is_opened(source, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        blend(("a", 1.0), source)
+    assert caught.value.where in ("data.blend, b", "data.blend[1]")
+    assert caught.value.fix

@@ -1,0 +1,228 @@
+"""Several datasets interleaved by weight: which packs of each make up which global batch, as a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from harness.errors import ConfigError, LoaderError
+from harness.loader.order import EpochOrder, OrderConfig, Step, derive_seed
+from harness.records import Int64Array
+
+
+@dataclass(frozen=True)
+class Blend:
+    """How packs of several sources, stored one after the other, are drawn.
+
+    The next pack always comes from the source that is furthest behind its share, so that after any number of packs no
+    source is a whole pack ahead of it; behind it is less than one pack with two sources and less than two with more.
+    Each source goes through its own shuffled epochs. With weights the stream has no end but that of a source whose
+    `epochs` are used up; all of it is one epoch. Without weights one epoch holds every source `epochs` times, each in
+    proportion to its packs.
+
+    Attributes:
+        names: of the sources, for messages.
+        sizes: packs of each.
+        weights: of each, any positive scale; None draws in proportion to sizes times epochs.
+        epochs: how often each is read; with weights at most, and None is without limit. Without weights None is once.
+        shares: the weights, scaled to a sum of 1.
+
+    Raises:
+        ConfigError: a weight is not above 0, a source is empty, or the lists do not fit together.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None
+    epochs: tuple[int | None, ...]
+    shares: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_sources(self.names, self.weights, self.epochs)
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if size < 1:
+                raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="leave it out")
+        if self.weights is None:
+            limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
+            shares = [limit / float(sum(limits)) for limit in limits]
+        else:
+            # In numpy, as Megatron-Core scales its weights: sums of another order differ in their last bit.
+            scaled = np.asarray(self.weights, dtype=np.float64)
+            shares = (scaled / np.sum(scaled)).tolist()
+        object.__setattr__(self, "shares", tuple(shares))
+
+    @property
+    def num_packs(self) -> int | None:
+        """Packs of one epoch; None with weights."""
+        if self.weights is not None:
+            return None
+        return sum(size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True))
+
+    @property
+    def signature(self) -> str:
+        """What fixes the draws beside the sources' content."""
+        weights = "sizes" if self.weights is None else ",".join(repr(float(weight)) for weight in self.weights)
+        return f"weights={weights} epochs={','.join(str(epochs) for epochs in self.epochs)}"
+
+    def limit(self, source: int) -> int | None:
+        """Packs that may be drawn from a source in one epoch of the blend; None is without end."""
+        epochs = self.epochs[source]
+        if epochs is None and self.weights is not None:
+            return None
+        return self.sizes[source] * (epochs or 1)
+
+    def draw(self, counts: list[int], num_packs: int) -> Int64Array:
+        """int64 [packs]: the source of each of the next packs; fewer than asked for at the end.
+
+        Measured: 0.3 microseconds a pack with three sources. A run that goes on after 10 million packs draws them
+        again, once, in 3.3 s.
+
+        Args:
+            counts: packs drawn so far from each source; brought up to date.
+            num_packs: how many more.
+
+        Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
+        `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.
+        """
+        limits = [self.limit(source) for source in range(len(counts))]
+        is_weighted = self.weights is not None
+        unspent = [(i, share) for i, share in enumerate(self.shares) if is_weighted or counts[i] != limits[i]]
+        drawn: list[int] = []
+        first = sum(counts)
+        for position in range(first, first + num_packs):
+            if not unspent:
+                break
+            at = float(position) if position else 1.0
+            most, chosen = -math.inf, -1
+            for source, share in unspent:
+                behind = share * at - counts[source]
+                if behind > most:
+                    most, chosen = behind, source
+            if is_weighted and counts[chosen] == limits[chosen]:
+                break
+            counts[chosen] += 1
+            drawn.append(chosen)
+            if not is_weighted and counts[chosen] == limits[chosen]:
+                unspent = [one for one in unspent if one[0] != chosen]
+        return np.asarray(drawn, dtype=np.int64)
+
+    def steps(self, config: OrderConfig, *, epoch: int, packs_consumed: int) -> Iterator[Step]:
+        """Global batches from a position on, as `harness.loader.order.steps_from`; they end where `draw` does."""
+        size = config.global_batch_size
+        if config.drop_last and self.num_packs is not None and self.num_packs < size:
+            raise ConfigError(
+                f"the {self.num_packs:,} packs of the blend never fill a global batch of {size:,}, and drop_last "
+                "leaves out what does not",
+                where="loader.global_batch_size",
+                fix="lower global_batch_size, or set drop_last to false",
+            )
+        start, counts = packs_consumed, [0] * len(self.sizes)
+        self.draw(counts, start)
+        while True:
+            index = -(-start // size)
+            while True:
+                before = tuple(counts)
+                drawn = self.draw(counts, size).shape[0]
+                if drawn == 0 or (config.drop_last and drawn < size):
+                    break
+                yield Step(epoch, index, start, start + drawn, before)
+                start, index = start + drawn, index + 1
+            if self.weights is not None:
+                return
+            epoch, start, counts = epoch + 1, 0, [0] * len(self.sizes)
+
+    def check_lasts(self, num_packs: int) -> None:
+        """Raise ConfigError where `num_packs` cannot be drawn because the epochs of a source are used up before."""
+        # Only a source that is not ahead is drawn from, so none is ever one ahead: most blends need no drawing here.
+        for source, share in enumerate(self.shares):
+            limit = self.limit(source)
+            if self.weights is not None and limit is not None and share * num_packs + 1 > limit:
+                break
+        else:
+            return
+        counts = [0] * len(self.sizes)
+        drawn = self.draw(counts, num_packs).shape[0]
+        if drawn < num_packs:
+            what, where, fix = self._used_up(counts)
+            raise ConfigError(f"{num_packs:,} packs are to be trained, and {what}", where=where, fix=fix)
+
+    def used_up(self) -> LoaderError:
+        """The error for a blend that came to its end."""
+        counts = [0] * len(self.sizes)
+        while self.draw(counts, 1 << 16).shape[0]:
+            pass
+        what, where, fix = self._used_up(counts)
+        return LoaderError(what, where=where, fix=fix)
+
+    def _used_up(self, counts: Sequence[int]) -> tuple[str, str, str]:
+        behind = [
+            (share * max(sum(counts), 1) - count if count == self.limit(source) else -math.inf, source)
+            for source, (share, count) in enumerate(zip(self.shares, counts, strict=True))
+        ]
+        source = max(behind)[1]
+        epochs, size = self.epochs[source], self.sizes[source]
+        return (
+            f"the {epochs} epochs of {size:,} packs of {self.names[source]} are used up after {sum(counts):,} packs "
+            "of the blend",
+            f"data.blend, {self.names[source]}",
+            "give it more epochs or a lower weight, or train fewer steps",
+        )
+
+
+def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, epochs: Sequence[int | None]) -> None:
+    """Raise ConfigError for weights and epochs that no blend can have."""
+    for name, weight, times in zip(names, weights or [None] * len(names), epochs, strict=True):
+        where = f"data.blend, {name}"
+        if weight is not None and not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"the weight is {weight}", where=where, fix="give a number above 0, or leave it out")
+        if times is not None and times < 1:
+            raise ConfigError(f"epochs is {times}", where=where, fix="give 1 or more")
+    if (
+        weights is not None
+        and any(weight is None for weight in weights)
+        and any(weight is not None for weight in weights)
+    ):
+        missing = next(name for name, weight in zip(names, weights, strict=True) if weight is None)
+        raise ConfigError(
+            "some sources have a weight and this one has none",
+            where=f"data.blend, {missing}",
+            fix="give every source a weight, or none: then each is read its epochs, once by default",
+        )
+
+
+class BlendOrder:
+    """The packs of a blend's steps; as `harness.loader.order.EpochOrder`, with an epoch of its own for each source."""
+
+    def __init__(self, config: OrderConfig, blend: Blend) -> None:
+        self._blend = blend
+        # Sources of one length would be shuffled alike: translations of one text would stand beside each other.
+        self._configs = [replace(config, seed=derive_seed(config.seed, source)) for source in range(len(blend.sizes))]
+        self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
+        self._orders: dict[int, EpochOrder] = {}
+
+    def packs(self, step: Step) -> Int64Array:
+        """int64 [packs]: ids of the packs of a step, counted through all sources."""
+        sources = self._blend.draw(list(step.drawn), step.stop - step.start)
+        packs = np.zeros(sources.shape[0], dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            places = np.flatnonzero(sources == source)
+            first = step.drawn[source] + step.epoch * (self._blend.limit(source) or 0)
+            packs[places] = self._starts[source] + self._drawn_from(source, first, first + places.shape[0])
+        return packs
+
+    def _drawn_from(self, source: int, start: int, stop: int) -> Int64Array:
+        """Packs that a source gives as its numbers start to stop, over the ends of its epochs."""
+        size = self._blend.sizes[source]
+        parts = []
+        while start < stop:
+            epoch, position = divmod(start, size)
+            end = min(position + stop - start, size)
+            order = self._orders.get(source)
+            if order is None or order.epoch != epoch:
+                order = self._orders[source] = EpochOrder(self._configs[source], size, epoch)
+            parts.append(order.packs(position, end))
+            start += end - position
+        return np.concatenate(parts)
