@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,9 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from harness.errors import LoaderError
 from harness.formats import FORMATS, PackReader, open_dataset
+from harness.loader.blend import Blend
+from harness.loader.joined import JoinedReader
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import StepBatch
+from harness.loader.step import PackSource, StepBatch
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -23,13 +25,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 class History(RuleBasedStateMachine):
     """A run that is stopped, killed and gone on with on other ranks, workers, formats and batch sizes.
 
-    `order` is what an undisturbed run of one process reads; `trained` counts the packs of it that were trained.
+    `order` is what an undisturbed run of one process reads; `trained` counts the packs of it that were trained. With a
+    blend every reader is joined of two datasets in two formats.
     """
 
-    def __init__(self, readers: dict[str, PackReader], order: list[tuple[int, int]]) -> None:
+    def __init__(self, readers: dict[str, PackSource], order: list[tuple[int, int]], blend: Blend | None) -> None:
         super().__init__()
         self.readers = readers
         self.order = order
+        self.blend = blend
         self.trained = 0
         self.state: str | None = None
         self.checkpoints: list[tuple[int, str | None]] = [(0, None)]
@@ -44,6 +48,7 @@ class History(RuleBasedStateMachine):
                 schedule=ScheduleConfig(scheduler, 64),
                 dp_rank=rank,
                 dp_size=dp_size,
+                blend=self.blend,
                 state=None if self.state is None else LoaderState.from_json(self.state),
             )
             for rank in range(dp_size)
@@ -133,25 +138,46 @@ class History(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def readers(
-    in_every_format: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, write_packs
+    in_every_format: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, write_packs: Callable[..., Path]
 ) -> dict[str, PackReader]:
     paths = {**in_every_format, "other": write_packs(tmp_path_factory.mktemp("other") / "packs", 37, seed=1)}
     return {name: open_dataset(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(readers: dict[str, PackReader]) -> list[tuple[int, int]]:
-    """Epoch and pack of everything that forty epochs train."""
-    config = LoaderConfig(global_batch_size=37, block_packs=3, window_blocks=2, num_workers=0)
-    with Loader(readers["memmap"], config, schedule=ScheduleConfig("dp_balanced", 64), num_steps=40) as made:
+def joined(
+    readers: dict[str, PackReader], tmp_path_factory: pytest.TempPathFactory, write_packs: Callable[..., Path]
+) -> dict[str, JoinedReader]:
+    """By format of the first dataset; the second is in the next one."""
+    place = tmp_path_factory.mktemp("second")
+    names = list(FORMATS)
+    seconds = {name: open_dataset(write_packs(place / name, 11, format=name, seed=2)) for name in names}
+    made = {
+        name: JoinedReader([readers[name], seconds[after]])
+        for name, after in zip(names, [*names[1:], names[0]], strict=True)
+    }
+    return {**made, "other": JoinedReader([readers["other"], seconds["npy"]])}
+
+
+BLENDS = {
+    "one dataset": None,
+    "by weight": Blend(("a", "b"), (37, 11), (2.0, 1.0), (None, None)),
+    "by size": Blend(("a", "b"), (37, 11), None, (1, 2)),
+}
+
+
+def run_histories(kind: str, readers: dict[str, PackReader], joined: dict[str, JoinedReader], count: int) -> None:
+    blend = BLENDS[kind]
+    sources: dict[str, PackSource] = dict(readers if blend is None else joined)
+    config = LoaderConfig(global_batch_size=1, block_packs=3, window_blocks=2, num_workers=0)
+    with Loader(
+        sources["memmap"], config, schedule=ScheduleConfig("dp_balanced", 64), blend=blend, num_steps=1000
+    ) as made:
         order = [(batch.epoch, pack) for batch in made for pack in batch.pack_ids.tolist()]
-    assert sorted(order) == [(epoch, pack) for epoch in range(40) for pack in range(37)]
-    return order
-
-
-def run_histories(readers: dict[str, PackReader], order: list[tuple[int, int]], count: int) -> None:
+    if blend is None:
+        assert sorted(order[: 27 * 37]) == [(epoch, pack) for epoch in range(27) for pack in range(37)]
     run_state_machine_as_test(
-        lambda: History(readers, order),
+        lambda: History(sources, order, blend),
         settings=settings(
             max_examples=count,
             stateful_step_count=25,
@@ -162,15 +188,17 @@ def run_histories(readers: dict[str, PackReader], order: list[tuple[int, int]], 
     )
 
 
+@pytest.mark.parametrize(("kind", "count"), [("one dataset", 60), ("by weight", 25), ("by size", 25)])
 def test_a_hundred_histories_train_every_pack_once_in_order(
-    readers: dict[str, PackReader], undisturbed: list[tuple[int, int]]
+    readers: dict[str, PackReader], joined: dict[str, JoinedReader], kind: str, count: int
 ) -> None:
-    run_histories(readers, undisturbed, 100)
+    run_histories(kind, readers, joined, count)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", BLENDS)
 def test_two_thousand_histories_train_every_pack_once_in_order(
-    readers: dict[str, PackReader], undisturbed: list[tuple[int, int]]
+    readers: dict[str, PackReader], joined: dict[str, JoinedReader], kind: str
 ) -> None:
-    run_histories(readers, undisturbed, 2000)
+    run_histories(kind, readers, joined, 2000)
