@@ -34,6 +34,8 @@ from harness.report.parity.table import LiveTable, show
 from harness.report.render import HTML_FILE, render_all
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
+# The version that a matrix is started with.
+THIS = "this"
 
 
 @dataclass
@@ -58,7 +60,7 @@ class ParityConfig:
             difference; 28 bytes a token of each run before compression.
         tolerances: across layouts, schedules and versions.
         sft, sft_more: settings of `recipes.sft` for every case; the second is for the command line.
-        formats, workers, schedules, layouts, cases_of_versions: the cases, as `"ranks setting=value ..."`, the
+        formats, workers, schedules, layouts: the cases, as `"ranks setting=value ..."`, the
             reference first; `format=NAME` and `version=NAME` stand for a dataset and an interpreter.
     """
 
@@ -81,7 +83,6 @@ class ParityConfig:
     workers: list[str] = field(default_factory=list)
     schedules: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
-    cases_of_versions: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.checks if name not in CHECKS]
@@ -113,8 +114,7 @@ class ParityConfig:
 
     def cases(self, check: str) -> list[str]:
         if check == "versions":
-            more = [f"1 {VERSION}={name}" for name in named(self.versions)]
-            return [*self.cases_of_versions[:1], *more]
+            return [f"1 {VERSION}={name}" for name in (THIS, *named(self.versions))]
         return list(getattr(self, check))
 
 
@@ -210,7 +210,7 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
             plans[check],
             settings=settings,
             datasets={"": str(source), **{name: dataset_in(name, config, source, folder) for name in wanted if name}},
-            pythons={"": sys.executable, **named(config.versions)},
+            pythons={"": sys.executable, THIS: sys.executable, **named(config.versions)},
             steps=config.steps,
             steps_before=config.steps_before,
             max_ranks=config.max_ranks,

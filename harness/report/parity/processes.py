@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 import harness
+from harness.errors import ConfigError
 from harness.report.metrics import METRICS_FILE, whole_lines
 from harness.report.parity.cells import Cell
 
@@ -81,15 +82,22 @@ class Batch:
         listed = home / "runs.json"
         listed.write_text(json.dumps(described))
         with log_file(folder, first).open("a") as log:
-            self._process = subprocess.Popen(
-                [*_launcher(first), "-m", "recipes.sft_runs", str(listed)],
-                env=_environment(),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # Safe here: nothing else of this process runs in a thread meanwhile.
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [*_launcher(first), "-m", "recipes.sft_runs", str(listed)],
+                    env=_environment(),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    # Safe here: nothing else of this process runs in a thread meanwhile.
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"the interpreter of {first.name} cannot be started: {error.strerror}",
+                    where=first.python,
+                    fix="name the python of a virtual environment in `versions`",
+                ) from None
 
     @property
     def ranks(self) -> int:
