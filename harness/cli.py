@@ -27,6 +27,7 @@ from harness.report.bench.cli import bench_app
 from harness.report.bench.output import Outcome, Output, Say
 from harness.report.bench.workspace import Workspace
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
+from harness.report.inspect_blend import SUFFIXES, inspect_blend, render_blend
 from harness.report.parity.cli import parity_app
 
 app = typer.Typer(
@@ -55,8 +56,15 @@ def inspect(
     tokenizer: Annotated[str, typer.Option(help="tokenizer folder, where the dataset does not name one")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a dataset holds, or the text of one pack."""
+    """Show what a dataset holds, or the text of one pack; of a YAML file, the blend that it configures."""
     console = Console() if sys.stdout.isatty() else Console(soft_wrap=True)
+    if path.endswith(SUFFIXES):
+        blend = inspect_blend(path)
+        if as_json:
+            _print_json(blend.to_dict())
+        else:
+            console.print(render_blend(blend))
+        return
     if pack is not None:
         reader = open_dataset(find_datasets(path)[0])
         if as_json:

@@ -143,19 +143,33 @@ class Blend:
                 break
         else:
             return
-        counts = [0] * len(self.sizes)
-        drawn = self.draw(counts, num_packs).shape[0]
-        if drawn < num_packs:
+        counts = self.counts_after(num_packs)
+        if sum(counts) < num_packs:
             what, where, fix = self._used_up(counts)
             raise ConfigError(f"{num_packs:,} packs are to be trained, and {what}", where=where, fix=fix)
 
+    def counts_after(self, num_packs: int) -> list[int]:
+        """Packs of each source among the first `num_packs`, or all that there are."""
+        counts = [0] * len(self.sizes)
+        self.draw(counts, num_packs)
+        return counts
+
+    def ends_after(self) -> int | None:
+        """Packs after which the epochs of a source are used up; None where the blend does not end so."""
+        if self.weights is None or all(self.limit(source) is None for source in range(len(self.sizes))):
+            return None
+        return sum(self._counts_at_end())
+
     def used_up(self) -> LoaderError:
-        """The error for a blend that came to its end."""
+        """The error for a blend with weights that came to its end."""
+        what, where, fix = self._used_up(self._counts_at_end())
+        return LoaderError(what, where=where, fix=fix)
+
+    def _counts_at_end(self) -> list[int]:
         counts = [0] * len(self.sizes)
         while self.draw(counts, 1 << 16).shape[0]:
             pass
-        what, where, fix = self._used_up(counts)
-        return LoaderError(what, where=where, fix=fix)
+        return counts
 
     def _used_up(self, counts: Sequence[int]) -> tuple[str, str, str]:
         behind = [

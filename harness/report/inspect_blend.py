@@ -1,0 +1,153 @@
+"""What a blend will train: of each source its packs, its share, and how often it is read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import ConfigError
+from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader.joined import JoinedReader
+
+SUFFIXES = (".yaml", ".yml")
+_FIX = "name the config.yaml of a run, or a file with `blend:` as configs/data/train_blend.yaml"
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """One source of a blend.
+
+    Attributes:
+        path, format, packs, tokens: of the dataset.
+        weight: as configured; None where packs are drawn in proportion to sizes.
+        pack_share: of the packs that are trained.
+        token_share: of the stored tokens that are trained, on average.
+        drawn: its packs among the blend's first `BlendSummary.packs`.
+        passes: how often it is read for them.
+    """
+
+    path: str
+    format: str
+    packs: int
+    tokens: int
+    weight: float | None
+    pack_share: float
+    token_share: float
+    drawn: int
+    passes: float
+
+
+@dataclass(frozen=True)
+class BlendSummary:
+    """A blend over a number of packs.
+
+    Attributes:
+        path: of the settings.
+        packs: of the run, or one epoch, or with weights as many as all sources together hold.
+        of_run: whether `packs` is what the settings' steps train.
+        ends_after: packs after which a source's epochs are used up; None where none are limited.
+        sources: in order.
+    """
+
+    path: str
+    packs: int
+    of_run: bool
+    ends_after: int | None
+    sources: list[SourceSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def inspect_blend(path: str) -> BlendSummary:
+    """Open the datasets of the blend that a YAML file configures, and draw from it.
+
+    Raises:
+        ConfigError: the file configures no blend, or one that cannot be drawn.
+        FormatError: a source is not there or damaged.
+    """
+    settings = _read(path)
+    data = settings.get("data", settings)
+    listed = data.get("blend") if isinstance(data, dict) else None
+    if not listed or not isinstance(listed, list):
+        raise ConfigError("the file configures no blend", where=path, fix=_FIX)
+    known = {one.name for one in fields(BlendSource)}
+    for source in listed:
+        if not isinstance(source, dict) or not set(source) <= known:
+            raise ConfigError(f"{str(source)[:100]} is no source", where=path, fix=f"keys are {', '.join(known)}")
+    opened = open_datasets(DataConfig(path="", blend=[BlendSource(**source) for source in listed]))
+    blend, train = opened.blend, opened.train
+    assert blend is not None
+    assert isinstance(train, JoinedReader)
+    try:
+        packs = int(settings["trainer"]["steps"]) * int(settings["loader"]["global_batch_size"])
+    except (KeyError, TypeError, ValueError):
+        packs = 0
+    counts = blend.counts_after(packs or blend.num_packs or len(train))
+    tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
+    each = [share * some / size for share, some, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
+    sources = [
+        SourceSummary(
+            path=blend.names[number],
+            format=reader.format,
+            packs=len(reader),
+            tokens=tokens[number],
+            weight=None if blend.weights is None else blend.weights[number],
+            pack_share=blend.shares[number],
+            token_share=each[number] / sum(each),
+            drawn=counts[number],
+            passes=counts[number] / len(reader),
+        )
+        for number, reader in enumerate(train.readers)
+    ]
+    return BlendSummary(path, packs or sum(counts), bool(packs), blend.ends_after(), sources)
+
+
+def render_blend(summary: BlendSummary) -> RenderableType:
+    """A blend for people: a table of its sources, and how far it reaches."""
+    table = Table(box=SIMPLE, padding=(0, 1))
+    for name in ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"):
+        table.add_column(name, justify="right", no_wrap=True)
+    # Paths are long: in the table they would be cut, or fold it to a letter a line.
+    paths = Table.grid(padding=(0, 2))
+    for number, one in enumerate(summary.sources, start=1):
+        paths.add_row(str(number), one.format, Text(one.path))
+        table.add_row(
+            str(number),
+            f"{one.packs:,}",
+            f"{one.tokens:,}",
+            "by size" if one.weight is None else f"{one.weight:g}",
+            f"{one.pack_share:.2%}",
+            f"{one.token_share:.2%}",
+            f"{one.drawn:,}",
+            f"{one.passes:.2f}",
+        )
+    reach = "packs that the run trains" if summary.of_run else "packs"
+    told = f"drawn, and times read: in the first {summary.packs:,} {reach}"
+    lines: list[RenderableType] = [Text(summary.path, style="bold"), paths, table, Text(told)]
+    if summary.ends_after is not None:
+        is_short = summary.of_run and summary.ends_after < summary.packs
+        ends = f"a source's epochs are used up after {summary.ends_after:,} packs"
+        lines.append(Text(ends + (": too few for the run" if is_short else ""), style="bold red" if is_short else ""))
+    return Group(*lines)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("settings are read with PyYAML", where=path, fix="pip install pyyaml") from error
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
+    if not isinstance(found, dict):
+        raise ConfigError("the file holds no settings", where=path, fix=_FIX)
+    return found

@@ -1,0 +1,73 @@
+"""`harness inspect` of settings shows what their blend will train."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from harness.cli import main
+from harness.formats import open_writer
+from harness.records import Pack
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Eight packs of 3 tokens and two of 6."""
+    paths = []
+    for name, format, count, length in (("one", "memmap", 8, 3), ("two", "jsonl", 2, 6)):
+        with open_writer(tmp_path / name, format=format, pack_size=8) as writer:
+            for _ in range(count):
+                writer.append(Pack(range(length), [1] * (length - 1) + [0], [0]))
+        paths.append(str(tmp_path / name))
+    return paths
+
+
+def inspect(monkeypatch, capsys, tmp_path, settings, *arguments):
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    monkeypatch.setattr("sys.argv", ["harness", "inspect", str(path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    return ended.value.code, told.out, told.err
+
+
+def test_shares_draws_and_the_end_of_a_run(monkeypatch, capsys, tmp_path, sources):
+    blend = [{"path": sources[0], "weight": 3.0}, {"path": sources[1], "weight": 1.0, "epochs": 2}]
+    settings = {"data": {"blend": blend}, "trainer": {"steps": 4}, "loader": {"global_batch_size": 3}}
+    _, told, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    found = json.loads(told)
+    assert (found["packs"], found["of_run"], found["ends_after"]) == (12, True, 17)
+    assert [(one["format"], one["drawn"], one["passes"], one["pack_share"]) for one in found["sources"]] == [
+        ("memmap", 9, 1.125, 0.75),
+        ("jsonl", 3, 1.5, 0.25),
+    ]
+    assert [one["token_share"] for one in found["sources"]] == pytest.approx([0.6, 0.4])
+    _, told, _ = inspect(monkeypatch, capsys, tmp_path, {**settings, "trainer": {"steps": 6}})
+    assert "used up after 17 packs: too few for the run" in told
+    assert all(path in told for path in sources)
+
+
+def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, sources):
+    settings = {"blend": [{"path": sources[0]}, {"path": sources[1], "epochs": 3}]}
+    _, told, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    found = json.loads(told)
+    assert (found["packs"], found["ends_after"]) == (14, None)
+    assert [one["drawn"] for one in found["sources"]] == [8, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": {"path": "x"}}, "configures no blend"),
+        ({"blend": [{"wieght": 1}]}, "is no source"),
+        ({"blend": [{"path": "x", "weight": -1.0}]}, "the weight is -1.0"),
+        (["a"], "holds no settings"),
+    ],
+)
+def test_settings_without_a_blend_are_refused(monkeypatch, capsys, tmp_path, settings, said):
+    code, _, told = inspect(monkeypatch, capsys, tmp_path, settings)
+    assert code == 2
+    assert said in told
