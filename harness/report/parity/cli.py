@@ -87,13 +87,13 @@ def history(
 
     found = read_history(folder, step=step)
     render_history(found, out or folder)
-    newest = max(night.created for metric in found.metrics for night in metric.nights) if found.metrics else ""
-    latest = [(metric, night) for metric, night in found.left if night.created == newest]
+    latest = found.left_now
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
         for metric, night in latest:
-            print(f"{metric.cell}, {metric.name}: {night.value} left its band, {night.low:g} to {night.high:g}")
+            value = "no value" if night.value is None else f"{night.value:g}"
+            print(f"{metric.cell}, {metric.name}: {value} left its band, {night.low:g} to {night.high:g}")
         nights = len({night.created for metric in found.metrics for night in metric.nights})
         print(f"{nights} nights, {len(found.metrics)} metrics, {len(latest)} out of their band in the newest night")
         print(f"page {(out or folder) / 'history.html'}")

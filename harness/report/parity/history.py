@@ -66,3 +66,9 @@ class History:
         """Every value outside of its band, the newest first."""
         found = [(metric, night) for metric in self.metrics for night in metric.nights if night.left_band]
         return sorted(found, key=lambda one: one[1].created, reverse=True)
+
+    @property
+    def left_now(self) -> list[tuple[Metric, Night]]:
+        """Metrics whose own newest night is outside of its band; parts of a night can be reports of their own."""
+        newest = ((metric, metric.nights[-1]) for metric in self.metrics if metric.nights)
+        return [(metric, night) for metric, night in newest if night.left_band]

@@ -46,7 +46,13 @@ def read_history(folder: Path, *, step: int | None = None) -> History:
     names = list(dict.fromkeys(cell.name for report, _ in nights for cell in report.cells))
     metrics = []
     for name in names:
-        cells = [(report, path, {cell.name: cell for cell in report.cells}) for report, path in nights]
+        # A night without the cell counts as one without a value, where its report is of a matrix that has the cell.
+        titles = {report.title for report, _ in nights if any(cell.name == name for cell in report.cells)}
+        cells = [
+            (report, path, {cell.name: cell for cell in report.cells})
+            for report, path in nights
+            if report.title in titles
+        ]
         at = step or min(
             (cell.series.step[-1] for *_, by in cells if (cell := by.get(name)) and cell.series.step), default=0
         )
@@ -61,7 +67,8 @@ def read_history(folder: Path, *, step: int | None = None) -> History:
                 metrics.append(
                     Metric(followed.name, name, followed.unit, _banded(values, followed.share), _told(followed.share))
                 )
-    return History(nights[-1][0].title, metrics)
+    titles = {report.title for report, _ in nights}
+    return History(titles.pop() if len(titles) == 1 else f"{len(titles)} matrices", metrics)
 
 
 def _followed(step: int) -> Sequence[_Followed]:

@@ -22,7 +22,7 @@ def render_nights(history: History) -> str:
     pool = Pool()
     charts = [chart for number, metric in enumerate(history.metrics) if (chart := _draw(number, metric, pool))]
     newest = max((night.created for metric in history.metrics for night in metric.nights), default="")
-    latest = [(metric, night) for metric, night in history.left if night.created == newest]
+    latest = history.left_now
     return render(
         "history.html.j2",
         charts,

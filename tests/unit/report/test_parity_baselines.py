@@ -180,6 +180,27 @@ def test_a_night_that_left_its_band_does_not_widen_it_and_a_quiet_history_ends_w
         harness("history", tmp_path / "page")
 
 
+def test_a_night_may_have_reports_of_several_matrices_and_a_cell_that_is_lost_left_its_band(tmp_path) -> None:
+    def workers(day: int, *, lost: bool = False) -> ParityReport:
+        made = report(f"2026-01-0{day}T03:00:00+00:00")
+        cells = [replace(cell, name=cell.name.replace("formats", "workers")) for cell in made.cells]
+        return replace(made, title="workers", cells=cells[:1] if lost else cells)
+
+    folder = nights(tmp_path / "nights", *(workers(day) for day in range(1, 6)))
+    found = read_history(folder)
+    assert (found.title, found.left) == ("2 matrices", [])
+    assert {metric.cell for metric in found.metrics} >= {"formats: parquet", "workers: parquet"}
+    assert {len(metric.nights) for metric in found.metrics} == {5}
+
+    lost = nights(tmp_path / "lost", *(workers(day, lost=day == 5) for day in range(1, 6)))
+    left = read_history(lost).left_now
+    assert {metric.cell for metric, _ in left} == {"workers: parquet"}
+    assert {night.value for _, night in left} == {None}
+    code, output = harness("history", lost)
+    assert code == 1
+    assert "workers: parquet, loss at step 2: no value left its band" in output
+
+
 def test_many_nodes_become_one_report_and_a_node_without_one_fails(tmp_path) -> None:
     for name, made in (("a", report("2026", host="one")), ("b", report("2026", host="two", status="different"))):
         (tmp_path / name).mkdir()
