@@ -121,6 +121,7 @@ def make_feeds(
                 multiple=config.parallel.row_multiple,
                 group_size=config.parallel.microbatch_group,
                 cost=sequence_cost(config.model),
+                tokenizer=data.tokenizer_hash,
                 blend=blend,
                 state=start,
                 num_epochs=epochs,

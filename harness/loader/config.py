@@ -23,7 +23,7 @@ class LoaderConfig:
         start_method: fork, spawn or forkserver; None is the platform's.
         block_packs, window_blocks, drop_last, shuffle: see `harness.loader.order.OrderConfig`.
         timeout_s: the longest wait for one step's data before the run stops with an error.
-        allow_other_data: resume although the dataset, seed or order is not the one of the checkpoint.
+        allow_other_data: resume although the dataset, seed, order or tokenizer is not the one of the checkpoint.
     """
 
     global_batch_size: int = 8

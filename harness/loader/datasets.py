@@ -61,12 +61,14 @@ class RunData:
         train: what is trained on.
         validation: None where there is none.
         vocab_size: of the tokenizer, None where the datasets do not say.
+        tokenizer_hash: of what made `train`; empty where it does not say.
         blend: how the packs of `train`, which then is a JoinedReader, are drawn; None where they are one dataset.
     """
 
     train: PackReader | JoinedReader
     validation: PackReader | JoinedReader | None
     vocab_size: int | None
+    tokenizer_hash: str = ""
     blend: Blend | None = None
 
 
@@ -96,7 +98,8 @@ def open_datasets(config: DataConfig) -> RunData:
     sizes = [one.manifest.provenance.counts.get("vocab_size") for one in trains if one.manifest is not None]
     vocab_size = max((size for size in sizes if size is not None), default=None)
     joined = JoinedReader(validations) if len(validations) > 1 else None
-    return RunData(train, joined or (validations[0] if validations else None), vocab_size, blend)
+    tokenizer_hash = next((hash for hash, _ in map(_hashes, trains) if hash), "")
+    return RunData(train, joined or (validations[0] if validations else None), vocab_size, tokenizer_hash, blend)
 
 
 def _open_train(path: str) -> tuple[PackReader, str | None]:

@@ -44,6 +44,7 @@ class Loader:
         schedule: how sequences become rows.
         dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.step.Layout`.
         cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
+        tokenizer: hash of what made the dataset, which a run that goes on compares; empty asks nothing.
         blend: how the packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
         state: go on from here; None begins with epoch 0.
         num_steps: the number of batches to yield; None is without end.
@@ -51,7 +52,7 @@ class Loader:
 
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
-        LoaderError: `state` belongs to another dataset, seed or order.
+        LoaderError: `state` belongs to another dataset, seed, order or tokenizer.
         ConfigError: the dataset never fills a global batch.
         LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
@@ -68,6 +69,7 @@ class Loader:
         multiple: int = 1,
         group_size: int = 1,
         cost: SequenceCost | None = None,
+        tokenizer: str = "",
         blend: Blend | None = None,
         state: LoaderState | None = None,
         num_steps: int | None = None,
@@ -86,7 +88,7 @@ class Loader:
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         order = self._order.signature if blend is None else f"{self._order.signature} {blend.signature}"
-        fresh = LoaderState(seed=config.seed, fingerprint=reader.fingerprint, order=order)
+        fresh = LoaderState(config.seed, fingerprint=reader.fingerprint, order=order, tokenizer=tokenizer)
         self.state = fresh
         if state is not None:
             self.state = state.resumed(fresh, num_packs=self._num_packs, allow_other_data=config.allow_other_data)

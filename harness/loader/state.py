@@ -18,6 +18,7 @@ class LoaderState:
         packs_consumed: packs of this epoch that were trained.
         fingerprint: of the dataset.
         order: `OrderConfig.signature`; another shuffle would repeat some packs of the epoch and miss others.
+        tokenizer: hash of what made the dataset; empty where it does not say, and then not compared.
     """
 
     seed: int
@@ -25,6 +26,7 @@ class LoaderState:
     packs_consumed: int = 0
     fingerprint: str = ""
     order: str = ""
+    tokenizer: str = ""
 
     def advance(self, num_packs: int, *, of: int | None) -> LoaderState:
         """The state after `num_packs` more packs of an epoch of `of`, whose end begins the next; None has no end."""
@@ -47,6 +49,9 @@ class LoaderState:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise LoaderError(f"a loader state is not JSON: {error}", fix="resume from another checkpoint") from error
+        if isinstance(values, dict):
+            # Runs of before tokenizers were kept go on.
+            values.setdefault("tokenizer", "")
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
@@ -54,19 +59,26 @@ class LoaderState:
                 f"a loader state holds {text[:200]}, expected {expected}",
                 fix="resume from another checkpoint",
             )
-        return cls(**values)
+        state = cls(**values)
+        if state.epoch < 0 or state.packs_consumed < 0:
+            raise LoaderError(
+                f"a loader state is at epoch {state.epoch}, after {state.packs_consumed} packs",
+                fix="resume from another checkpoint",
+            )
+        return state
 
     def resumed(self, start: LoaderState, *, num_packs: int | None, allow_other_data: bool = False) -> LoaderState:
         """The state to go on from, given the state that a new run of today's data and configuration starts from.
 
         Args:
-            start: the seed, fingerprint and order of what is configured now.
+            start: the seed, fingerprint, order and tokenizer of what is configured now.
             num_packs: packs of an epoch of what is configured now; None is without end.
-            allow_other_data: keep epoch and position although data, seed or order differ. Packs of that epoch may
-                then be trained twice or not at all; a position past the end of the new data begins its next epoch.
+            allow_other_data: keep epoch and position although data, seed, order or tokenizer differ. Packs of that
+                epoch may then be trained twice or not at all; a position past the end of the new data begins its next
+                epoch.
 
         Raises:
-            LoaderError: data, seed or order differ.
+            LoaderError: data, seed, order or tokenizer differ.
         """
         changes = [
             f"{what} was {then!r} and is {now!r}"
@@ -74,6 +86,8 @@ class LoaderState:
                 ("the dataset's fingerprint", self.fingerprint, start.fingerprint),
                 ("the seed", self.seed, start.seed),
                 ("the order", self.order, start.order),
+                # The same token ids may be another text.
+                ("the tokenizer", self.tokenizer or start.tokenizer, start.tokenizer or self.tokenizer),
             )
             if then != now
         ]
@@ -84,6 +98,7 @@ class LoaderState:
                 fix="configure what the run was started with, start a new run, or set loader.allow_other_data=true "
                 "to keep the position and accept that packs of this epoch repeat or are missed",
             )
+        start = replace(start, tokenizer=start.tokenizer or self.tokenizer)
         if num_packs is not None and self.packs_consumed >= num_packs:
             return replace(start, epoch=self.epoch + 1, packs_consumed=0)
         return replace(start, epoch=self.epoch, packs_consumed=self.packs_consumed)

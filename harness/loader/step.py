@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -297,7 +297,7 @@ def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: 
             thd_from_arrays(raw.input_ids[start:stop], raw.loss_mask[start:stop], lengths, multiple=layout.multiple)
         )
         start = stop
-    position = LoaderState(before.seed, raw.step.epoch, raw.step.start, before.fingerprint, before.order)
+    position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return StepBatch(
         epoch=raw.step.epoch,
         step_in_epoch=raw.step.index,

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import PackReader, open_dataset, open_writer
@@ -81,38 +79,6 @@ def test_batches_that_were_read_ahead_but_not_trained_come_again(reader: PackRea
         trained = [next(batches) for _ in range(3)]
     with loader(reader, workers=1, state=trained[-1].state, steps=7) as made:
         assert [batch.digest() for batch in trained] + [batch.digest() for batch in made] == whole
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    sessions=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=6),
-)
-def test_resuming_with_other_ranks_and_batch_sizes_reads_every_pack_once_an_epoch_in_the_same_order(
-    reader: PackReader, sessions: list[tuple[int, int, int]]
-) -> None:
-    orders = {
-        epoch: [pack for batch in one for pack in batch.pack_ids.tolist()]
-        for epoch, one in ((e, [b for b in loader(reader, epochs=5) if b.epoch == e]) for e in range(5))
-    }
-    state = None
-    seen: dict[int, list[int]] = {}
-    trained: list[int] = []
-    for size, dp_size, steps in sessions:
-        ranks = [
-            list(loader(reader, size=size, dp=(rank, dp_size), state=state, steps=steps)) for rank in range(dp_size)
-        ]
-        for number, batch in enumerate(ranks[0]):
-            if batch.epoch < 5:
-                seen.setdefault(batch.epoch, []).extend(batch.pack_ids.tolist())
-            ids = [id for rank in ranks for row in rank[number].sequence_ids for id in row.tolist()]
-            expected = [id for p in batch.pack_ids for id in range(reader.pack_offsets[p], reader.pack_offsets[p + 1])]
-            assert sorted(ids) == sorted(expected)
-            trained += ids
-        assert all(rank[-1].state == ranks[0][-1].state for rank in ranks)
-        state = ranks[0][-1].state
-    for epoch, packs in seen.items():
-        assert packs == orders[epoch][: len(packs)]
-    assert all(len(seen[epoch]) == NUM_PACKS for epoch in list(seen)[:-1])
 
 
 def test_other_data_is_refused_unless_allowed(reader: PackReader, tmp_path: Path) -> None:

@@ -53,6 +53,25 @@ def test_other_data_seed_or_order_is_refused_unless_named(now: LoaderState, mess
     assert (went_on.seed, went_on.fingerprint, went_on.order) == (now.seed, now.fingerprint, now.order)
 
 
+def test_another_tokenizer_is_refused_where_both_are_known() -> None:
+    now = LoaderState(seed=7, fingerprint="aaaa", order="stored", tokenizer="t2")
+    with pytest.raises(LoaderError, match="the tokenizer was 't1' and is 't2'"):
+        LoaderState(seed=7, fingerprint="aaaa", order="stored", tokenizer="t1").resumed(now, num_packs=10)
+    assert START.resumed(now, num_packs=10) == now
+    assert now.resumed(START, num_packs=10) == now
+
+
+def test_a_state_of_before_tokenizers_were_kept_goes_on() -> None:
+    text = '{"seed": 7, "epoch": 1, "packs_consumed": 3, "fingerprint": "aaaa", "order": "stored"}'
+    assert LoaderState.from_json(text) == LoaderState(7, 1, 3, "aaaa", "stored")
+
+
+@pytest.mark.parametrize("name", ["epoch", "packs_consumed"])
+def test_a_position_before_the_start_is_refused(name: str) -> None:
+    with pytest.raises(LoaderError, match="-1"):
+        LoaderState.from_json(START.to_json().replace(f'"{name}": 0', f'"{name}": -1'))
+
+
 def test_a_position_past_the_end_of_other_data_begins_its_next_epoch() -> None:
     other = LoaderState(seed=7, fingerprint="bbbb", order="stored")
     went_on = START.advance(6, of=10).resumed(other, num_packs=5, allow_other_data=True)
