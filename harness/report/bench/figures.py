@@ -146,7 +146,7 @@ class BenchReport:
             "began": self.began,
             "seconds": round(self.seconds, 3),
             "command": self.command or " ".join(["harness", *sys.argv[1:]]),
-            "machine": describe_machine(),
+            "machine": describe_machine() | ({} if self.load is None else {"load": self.load}),
             "versions": list_versions(),
             "settings": dict(self.settings),
             "figures": [figure.to_dict() for figure in self.figures],

@@ -44,9 +44,16 @@ def _machine(reports: Sequence[BenchReport]) -> str:
         f"| packages | {', '.join(f'{name} {version}' for name, version in list_versions().items())} |",
     ]
     if loads:
-        # A busy machine is no reason to leave a figure out, but to say so.
         lines.append(f"| load when a section ended | {min(loads):.1f} to {max(loads):.1f} processes |")
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    # A busy machine is no reason to leave a figure out, but to say so: a bench of one process has a load of one.
+    if loads and max(loads) > machine["cores"] + 1:
+        text += (
+            f"\nThis machine had other work: more processes wanted to run than its {machine['cores']} cores\n"
+            "can. Seconds on the clock are too long and rates too low; ratios, and what is timed by processor time,\n"
+            "suffer less.\n"
+        )
+    return text
 
 
 def _short(reports: Sequence[BenchReport]) -> str:
@@ -99,6 +106,8 @@ def _section(report: BenchReport) -> str:
             lines.append(f"| {name} | {_shown(figure)} | {_range(figure)} | {figure.target} | {_word(figure)} |")
         lines.append("")
     lines += [f"- {note}" for note in report.notes]
+    if report.load is not None:
+        lines.append(f"- took {report.seconds:.0f} s; load when it ended {report.load:.1f}")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -61,6 +61,11 @@ def test_the_machine_is_described_without_its_name_and_paths():
     assert f"Python {platform.python_version()}" in page
     assert f"numpy {np.__version__}" in page
     assert "load when a section ended | 1.2 to 1.2 processes" in page
+    assert "- took 61 s; load when it ended 1.2" in page
+    assert "had other work" not in page
+    busy = a_report()
+    busy.load = 999.0
+    assert "This machine had other work" in render_benchmarks([a_report(), busy])
     assert str(Path.cwd()) not in page
     assert f"| {platform.node()} " not in page
 
@@ -70,6 +75,7 @@ def test_a_report_of_another_process_is_the_same():
     again = read_figures(json.loads(json.dumps(report.to_dict())))
     assert again.figures == report.figures
     assert (again.subject, again.notes, again.began) == (report.subject, report.notes, report.began)
+    assert again.load == report.load
     assert (again.settings, again.seconds, again.command) == (report.settings, report.seconds, report.command)
 
 
