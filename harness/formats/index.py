@@ -115,7 +115,14 @@ def load_index(folder: Path, manifest: Manifest) -> PackIndex:
     index = folder / INDEX_FOLDER
     for stored in manifest.index:
         path = folder / stored.path
-        found = file_digest(path)
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise FormatError(
+                f"a file of the index that the manifest names cannot be read: {error.strerror}",
+                where=str(path),
+                fix=_COPY_AGAIN,
+            ) from error
         if found != stored.xxh3:
             raise FormatError(
                 f"the file has the hash {found}, the manifest says {stored.xxh3}", where=str(path), fix=_COPY_AGAIN
