@@ -114,7 +114,10 @@ def _set(*keys: Any) -> Callable[[Any], None]:
         (_set("shards", 0, "files", 0, "xxh3", "zz"), "file hash 'zz'"),
         (_set("shards", 0, "files", 0, "num_bytes", 1), "the manifest says 1"),
         (_set("index", []), "index"),
-        (_set("index", 2, "path", "index/pack_cheCksums.npy"), "index that the manifest names cannot be read"),
+        (
+            _set("index", 2, "path", "index/pack_cheCksums.npy"),
+            "the manifest lists 3 index files, expected index/pack_checksums.npy",
+        ),
         (_set("provenance", 5), "provenance that is not an object"),
         (_set("provenance", "counts", {"a": "b"}), "counts that are not whole numbers"),
         (_set("provenance", "seed", "x"), "seed 'x'"),
