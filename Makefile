@@ -5,14 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: setup sft prepare test lint format bench clean
+.PHONY: setup sft prepare test test-container lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
 	@echo "make test    run the tests"
 	@echo "make setup   install into $(VENV) only"
-	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
 	@echo "make bench   measure this machine, write BENCHMARKS.md"
 
 setup: $(VENV)/installed
@@ -34,11 +34,18 @@ sft: prepare
 test: setup
 	$(BIN)/python -m pytest -n auto $(TESTS)
 
+# Builds the image on a base that stands for NVIDIA's and runs the main job in it. Root, and the Debian packages
+# buildah podman runc mmdebstrap; about five minutes.
+test-container: setup
+	$(BIN)/python -m pytest -n 0 -m container tests/container
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck --external-sources $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
+	$(BIN)/hadolint docker/Dockerfile
 
 format: setup
 	$(BIN)/ruff check --fix .

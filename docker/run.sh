@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Start a container on one node with docker or podman:
+#
+#   docker/run.sh [-v HOST:CONTAINER ...] [--] COMMAND...
+#   docker/run.sh -v "$PWD/data:/data" -v "$PWD/runs:/runs" torchrun --nproc-per-node 8 -m recipes.sft data.path=/data/mine runs=/runs
+#
+# IMAGE, ENGINE, SHM_SIZE (32g) and ULIMITS say which image, engine, how much shared memory and which limits.
+set -euo pipefail
+
+image=${IMAGE:-megatron-sft-harness:latest}
+engine=${ENGINE:-$(command -v docker >/dev/null && echo docker || echo podman)}
+options=()
+while (($#)); do
+  case $1 in
+    -v)
+      [[ $# -ge 2 ]] || { echo "run.sh: -v needs HOST:CONTAINER" >&2; exit 2; }
+      options+=(-v "$2")
+      shift 2
+      ;;
+    -h | --help)
+      sed -n '2,7s/^# \{0,1\}//p' "$0"
+      exit 0
+      ;;
+    --)
+      shift
+      break
+      ;;
+    *) break ;;
+  esac
+done
+(($#)) || { echo "run.sh: no command; see --help" >&2; exit 2; }
+command -v "$engine" >/dev/null || { echo "run.sh: neither docker nor podman is here; install one" >&2; exit 2; }
+if [[ $engine == docker ]] && docker info 2>/dev/null | grep -q nvidia; then
+  options+=(--gpus all)
+fi
+
+# A first process that ends orphans and passes signals on, where the engine has one.
+if [[ $engine == docker ]] || command -v catatonit >/dev/null || [[ -x /usr/libexec/podman/catatonit ]]; then
+  options+=(--init)
+fi
+
+# --shm-size: loader workers and NCCL pass data through /dev/shm, and the default of 64 MB ends in a bus error.
+# memlock: RDMA pins its buffers. stack: PyTorch's threads take more than the default. ULIMITS= sets none, where the
+# engine may not raise them.
+# --user: what a run writes to mounted folders belongs to whoever started it.
+for limit in ${ULIMITS-memlock=-1 stack=67108864}; do
+  options+=(--ulimit "$limit")
+done
+exec "$engine" run --rm --shm-size="${SHM_SIZE:-32g}" --user "$(id -u):$(id -g)" "${options[@]}" "$image" "$@"

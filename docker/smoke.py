@@ -1,0 +1,64 @@
+"""Does this image work: imports, versions as JSON, and one training step of the tiny model on the CPU.
+
+smoke.py            all of it; the last step of the build
+smoke.py --quick    imports and shared memory only; the container's health check
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "pyarrow", "hydra-core", "numpy", "megatron-sft-harness")
+MODULES = ("torch", "pyarrow", "hydra", "harness.formats", "harness.megatron.step", "recipes.sft", "recipes.parity")
+# Workers hand batches over in shared memory; Docker's default of 64 MB ends in a bus error.
+MIN_SHM_BYTES = 1 << 30
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a run depends on; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def train_one_step() -> float:
+    """The loss of one step of `recipes.sft` on a dataset made here."""
+    from harness.config import compose_config
+    from recipes.parity import make_dataset
+    from recipes.sft import SftConfig, main
+
+    with tempfile.TemporaryDirectory() as folder:
+        data, run = make_dataset(Path(folder) / "data"), Path(folder) / "run"
+        settings = ["trainer.steps=1", "trainer.device=cpu", "trainer.eval_batches=1", "loader.num_workers=0"]
+        main(compose_config("sft", SftConfig, [f"data.path={data}", f"run_dir={run}", *settings]))
+        step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    return float(step["loss"])
+
+
+def main() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    quick = "--quick" in sys.argv[1:]
+    shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    # A build has its own small /dev/shm; only a container that runs has the one that matters.
+    if quick and shm_bytes < MIN_SHM_BYTES:
+        sys.exit(f"/dev/shm has {shm_bytes >> 20} MiB, workers need {MIN_SHM_BYTES >> 20}: start with --shm-size")
+    report: dict[str, object] = {"versions": versions(), "shm_mib": shm_bytes >> 20}
+    if not quick:
+        report["loss_of_one_step"] = train_one_step()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

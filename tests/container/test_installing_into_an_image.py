@@ -1,0 +1,195 @@
+"""What `docker/install.py` adds to a base image, and that it leaves the rest alone: real pip, wheels made here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+
+
+def make_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    """A wheel of one module that says its version."""
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    files = {
+        f"{module}.py": f"origin = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        + "".join(f"Requires-Dist: {need}\n" for need in needs),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},\n"
+        for path, text in files.items()
+    )
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in {**files, f"{info}/RECORD": record + f"{info}/RECORD,,\n"}.items():
+            wheel.writestr(path, text)
+
+
+PROJECT = """
+[project]
+name = "thing"
+dependencies = ["reader>=2"]
+[project.optional-dependencies]
+train = ["torch>=2.6", "trainer>=1", "old>=3; python_version < '3'"]
+report = ["thing[train]", "plotter"]
+"""
+
+
+def make_base(folder: Path) -> Path:
+    venv.create(folder / "venv", with_pip=True)
+    make_wheel(folder / "base", "torch", "2.9.0a0+nv26.6")
+    make_wheel(folder / "base", "helper", "1.0")
+    wheels = sorted((folder / "base").glob("*.whl"))
+    subprocess.run(
+        [folder / "venv" / "bin" / "python", "-m", "pip", "install", "-q", "--no-index", *wheels], check=True
+    )
+    for name, version, *needs in (
+        ("torch", "2.99"),
+        ("helper", "2.0"),
+        ("reader", "2.0"),
+        ("reader", "2.1"),
+        ("trainer", "1.0", "torch>=2.6"),
+        ("trainer", "1.5", "torch>=2.6", "helper"),
+        ("trainer", "2.0", "torch>=2.10"),
+        ("plotter", "1.0"),
+        ("plotter", "3.0"),
+    ):
+        make_wheel(folder / "wheels", name, version, *needs)
+    (folder / "install").mkdir()
+    shutil.copy(DOCKER / "install.py", folder / "install" / "install.py")
+    return folder
+
+
+class Image:
+    """A virtual environment that stands for a base image, with a torch that no index has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.python = folder, folder / "venv" / "bin" / "python"
+        self.write("", PROJECT)
+
+    def write(self, pins: str, project: str) -> None:
+        (self.folder / "install" / "constraints.txt").write_text(pins)
+        (self.folder / "install" / "pyproject.toml").write_text(project)
+
+    def install(self, *arguments: str, theirs: str = "") -> subprocess.CompletedProcess[str]:
+        (self.folder / "their-constraints.txt").write_text(theirs)
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PIP_")},
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.folder / "wheels"),
+            "PIP_CONSTRAINT": str(self.folder / "their-constraints.txt"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+        return subprocess.run(
+            [self.python, self.folder / "install" / "install.py", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def versions(self) -> dict[str, str]:
+        code = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in m.distributions()))"
+        found = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout
+        return dict(one.split("=", 1) for one in found.split())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base") / "image")
+
+
+@pytest.fixture
+def image(base: Path, tmp_path: Path) -> Image:
+    # A copy, because making one takes seconds.
+    shutil.copytree(base, tmp_path / "image", symlinks=True)
+    return Image(tmp_path / "image")
+
+
+def test_a_planted_torch_and_the_bases_constraints_survive(image: Image) -> None:
+    image.write("plotter==1.0\nreader==2.1\ntorch==2.99\n", PROJECT)
+    done = image.install("--extras", "report", theirs="reader==2.0\n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = image.versions()
+    assert found["torch"] == "2.9.0a0+nv26.6"
+    assert found["helper"] == "1.0"
+    assert found["reader"] == "2.0", "the base's constraint is stronger than our pin"
+    assert found["plotter"] == "1.0", "what the base says nothing of is pinned"
+    assert found["trainer"] == "1.5", "a newer one would need another torch"
+    assert "to be added: reader>=2 trainer>=1 plotter" in done.stdout
+    assert image.install("--extras", "report").stdout.strip().endswith("to be added:")
+
+
+def test_what_cannot_be_had_without_another_torch_is_refused(image: Image) -> None:
+    image.write("", PROJECT.replace("trainer>=1", "trainer>=2"))
+    done = image.install("--extras", "train")
+    assert done.returncode != 0
+    assert "the base image's packages are its constraints" in done.stderr
+    assert image.versions()["torch"] == "2.9.0a0+nv26.6"
+
+
+def test_a_base_that_is_too_old_is_refused_by_name_and_torch_is_never_replaced(image: Image) -> None:
+    image.write("", PROJECT.replace("torch>=2.6", "torch>=2.10").replace("reader>=2", "helper>=2"))
+    done = image.install("--extras", "train")
+    assert done.returncode != 0
+    assert "torch 2.9.0a0+nv26.6 is in the base image, the project needs >=2.10" in done.stderr
+    assert "helper 1.0 is in the base image, the project needs >=2" in done.stderr
+    done = image.install("--extras", "train", "--allow-upgrade", "torch")
+    assert "torch of the base image are never replaced" in done.stderr
+    image.write("", PROJECT.replace("reader>=2", "helper>=2"))
+    done = image.install("--extras", "train", "--allow-upgrade", "helper")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert image.versions()["helper"] == "2.0"
+    assert image.install("--extras", "nothing").stderr.startswith("install.py: pyproject.toml has no extra 'nothing'")
+
+
+def test_the_pinned_base_fits_the_project() -> None:
+    pinned = dict(line.split("=", 1) for line in (DOCKER / "versions.env").read_text().splitlines() if line[0] != "#")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert SpecifierSet(project["requires-python"]).contains(pinned["BASE_PYTHON"])
+    image, _, tag = pinned["BASE_IMAGE"].partition(":")
+    assert image
+    assert tag
+    assert tag != "latest"
+    train = {one.name: one for one in map(Requirement, project["optional-dependencies"]["train"])}
+    assert train["megatron-core"].specifier.contains(pinned["MEGATRON_CORE"])
+    environment = {"python_version": pinned["BASE_PYTHON"]}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+    (core,) = [
+        one for one in pins if one.name == "megatron-core" and (not one.marker or one.marker.evaluate(environment))
+    ]
+    assert core.specifier.contains(Version(pinned["MEGATRON_CORE"]))
+
+
+def test_the_scripts_say_what_is_wrong_with_their_arguments() -> None:
+    for script, arguments, said in (
+        ("build.sh", ["--tag"], "--tag needs a value"),
+        ("build.sh", ["--nonsense"], "unknown argument --nonsense"),
+        ("run.sh", [], "no command"),
+        ("run.sh", ["-v"], "-v needs HOST:CONTAINER"),
+    ):
+        done = subprocess.run([DOCKER / script, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert said in done.stderr
+    done = subprocess.run(
+        [DOCKER / "build.sh"], capture_output=True, text=True, check=False, env={**os.environ, "ENGINE": "rkt"}
+    )
+    assert done.returncode == 2
+    assert "ENGINE is rkt, expected docker, podman or buildah" in done.stderr
