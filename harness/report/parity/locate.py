@@ -14,7 +14,7 @@ import xxhash
 import yaml
 
 from harness.errors import HarnessError
-from harness.loader.datasets import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from harness.report.parity.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
 from harness.report.parity.result import Difference
@@ -52,10 +52,11 @@ def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
     """A sequence as the run's dataset has it now; a field whose digest is not the recorded one is left out."""
     try:
         settings = yaml.safe_load((folder / "config.yaml").read_text())["data"]
-        reader = open_datasets(DataConfig(settings["path"], settings["validation_path"])).train
+        blend = [BlendSource(**source) for source in settings.get("blend") or ()]
+        reader = open_datasets(DataConfig(settings["path"], settings["validation_path"], blend=blend)).train
         sequence = int(row.sequences[index])
         pack = int(np.searchsorted(reader.pack_offsets, sequence, side="right")) - 1
-        built = build_thd_batch([reader[pack].sequence(sequence - int(reader.pack_offsets[pack]))])
+        built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
     except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError, HarnessError):
         return {}  # the data has moved on; what was recorded still says where it differs
     found = {name: getattr(built, name) for name in FIELDS}
