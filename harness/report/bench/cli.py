@@ -162,9 +162,7 @@ def bench_pack_command(
 
 @bench_app.command(name="loader")
 def bench_loader_command(
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", help="may be given again; default: all but npy")
-    ] = None,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="may be given again; default: all")] = None,
     workers: Annotated[list[int] | None, typer.Option(min=0, help="worker processes; may be given again")] = None,
     packs: Packs = None,
     pack_size: PackSize = None,
