@@ -198,6 +198,7 @@ def test_equal_curves_are_stored_once():
     assert few <= 12
 
 
+@pytest.mark.nightly
 def test_a_hundred_runs_of_2000_steps_stay_a_page_that_opens():
     found = many_cells(100, 2000)
     page = render_page(found)
