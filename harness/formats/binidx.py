@@ -105,15 +105,12 @@ class BinIdxShard:
         self._starts = self._map(SEQ_BIN, np.dtype("<i4"), int(self._offsets[-1]))
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
-        packs = []
-        ends, offsets = self._token_offsets, self._start_offsets
-        for row in rows:
-            begin, end = ends[row], ends[row + 1]
-            first, last = offsets[row], offsets[row + 1]
-            packs.append(
-                make_pack(self._tokens[begin:end].copy(), self._mask[begin:end].copy(), self._starts[first:last].copy())
-            )
-        return packs
+        return [self.read_row(row) for row in rows]
+
+    def read_row(self, row: int) -> Pack:
+        begin, end = self._token_offsets[row], self._token_offsets[row + 1]
+        first, last = self._start_offsets[row], self._start_offsets[row + 1]
+        return make_pack(self._tokens[begin:end].copy(), self._mask[begin:end].copy(), self._starts[first:last].copy())
 
     def lengths(self) -> tuple[Int64Array, Int32Array]:
         """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""

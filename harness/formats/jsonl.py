@@ -153,6 +153,9 @@ class JsonlShard:
         assert self._file is not None
         return os.pread(self._file, num_bytes, start)
 
+    def read_row(self, row: int) -> Pack:
+        return self.read((row,))[0]
+
     def where(self, row: int) -> str:
         return f"{self._path}, line {row + 1:,}"
 

@@ -34,7 +34,7 @@ SEQ_STARTS = "seq_starts.npy"
 ARRAYS = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
 SHARD_MANIFEST = "manifest.json"
 
-_U4 = np.dtype(np.uint32)
+_U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
 
 class MemmapShard:
@@ -54,20 +54,19 @@ class MemmapShard:
         self._mask = map_npy(path / LOSS_MASK, np.dtype(np.uint8), (self.num_packs, self.pack_size)).reshape(-1)
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
-        pack_size = self.pack_size
-        packs = []
-        for row in rows:
-            num_tokens = self._lengths[row]
-            starts = self._starts[self._offsets[row] : self._offsets[row + 1]].astype(np.int32)
-            if not 0 < num_tokens <= pack_size or not starts.shape[0]:
-                raise FormatError(
-                    f"claims {num_tokens:,} tokens of {pack_size:,} and {starts.shape[0]:,} sequences",
-                    where=self.where(row),
-                )
-            begin = row * pack_size
-            end = begin + num_tokens
-            packs.append(make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts))
-        return packs
+        return [self.read_row(row) for row in rows]
+
+    def read_row(self, row: int) -> Pack:
+        num_tokens = self._lengths[row]
+        starts = self._starts[self._offsets[row] : self._offsets[row + 1]].astype(_INT32)
+        if not 0 < num_tokens <= self.pack_size or not starts.shape[0]:
+            raise FormatError(
+                f"claims {num_tokens:,} tokens of {self.pack_size:,} and {starts.shape[0]:,} sequences",
+                where=self.where(row),
+            )
+        begin = row * self.pack_size
+        end = begin + num_tokens
+        return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
     def lengths(self) -> tuple[Int64Array, Int32Array]:
         """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""

@@ -80,6 +80,9 @@ class NpyShard:
     def all(self) -> list[Pack]:
         return self._packs
 
+    def read_row(self, row: int) -> Pack:
+        return self.read((row,))[0]
+
     def where(self, row: int) -> str:
         return f"{self._path}, item {row:,}"
 

@@ -125,6 +125,9 @@ class ParquetShard:
             mask, starts = self._columns(group, ("loss_mask", "seq_start_id"))
             yield np.diff(mask.offsets).astype(np.int64), starts.values, starts.offsets
 
+    def read_row(self, row: int) -> Pack:
+        return self.read((row,))[0]
+
     def where(self, row: int) -> str:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         return f"{self._path}, row group {group:,}, row {row - int(self._starts[group]):,}"

@@ -96,16 +96,14 @@ class PackReader:
         if not 0 <= pack_id < self._num_packs:
             raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
         shard = bisect.bisect_right(self._starts, pack_id) - 1
-        # Not through `_read_shard`: its call costs a twentieth of what a mapped pack takes.
         handle = self._handles.get(shard, self._open)
-        start = self._starts[shard]
-        rows = (pack_id - start,)
+        row = pack_id - self._starts[shard]
         try:
-            packs = handle.read(rows)
+            pack = handle.read_row(row)
         except (OSError, FormatError) as error:
             raise _explained(error, self._shards[shard].place) from error
-        self._check(handle, rows, packs, start)
-        return packs[0]
+        self._check_pack(handle, row, pack, pack_id)
+        return pack
 
     def read(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
         """Packs in the order asked for, duplicates allowed; reads each part of a file once where it can.
@@ -180,25 +178,23 @@ class PackReader:
             packs = handle.read(rows)
         except (OSError, FormatError) as error:
             raise _explained(error, self._shards[shard].place) from error
-        self._check(handle, rows, packs, self._starts[shard])
+        check, start = self._check_pack, self._starts[shard]
+        for row, pack in zip(rows, packs, strict=True):
+            check(handle, row, pack, start + row)
         return packs
 
-    def _check(self, handle: ShardReader, rows: Sequence[int], packs: Sequence[Pack], start: int) -> None:
-        """Compare packs, read at `rows` of the shard that begins at pack `start`, with what was written.
-
-        Raises:
-            FormatError: one differs.
-        """
+    def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
+        """Compare a pack, read at `row` of a shard, with what was written; raises FormatError where it differs."""
         checksums = self._checksums
-        for row, pack in zip(rows, packs, strict=True):
-            if checksums is None:
-                problem = self._broken_invariant(start + row, pack)
-            elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[start + row]:
-                continue
-            else:
-                problem = "does not match its checksum"
-            if problem is not None:
-                raise FormatError(f"pack {start + row:,} {problem}", where=handle.where(row), fix=_DAMAGED)
+        if checksums is None:
+            problem = self._broken_invariant(pack_id, pack)
+            if problem is None:
+                return
+        elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[pack_id]:
+            return
+        else:
+            problem = "does not match its checksum"
+        raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row), fix=_DAMAGED)
 
     def _broken_invariant(self, pack_id: int, pack: Pack) -> str | None:
         """What is wrong with a pack of a file that has no checksums, or None."""

@@ -166,6 +166,9 @@ class _CachedShard:
     def read(self, rows: Sequence[int]) -> list[Pack]:
         return self._shard.read(rows)
 
+    def read_row(self, row: int) -> Pack:
+        return self._shard.read_row(row)
+
     def where(self, row: int) -> str:
         return f"{self._shard.where(row)} (the copy of {self._place})"
 
