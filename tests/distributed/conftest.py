@@ -18,6 +18,7 @@ import pytest
 
 from harness.formats import Provenance, open_writer
 from harness.records import Pack
+from harness.report.metrics import whole_lines
 
 VOCAB = 300
 SMALL = (
@@ -86,7 +87,8 @@ def environment() -> dict[str, str]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # Of a run that goes on, the last line may be half written.
+    return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
 
 def free_ports(count: int) -> list[int]:

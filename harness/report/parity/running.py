@@ -194,7 +194,7 @@ def _look_at(batch: Batch, folder: Path, prints: dict[str, str], progress: Progr
         if not done and not over:
             break
         finished = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
-        batch.began = now
+        batch.began, batch.peak_memory_bytes = now, 0
         progress.finished[cell.name] = finished
         progress.steps.pop(cell.name, None)
         if reason:
