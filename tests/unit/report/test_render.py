@@ -136,13 +136,14 @@ def test_an_xml_case_stands_for_every_comparison_and_says_what_differs():
 
 
 def test_a_message_fits_a_chat_and_keeps_the_verdict():
+    message = replace(DATA_DIFFERENCE, message="x|" * 250)
+    wide = {"status": "different", "checks": checks(failed="data", difference=message)}
     long = [
-        cell(f"a cell with quite a long name, number {number}", "memmap", number, check=f"check {number}",
-             status="different", checks=checks(failed="data", difference=replace(DATA_DIFFERENCE, message="x" * 500)))
-        for number in range(100)
-    ]  # fmt: skip
-    message = render_message(report([reference(), *long], command="run " * 200))
-    assert len(message) <= LONGEST
+        cell(f"a cell of number {n} " * 4, f"format {n} " * 5, n, check=f"check {n} " * 5, **wide) for n in range(100)
+    ]
+    environment = {f"{number} {'name' * 20}": "value" * 20 for number in range(20)}
+    message = render_message(report([reference(), *long], command="run " * 200, environment=environment))
+    assert 2000 < len(message) <= LONGEST
     assert message.startswith("**✗ Different**")
     assert "and 95 more" in message
     assert "the command is in report.html" in message
