@@ -86,6 +86,7 @@ def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(
         main(settings(blends[1], folder, steps=2, size=4, resume="true"))
 
 
+@pytest.mark.nightly
 def test_equal_tokens_of_another_tokenizer_are_refused_on_resume_unless_named(tmp_path: Path, write_packs) -> None:
     paths = [write_packs(tmp_path / name, 8, tokenizer=name * 16) for name in ("a", "b")]
     first, second = (DataConfig(path=str(path)) for path in paths)

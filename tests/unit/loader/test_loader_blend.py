@@ -59,13 +59,13 @@ def check_equals_megatron(made, size):
         assert samples[mine == source].tolist() == list(range(int(np.count_nonzero(mine == source))))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(weights=WEIGHTS, size=st.integers(1, 3000))
 def test_weighted_draws_are_megatrons(weights, size):
     check_equals_megatron(blend([10] * len(weights), weights), size)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=9), data=st.data())
 def test_draws_without_weights_are_megatrons(sizes, data):
     made = blend(sizes, None, data.draw(st.lists(st.integers(1, 3), min_size=len(sizes), max_size=len(sizes))))
@@ -82,7 +82,7 @@ def test_a_million_weighted_draws_are_megatrons():
         check_equals_megatron(blend([10] * sources, random.random(sources) + 0.01), 1_000_000)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(weights=WEIGHTS, size=st.integers(1, 400))
 def test_a_source_is_never_one_pack_ahead_of_its_share_nor_two_behind(weights, size):
     # Less than one behind too with two sources. With more, Megatron's rule lets several be ahead at once of one that
@@ -140,7 +140,7 @@ def test_without_weights_an_epoch_holds_each_source_its_epochs():
     assert [(step.epoch, step.start) for step in itertools.islice(dropped, 4)] == [(0, 0), (0, 5), (0, 10), (1, 0)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     weighted=st.booleans(),
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
