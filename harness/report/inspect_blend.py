@@ -115,10 +115,10 @@ def render_blend(summary: BlendSummary) -> RenderableType:
     table = Table(box=SIMPLE, padding=(0, 1))
     for name in ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"):
         table.add_column(name, justify="right", no_wrap=True)
-    # Paths are long: in the table they would be cut, or fold it to a letter a line.
-    paths = Table.grid(padding=(0, 2))
+    # Paths are long: in the table they would be cut, or fold it to a letter a line; and one that wraps is no path.
+    paths = []
     for number, one in enumerate(summary.sources, start=1):
-        paths.add_row(str(number), one.format, Text(one.path))
+        paths.append(Text(f"{number}  {one.format}  {one.path}", no_wrap=True, overflow="ignore"))
         table.add_row(
             str(number),
             f"{one.packs:,}",
@@ -131,7 +131,7 @@ def render_blend(summary: BlendSummary) -> RenderableType:
         )
     reach = "packs that the run trains" if summary.of_run else "packs"
     told = f"drawn, and times read: in the first {summary.packs:,} {reach}"
-    lines: list[RenderableType] = [Text(summary.path, style="bold"), paths, table, Text(told)]
+    lines: list[RenderableType] = [Text(summary.path, style="bold"), *paths, table, Text(told)]
     if summary.ends_after is not None:
         is_short = summary.of_run and summary.ends_after < summary.packs
         ends = f"a source's epochs are used up after {summary.ends_after:,} packs"
