@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 import xxhash
 
 import harness
-from harness.errors import ConfigError
+from harness.errors import ConfigError, FormatError
+from harness.formats.files import Marker
 from harness.report.metrics import METRICS_FILE, whole_lines
 from harness.report.parity.cells import Cell
 from harness.report.parity.processes import Batch, log_file, run_folder
@@ -228,18 +228,18 @@ def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | Non
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    import fcntl
-
     folder.mkdir(parents=True, exist_ok=True)
-    file: IO[str]
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                "another parity run works in this folder", where=str(folder), fix="wait for it, or name another folder"
-            ) from None
+    running = Marker(folder / ".lock")
+    try:
+        running.acquire()
+    except FormatError:
+        raise ConfigError(
+            "another parity run works in this folder", where=str(folder), fix="wait for it, or name another folder"
+        ) from None
+    try:
         yield
+    finally:
+        running.release(remove=True)
 
 
 def default_slots() -> int:
