@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -115,3 +117,24 @@ def sft(dataset: Path) -> Callable[..., Run]:
         return Run(code, output, read_metrics(folder))
 
     return run
+
+
+def kill_after(step: int, arguments: list[str], folder: Path) -> None:
+    """Start a run, and SIGKILL every process of it once `step` is in its metrics."""
+    process = subprocess.Popen(
+        arguments,
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while len(read_metrics(folder)) < step:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
-from pathlib import Path
-
 import pytest
 
-from .conftest import ROOT, command, environment, read_metrics, run_command
+from .conftest import command, kill_after, read_metrics, run_command
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (
@@ -24,27 +18,6 @@ SAME = (
     "trained_tokens",
     "packs_consumed",
 )
-
-
-def kill_after(step: int, arguments: list[str], folder: Path) -> None:
-    """Start a run, and SIGKILL every process of it once `step` is in its metrics."""
-    process = subprocess.Popen(
-        arguments,
-        env=environment(),
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 200
-    try:
-        while len(read_metrics(folder)) < step:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from harness.report.parity.locate import recorded_run
 from harness.report.parity.result import REPORT_FILE, write_report
 from recipes.parity import make_dataset
 
-from ..distributed.conftest import ROOT, environment, launcher, read_metrics, run_command
+from ..distributed.conftest import ROOT, kill_after, launcher, run_command
 from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -51,26 +47,6 @@ def undisturbed(data, device, tmp_path_factory) -> Path:
     code, output = run_command(command(data, folder, f"trainer.device={device}", "loader.num_workers=0"))
     assert code == 0, output
     return folder
-
-
-def kill_after(step: int, arguments: list[str], folder: Path) -> None:
-    process = subprocess.Popen(
-        arguments,
-        env=environment(),
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 200
-    try:
-        while len(read_metrics(folder)) < step:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
