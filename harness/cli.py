@@ -21,6 +21,7 @@ from harness.errors import exit_on_error
 from harness.formats import FORMATS, open_dataset
 from harness.formats.convert import convert as convert_dataset
 from harness.formats.importers import CONVENTIONS, import_dataset
+from harness.formats.uris import is_uri
 from harness.formats.verify import diff as diff_datasets
 from harness.formats.verify import verify as verify_dataset
 from harness.report.bench.cli import bench_app
@@ -87,6 +88,9 @@ def verify(path: DatasetPath, as_json: AsJson = False) -> None:
     """Check every byte and every invariant of a dataset; exit code 1 where something is wrong."""
     found = []
     num_packs = 0
+    if not is_uri(path) and not Path(path).exists():
+        # A path that names nothing is no damaged dataset; a prefix or a pattern opens.
+        open_dataset(path).close()
     for dataset in find_datasets(path):
         with _bar(f"verifying {dataset}", quiet=as_json) as advance:
             found += verify_dataset(dataset, progress=advance)

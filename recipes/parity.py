@@ -34,6 +34,7 @@ from harness.report.parity.table import LiveTable, show
 from harness.report.render import HTML_FILE, render_all
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
+_DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # The version that a matrix is started with.
 THIS = "this"
 
@@ -89,6 +90,14 @@ class ParityConfig:
         if unknown or not self.checks:
             raise ConfigError(
                 f"check {self.check!r} is unknown", where="check", fix=f"one or more of {', '.join(CHECKS)}, or all"
+            )
+        # They stand after a cell's own dataset: every cell would train on this one, and agree.
+        own = [one for one in (*self.sft, *self.sft_more) if one.lstrip("+").startswith(_DATA_SETTINGS)]
+        if own:
+            raise ConfigError(
+                f"{own[0]} would be the data of every cell",
+                where="sft, sft_more",
+                fix="dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format",
             )
         for name in ("steps", "steps_before", "max_ranks"):
             if getattr(self, name) < 1:

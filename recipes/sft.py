@@ -184,7 +184,9 @@ def main(config: SftConfig) -> None:
                 where=str(newest),
                 fix=f"trainer.steps={first_step - 1} or more, or start a new run",
             )
-        opened = open_run_folder(folder, settings=to_yaml(config), goes_on=config.resume != "false")
+        # The device that `auto` took is a fact of the run, which a baseline made of it has to tell.
+        told = to_yaml(replace(config, trainer=replace(config.trainer, device=ranks.device.type)))
+        opened = open_run_folder(folder, settings=told, goes_on=config.resume != "false")
         runtime.on_rank_0(lambda: stack.enter_context(opened))
         speaks = ranks.rank == 0
         writer = MetricsWriter(folder, first_step=first_step) if speaks else None

@@ -26,6 +26,17 @@ class BlendSource:
     weight: float | None = None
     epochs: int | None = None
 
+    def __post_init__(self) -> None:
+        kinds = {"path": (str,), "weight": (int, float, type(None)), "epochs": (int, type(None))}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(
+                    f"{name} is {str(value)[:100]!r}",
+                    where="data.blend",
+                    fix="path is text, weight a number, epochs a whole number",
+                )
+
 
 @dataclass
 class DataConfig:

@@ -40,6 +40,8 @@ def test_the_default_holds_every_format_against_legacy_npy() -> None:
         (["steps=0"], "steps is 0"),
         (["slots=0"], "slots is 0"),
         (["timeout_s=0"], "timeout_s is 0"),
+        (['sft_more=["data.path=x"]'], "data.path=x would be the data of every cell"),
+        (['sft=["data=train_blend"]'], "data=train_blend would be the data of every cell"),
     ],
 )
 def test_a_matrix_that_means_nothing_is_refused(overrides, what) -> None:

@@ -103,6 +103,8 @@ def _device_name(device: str) -> str:
         return f"cpu ({platform.processor() or platform.machine()})"
     import torch
 
+    if not torch.cuda.is_available():
+        return "cuda (looked at on a machine without one)"
     return f"cuda ({torch.cuda.get_device_name()} x {torch.cuda.device_count()})"
 
 

@@ -85,13 +85,20 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
         name,
         datetime.now(UTC).isoformat(timespec="seconds"),
         # A baseline is shared: whose machine made it says nothing, what kind of one does.
-        environment("cpu" if settings.get("trainer", {}).get("device") == "cpu" else "cuda")
-        | {"machine": f"{platform.system()} {platform.machine()}"},
+        environment(_device_of(run)) | {"machine": f"{platform.system()} {platform.machine()}"},
         tolerances,
         {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
         [replace(one, step_s=0.0, data_wait_s=0.0, tokens_per_s=0.0) for one in recorded.steps],
         digests,
     )
+
+
+def _device_of(run: Path) -> str:
+    """cpu or cuda; cpu where the run does not say."""
+    try:
+        return "cuda" if _settings(run).get("trainer", {}).get("device") == "cuda" else "cpu"
+    except FormatError:
+        return "cpu"
 
 
 def _settings(run: Path) -> dict[str, Any]:
@@ -119,10 +126,15 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
         for metrics, data in zip(baseline.steps, baseline.digests, strict=True)
     ]
     text = json.dumps(head, indent=1)[:-2] + ',\n "steps": [\n  ' + ",\n  ".join(steps) + "\n ]\n}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the baseline cannot be written: {error.strerror}", where=str(path), fix="name another folder: --baselines"
+        ) from error
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -205,7 +217,7 @@ def _report(
 ) -> ParityReport:
     checks: list[Check] = []
     cells: list[CellResult] = []
-    reason, steps, env = "", [], environment("cpu")
+    reason, steps, env = "", [], environment(_device_of(run))
     try:
         baseline = read_baseline(path)
         cells.append(

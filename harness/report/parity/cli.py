@@ -119,6 +119,7 @@ def _tell(report: ParityReport, out: Path | None) -> None:
 
     from rich.console import Console
 
+    from harness.errors import ConfigError
     from harness.report.parity.result import REPORT_FILE, write_report
     from harness.report.parity.table import show
     from harness.report.render import render_all
@@ -126,7 +127,12 @@ def _tell(report: ParityReport, out: Path | None) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     show(report, console)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_report(report, out / REPORT_FILE)
-        render_all(report, out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_report(report, out / REPORT_FILE)
+            render_all(report, out)
+        except OSError as error:
+            raise ConfigError(
+                f"the report cannot be written: {error.strerror}", where=str(out), fix="name another folder: --out"
+            ) from error
         console.print(f"report {out / 'report.html'}", soft_wrap=True, highlight=False)

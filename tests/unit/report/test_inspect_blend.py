@@ -65,6 +65,9 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
         ({"blend": [{"wieght": 1}]}, "is no source"),
         ({"blend": [{"path": "x", "weight": -1.0}]}, "the weight is -1.0"),
         (["a"], "holds no settings"),
+        ({"blend": [{"path": "x", "weight": "abc"}]}, "weight is 'abc'"),
+        ({"blend": [{"path": "x", "epochs": 1.5}]}, "epochs is '1.5'"),
+        ({"blend": [{"path": 3}]}, "path is '3'"),
     ],
 )
 def test_settings_without_a_blend_are_refused(monkeypatch, capsys, tmp_path, settings, said):

@@ -55,6 +55,31 @@ def test_a_run_agrees_with_the_baseline_that_was_made_from_it(kept, data, tmp_pa
     assert (tmp_path / "report" / "report.html").exists()
 
 
+@pytest.mark.parametrize(("device", "told"), [("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")])
+def test_a_baseline_says_the_device_of_its_run_on_any_machine(data, tmp_path, device, told) -> None:
+    run = write_run(tmp_path / "run", data)
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("device: cpu", f"device: {device}"))
+    code, output = harness("record", "small", "--run", run, "--baselines", tmp_path / "kept")
+    assert code == 0, output
+    assert read_baseline(tmp_path / "kept" / "small.json").environment["device"].startswith(told)
+    code, output = harness(
+        "against", "small", "--run", run, "--baselines", tmp_path / "kept", "--out", tmp_path / "out"
+    )
+    assert code == 0, output
+    assert read_report(tmp_path / "out" / REPORT_FILE).environment["device"].startswith(told)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(kept, data, tmp_path) -> None:
+    run = write_run(tmp_path / "again", data)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match="the baseline cannot be written"):
+        harness("record", "small", "--run", run, "--baselines", blocked / "kept")
+    with pytest.raises(ConfigError, match="the report cannot be written"):
+        harness("against", "small", "--run", run, "--baselines", kept, "--out", blocked)
+
+
 def test_a_run_that_drifted_or_read_other_data_differs_from_the_baseline_and_is_named(kept, data, tmp_path) -> None:
     drifted = write_run(
         tmp_path / "drifted", data, change=lambda one: replace(one, loss=one.loss * (1.001 if one.step == 3 else 1))
