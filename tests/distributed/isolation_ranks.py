@@ -104,7 +104,10 @@ def check(name: str, out: Path, device: str) -> None:
     with runtime.start(device, timeout_s=60) as job:
         topology = join(parallel, job.world_size)
         dtype = "float32" if job.device.type == "cpu" else "bfloat16"
-        chunks = build_model(replace(MODEL, dtype=dtype), parallel, vocab_size=VOCAB, device=job.device)
+        # A layer at least for each virtual stage: pp4_vpp2 has eight of them.
+        stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+        model = replace(MODEL, dtype=dtype, num_layers=max(MODEL.num_layers, stages))
+        chunks = build_model(model, parallel, vocab_size=VOCAB, device=job.device)
         multiple = int(np.lcm(parallel.row_multiple, 4))
         checker = IsolationCheck(
             chunks,

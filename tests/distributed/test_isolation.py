@@ -53,8 +53,7 @@ def test_documents_are_isolated_on_every_layout_and_every_planted_defect_is_caug
     by_ranks: dict[int, list[str]] = {}
     for path in sorted((CONFIGS / "parallel").glob("*.yaml")):
         parallel = compose_config("sft", SftConfig, [f"parallel={path.stem}"]).parallel
-        if path.stem != "pp4_vpp2":  # its eight chunks need eight layers; pp2_vpp2 and pp4 are checked
-            by_ranks.setdefault(parallel.model_ranks, []).append(path.stem)
+        by_ranks.setdefault(parallel.model_ranks, []).append(path.stem)
     assert set(by_ranks) == {1, 2, 4, 8}
     for ranks, layouts in by_ranks.items():
         folder = tmp_path / str(ranks)
