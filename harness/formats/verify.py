@@ -135,6 +135,10 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         problem = pack.problem(reader.pack_size)
         if problem is not None:
             yield Problem(f"pack {pack_id:,} {problem}", reader.where(pack_id))
+        # Batches are planned from the index's lengths; no digest of a pack tells that these are another's.
+        first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])
+        if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
+            yield Problem(f"pack {pack_id:,} holds sequences of other lengths than the index", reader.where(pack_id))
         digests[pack_id] = pack_digest(pack)
         totals += Totals(1, pack.num_sequences, len(pack), int(np.count_nonzero(pack.loss_mask)))
         if progress is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from harness.formats import FORMATS, open_dataset, open_writer
 from harness.formats.verify import Difference, Problem, diff, verify
@@ -62,6 +63,19 @@ def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> Non
     assert "1 shards are not in the manifest, such as shard_000009" in whats
     assert "pack 0 does not match its checksum" in whats
     assert len(whats) == 7  # and the hash of input_ids.npy, and that shards 1 and 2 cannot be read
+
+
+def test_an_index_of_other_lengths_than_the_packs_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    stored = path / "index" / "sequence_lengths.npy"
+    data = bytearray(stored.read_bytes())
+    data[-4] ^= 1
+    stored.write_bytes(data)
+    # The manifest agrees with the index, as where a writer had been wrong.
+    values = json.loads((path / "manifest.json").read_text())
+    next(one for one in values["index"] if one["path"].endswith("lengths.npy"))["xxh3"] = xxhash.xxh3_64_hexdigest(data)
+    (path / "manifest.json").write_text(json.dumps(values))
+    assert [one.what for one in verify(path)] == ["pack 6 holds sequences of other lengths than the index"]
 
 
 def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> None:
