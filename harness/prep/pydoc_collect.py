@@ -145,6 +145,9 @@ def default(value: Any) -> str:
     """A default's text; names and plain values only, since sets and objects print differently on every run."""
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return f"`{value.__name__}`"
+    if isinstance(value, str) and value == sys.executable:
+        # Seen: `platform.architecture` takes sys.executable, and the corpus was another in every checkout.
+        return "this Python"
     plain = value is None or isinstance(value, (bool, int, float, str, bytes))
     return f"`{_ADDRESS.sub('', repr(value))}`" if plain else f"an object of type `{type(value).__name__}`"
 

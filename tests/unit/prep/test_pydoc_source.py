@@ -45,6 +45,12 @@ def test_a_second_run_writes_the_same_bytes(corpus, tmp_path):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["again.jsonl"]
 
 
+def test_nothing_of_where_this_python_lies_is_written(corpus):
+    text = corpus.read_text()
+    assert sys.prefix not in text
+    assert "this Python if left out" in text
+
+
 def test_a_python_that_cannot_collect_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PrepError, match="ended with code 1"):
