@@ -176,6 +176,20 @@ def diff(
     raise typer.Exit(0 if difference is None else 1)
 
 
+@app.command()
+def requeue(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")],
+    exit_code: Annotated[int, typer.Option(help="that the run ended with")],
+    max_same: Annotated[int, typer.Option(min=1, help="tries that may fail in the same way at the same step")] = 3,
+) -> None:
+    """Note how a run ended, and say whether to start it again: exit code 0 for yes, 1 for no."""
+    from harness.report.attempts import decide
+
+    decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
+    print(f"{run_dir}: {decision.message}")
+    raise typer.Exit(0 if decision.requeue else 1)
+
+
 @contextmanager
 def _bar(what: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr; yields advance(done, total, description=what)."""

@@ -1,0 +1,73 @@
+"""Whether a run that ended is started again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import FormatError
+from harness.report.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, write_stop
+
+
+def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
+    assert decide(tmp_path, exit_code=0).requeue is False
+    assert not (tmp_path / ATTEMPTS_FILE).exists()
+
+
+def test_a_run_that_was_asked_to_stop_goes_on_however_often(tmp_path: Path) -> None:
+    for _ in range(9):
+        write_stop(tmp_path, Stop(40, "signal", "SIGUSR2"))
+        decision = decide(tmp_path, exit_code=75, max_same=2)
+        assert decision.requeue
+        assert decision.message == "asked to stop after step 40: SIGUSR2; it goes on from its checkpoint"
+    assert len((tmp_path / ATTEMPTS_FILE).read_text().splitlines()) == 9
+
+
+def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
+    answers = []
+    for _ in range(3):
+        write_stop(tmp_path, Stop(7, "LoaderError", "a worker died", rank=2))
+        answers.append(decide(tmp_path, exit_code=1, max_same=3))
+    assert [answer.requeue for answer in answers] == [True, True, False]
+    assert answers[-1].message.endswith("that was 3 times in the same way at the same step")
+
+
+def test_another_step_or_another_failure_starts_the_count_anew(tmp_path: Path) -> None:
+    for step, reason in ((7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")):
+        write_stop(tmp_path, Stop(step, reason, "x"))
+        assert decide(tmp_path, exit_code=1, max_same=3).requeue
+
+
+def test_a_stop_by_signal_in_between_does_not_reset_the_count(tmp_path: Path) -> None:
+    for reason, expected in (("hang", True), ("signal", True), ("hang", False)):
+        write_stop(tmp_path, Stop(7, reason, "x"))
+        assert decide(tmp_path, exit_code=1, max_same=2).requeue is expected
+
+
+def test_a_killed_run_is_judged_by_its_exit_code_and_its_last_whole_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert decide(tmp_path, exit_code=137, max_same=2).requeue
+    assert not decide(tmp_path, exit_code=137, max_same=2).requeue
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    assert decide(tmp_path, exit_code=137, max_same=2).requeue
+
+
+def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
+    assert not decide(tmp_path / "not yet there", exit_code=2).requeue
+    write_stop(tmp_path, Stop(3, "ConfigError", "x", requeue=False))
+    assert not decide(tmp_path, exit_code=1).requeue
+
+
+def test_of_several_ranks_the_first_is_kept(tmp_path: Path) -> None:
+    assert write_stop(tmp_path, Stop(3, "hang", "rank 1", rank=1))
+    assert not write_stop(tmp_path, Stop(3, "HarnessError", "rank 0 lost its peer", rank=0))
+    assert json.loads((tmp_path / STOPPED_FILE).read_text())["rank"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [STOPPED_FILE]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / ATTEMPTS_FILE).write_text("{}\n")
+    with pytest.raises(FormatError, match="cannot be read"):
+        decide(tmp_path, exit_code=1)
