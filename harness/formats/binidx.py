@@ -6,16 +6,14 @@
     X.seq.idx   int64 [packs + 1], where each pack's starts begin in X.seq.bin
     X.seq.bin   int32 [sequences]
 
-`X.bin` and `X.idx` alone are a valid `megatron.core.datasets.indexed_dataset.IndexedDataset`; the layout of the index
-is the one that class reads: a magic of 9 bytes, version 1 (uint64), a dtype code (uint8, 4 is int32), the numbers of
-sequences and of document bounds (uint64 each), then lengths int32, byte offsets int64 and document bounds int64.
+`X.bin` and `X.idx` alone are a valid `megatron.core.datasets.indexed_dataset.IndexedDataset`; `megatron_index` has the
+layout of the index.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,20 +26,13 @@ from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.files import AtomicFile, natural_key
 from harness.formats.index import lengths_from_starts
+from harness.formats.megatron_index import BIN, CODES, HEADER, IDX, INT32, MAGIC, VERSION, IndexHeader, with_suffix
 from harness.records import Int32Array, Int64Array, Pack
 
-BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN = ".bin", ".idx", ".loss.bin", ".seq.idx", ".seq.bin"
+LOSS_BIN, SEQ_IDX, SEQ_BIN = ".loss.bin", ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEAD = struct.Struct("<9sQBQQ")
-_INT32_CODE = 4
 _FIX = "copy the dataset again"
-
-
-def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` + `suffix`; prefixes may have dots of their own."""
-    return prefix.with_name(prefix.name + suffix)
 
 
 def read_index(path: Path) -> Int32Array:
@@ -51,24 +42,24 @@ def read_index(path: Path) -> Int32Array:
     FormatError: it is damaged, cut short, or of another dtype or version.
     """
     data = path.read_bytes()
-    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+    if len(data) < HEADER.size or not data.startswith(MAGIC):
         raise FormatError("not a Megatron index", where=str(path), fix=_FIX)
-    _, version, code, count, documents = _HEAD.unpack_from(data)
-    if version != 1 or code != _INT32_CODE:
+    _, version, code, count, documents = HEADER.unpack_from(data)
+    if version != VERSION or code != CODES[INT32]:
         raise FormatError(
-            f"has version {version} and dtype code {code}, expected 1 and {_INT32_CODE} (int32)",
+            f"has version {version} and dtype code {code}, expected {VERSION} and {CODES[INT32]} (int32)",
             where=str(path),
             fix="packs are stored as int32 tokens",
         )
-    expected = _HEAD.size + 12 * count + 8 * documents
+    expected = IndexHeader(INT32, count, documents).num_bytes
     if len(data) != expected:
         raise FormatError(
             f"has {len(data):,} bytes, its counts of {count:,} packs and {documents:,} documents need {expected:,}",
             where=str(path),
             fix=_FIX,
         )
-    lengths = np.frombuffer(data, "<i4", count, _HEAD.size)
-    pointers = np.frombuffer(data, "<i8", count, _HEAD.size + 4 * count)
+    lengths = np.frombuffer(data, "<i4", count, HEADER.size)
+    pointers = np.frombuffer(data, "<i8", count, HEADER.size + 4 * count)
     if (lengths <= 0).any():
         row = int(np.argmax(lengths <= 0))
         raise FormatError(f"pack {row:,} has the length {int(lengths[row]):,}", where=str(path), fix=_FIX)
@@ -177,7 +168,7 @@ class BinIdxWriter:
         ends = np.cumsum(lengths)
         index = AtomicFile(with_suffix(self._prefix, IDX))
         self._files.append(index)
-        index.write(_HEAD.pack(_MAGIC, 1, _INT32_CODE, count, count + 1))
+        index.write(IndexHeader(INT32, count, count + 1).to_bytes())
         for values, dtype in ((lengths, "<i4"), (4 * (ends - lengths), "<i8"), (np.arange(count + 1), "<i8")):
             index.write(values.astype(dtype).data)
         offsets = AtomicFile(with_suffix(self._prefix, SEQ_IDX))

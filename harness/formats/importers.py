@@ -31,10 +31,11 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Manifest, Provenance, open_dataset, open_writer
-from harness.formats.binidx import BIN, IDX, read_index, with_suffix
+from harness.formats.binidx import read_index
 from harness.formats.files import natural_key
 from harness.formats.foreign_rows import clear_last_positions, pack_of_bridge_row, pack_of_megatron_lm, pack_of_swift
 from harness.formats.jsonl import JsonlShard
+from harness.formats.megatron_index import BIN, IDX, with_suffix
 from harness.records import Pack
 
 

@@ -1,0 +1,302 @@
+"""Megatron's indexed datasets: written in a stream, joined, counted, and every planted damage found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import open_writer
+from harness.formats.indexed_merge import count_sequences, merge_indexed, save_counts
+from harness.formats.indexed_verify import verify_indexed
+from harness.formats.indexed_writer import IndexedWriter
+from harness.formats.megatron_index import INT32, UINT16
+from harness.records import Pack
+
+# Three documents of 2, 1 and 1 sequences.
+TOKENS = [[5, 6, 7], [8], [9, 10], [65_535, 1]]
+DOCUMENTS = [2, 1, 1]
+
+
+def write(prefix: Path, *, dtype=UINT16, tokens=TOKENS, documents=DOCUMENTS, **options) -> Path:
+    with IndexedWriter(prefix, dtype=dtype, **options) as writer:
+        writer.append(np.concatenate(tokens), np.array([len(one) for one in tokens]), np.array(documents))
+    return prefix
+
+
+def files(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def built_by_megatron(prefix: Path, *, dtype=np.uint16, tokens=TOKENS, documents=DOCUMENTS) -> Path:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    left = list(tokens)
+    for count in documents:
+        for sequence in left[:count]:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+        del left[:count]
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(UINT16, np.uint16), (INT32, np.int32)])
+def test_a_pair_has_the_bytes_of_megatrons_builder(tmp_path: Path, dtype, name) -> None:
+    assert files(write(tmp_path / "ours", dtype=dtype)) == files(built_by_megatron(tmp_path / "theirs", dtype=name))
+
+
+def test_megatron_reads_sequences_and_documents_back(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    dataset = indexed.IndexedDataset(str(write(tmp_path / "x")))
+    assert [dataset[index].tolist() for index in range(4)] == TOKENS
+    assert dataset.document_indices.tolist() == [0, 2, 3, 4]
+
+
+def test_tokens_are_uint16_until_one_needs_more(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "narrow") as writer:
+        writer.append(np.array([1, 65_535]), np.array([2]))
+    assert writer.dtype == UINT16
+    with IndexedWriter(tmp_path / "wide") as writer:
+        writer.append(np.array([1, 65_535]), np.array([2]))
+        writer.append(np.array([65_536, 2**31 - 1]), np.array([1, 1]))
+    assert writer.dtype == INT32
+    theirs = built_by_megatron(
+        tmp_path / "theirs",
+        dtype=np.int32,
+        tokens=[[1, 65_535], [65_536], [2**31 - 1]],
+        documents=[1, 1, 1],
+    )
+    assert files(tmp_path / "wide") == files(theirs)
+
+
+@pytest.mark.parametrize(
+    "tokens", [np.array([1, -1]), np.array([1, -1], np.int8), np.array([2**31]), np.array([2**63], np.uint64)]
+)
+def test_what_is_no_token_is_refused_and_nothing_is_left(tmp_path: Path, tokens) -> None:
+    with pytest.raises(FormatError, match="negative or above"), IndexedWriter(tmp_path / "x") as writer:
+        writer.append(tokens, np.array([len(tokens)]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pair_that_is_there_is_kept_unless_it_is_to_be_overwritten(tmp_path: Path) -> None:
+    before = files(write(tmp_path / "x"))
+    with pytest.raises(FormatError, match=r"x\.bin is there already"):
+        write(tmp_path / "x", dtype=INT32)
+    assert files(tmp_path / "x") == before
+    # Until the end the pair that was there stays.
+    with pytest.raises(ZeroDivisionError), IndexedWriter(tmp_path / "x", overwrite=True) as writer:  # noqa: PT012
+        writer.append(np.array([1]), np.array([1]))
+        raise ZeroDivisionError
+    assert files(tmp_path / "x") == before
+    assert files(write(tmp_path / "x", dtype=INT32, overwrite=True)) != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_a_second_writer_of_the_same_pair_is_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x") as writer:
+        writer.append(np.array([1]), np.array([1]))
+        with pytest.raises(FormatError, match="another process is writing"), IndexedWriter(tmp_path / "x"):
+            pass
+    assert verify_indexed(tmp_path / "x") == []
+
+
+def test_a_killed_writer_leaves_no_pair_and_the_next_one_finishes(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with IndexedWriter(tmp_path / "x") as writer:
+            writer.append(np.array([1, 2, 3]), np.array([3]))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "x.bin").exists()
+    assert not (tmp_path / "x.idx").exists()
+    assert [one.what for one in verify_indexed(tmp_path / "x")] == ["x.bin is missing", "x.idx is missing"]
+    write(tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_an_empty_pair_is_refused_because_megatron_cannot_open_one(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no document was written"), IndexedWriter(tmp_path / "x"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_pair_has_no_problems(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    for path in (write(tmp_path / "a.b"), tmp_path / "a.b.idx", tmp_path / "a.b.bin"):
+        assert verify_indexed(path, vocab_size=65_536, progress=lambda *values: seen.append(values)) == []
+    assert seen == [(8, 8)] * 3
+
+
+# Offsets in the index of TOKENS: header 34, lengths at 34, pointers at 50, documents at 82.
+def _put(path: Path, at: int, kind: str, value: object) -> None:
+    data = bytearray(path.read_bytes())
+    struct.pack_into(f"<{kind}", data, at, value)
+    path.write_bytes(data)
+
+
+def _cut(suffix: str, by: int) -> Callable[[Path], None]:
+    def damage(prefix: Path) -> None:
+        path = Path(f"{prefix}{suffix}")
+        path.write_bytes(path.read_bytes()[:-by] if by > 0 else path.read_bytes() + b"\0" * -by)
+
+    return damage
+
+
+def _set(at: int, kind: str, value: object, suffix: str = ".idx") -> Callable[[Path], None]:
+    return lambda prefix: _put(Path(f"{prefix}{suffix}"), at, kind, value)
+
+
+DAMAGES = {
+    "no bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "x.bin is missing"),
+    "no idx": (lambda prefix: Path(f"{prefix}.idx").unlink(), "x.idx is missing"),
+    "empty idx": (_cut(".idx", 114), "has 0 bytes, an index begins with a header of 34"),
+    "magic": (_set(0, "c", b"X"), "begins with b'XMIDIDX"),
+    "version": (_set(9, "Q", 2), "has version 2, Megatron reads version 1"),
+    "dtype code": (_set(17, "B", 9), "has the dtype code 9, known are 1 to 8"),
+    "dtype of another size": (_set(17, "B", 8), "is 12, the lengths before it make 6"),
+    "dtype of no tokens": (_set(17, "B", 7), "says that tokens are float32, which holds no token ids"),
+    "sequence count": (_set(18, "Q", 5), "its counts of 5 sequences and 4 document bounds need 126"),
+    "counts that make the same size": (
+        lambda prefix: (_set(18, "Q", 2)(prefix), _set(26, "Q", 7)(prefix)),
+        "the pointer of sequence 0 is",
+    ),
+    "huge count": (_set(18, "Q", 2**62), "its counts of 4,611,686,018,427,387,904 sequences"),
+    "idx cut short": (_cut(".idx", 8), "has 106 bytes, its counts of 4 sequences and 4 document bounds need 114"),
+    "idx too long": (_cut(".idx", -3), "has 117 bytes"),
+    "length of zero": (_set(38, "i", 0), "sequence 1 has the length 0"),
+    "negative length": (_set(38, "i", -1), "sequence 1 has the length -1"),
+    "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, the lengths before it make 20"),
+    "last length": (_set(46, "i", 3), "is too short: 32 bytes, the lengths of the index make 36"),
+    "first pointer": (_set(50, "q", 4), "the pointer of sequence 0 is 4, the lengths before it make 0"),
+    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4 and falls, the lengths before it make 16"),
+    "pointer past the end": (_set(74, "q", 2**40), "the pointer of sequence 3 is 1,099,511,627,776"),
+    "bin cut short": (_cut(".bin", 1), "is too short: 31 bytes, the lengths of the index make 32"),
+    "bin too long": (_cut(".bin", -4), "is too long: 36 bytes, the lengths of the index make 32"),
+    "first document": (_set(82, "q", 1), "the first document begins at sequence 1, expected 0"),
+    "falling documents": (_set(90, "q", 4), "document bound 2 is 3, below the one before it"),
+    "last document": (_set(106, "q", 5), "the last document ends at sequence 5, there are 4"),
+    "negative token": (_set(19, "B", 255, ".bin"), "sequence 2 has the negative token -16,777,207 at position 0"),
+    "token out of the vocabulary": (
+        _set(22, "B", 1, ".bin"),
+        "sequence 2 has the token 65,546 at position 1, above 65,535",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_planted_damage_is_found_and_named(tmp_path: Path, name: str) -> None:
+    damage, said = DAMAGES[name]
+    prefix = write(tmp_path / "x", dtype=INT32)
+    damage(prefix)
+    found = verify_indexed(prefix, vocab_size=65_536)
+    assert any(said in problem.what for problem in found), found
+    assert all(problem.where.startswith(str(prefix)) for problem in found)
+
+
+def test_no_changed_byte_of_an_index_goes_unseen(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", dtype=INT32)
+    path = tmp_path / "x.idx"
+    original = path.read_bytes()
+    quiet = []
+    for position in range(len(original)):
+        for bit in (0, 7):
+            damaged = bytearray(original)
+            damaged[position] ^= 1 << bit
+            path.write_bytes(damaged)
+            if not verify_indexed(prefix):
+                quiet.append((position, bit))
+    # An inner bound that moves to a neighbour makes other documents, which are legal.
+    assert quiet == [(90, 0), (98, 0)]
+
+
+def test_pairs_are_joined_as_megatron_joins_them(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", tokens=[[1], [2, 3]], documents=[1, 1])
+    merged = merge_indexed([str(first), f"{second}.idx"], str(tmp_path / "ours"))
+    assert (merged.num_sequences, merged.num_documents, merged.num_tokens) == (6, 5, 11)
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    builder.add_index(str(first))
+    builder.add_index(str(second))
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_pairs_of_two_dtypes_make_int32(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b", dtype=INT32, tokens=[[70_000]], documents=[1])
+    assert merge_indexed([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "ab")).dtype == INT32
+    theirs = built_by_megatron(tmp_path / "c", dtype=np.int32, tokens=[*TOKENS, [70_000]], documents=[*DOCUMENTS, 1])
+    assert files(tmp_path / "ab") == files(theirs)
+
+
+def test_damaged_packed_and_own_sources_are_not_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    _set(38, "i", 2)(tmp_path / "b")
+    with pytest.raises(FormatError, match="the pointer of sequence 2"):
+        merge_indexed([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "ab"))
+    with pytest.raises(ConfigError, match="one of the sources"):
+        merge_indexed([str(tmp_path / "a")], f"{tmp_path}/a.bin")
+    with open_writer(tmp_path / "packs", format="binidx", pack_size=4) as writer:
+        writer.append(Pack([1, 2], [1, 0], [0]))
+    with pytest.raises(FormatError, match="holds packs"):
+        merge_indexed([str(tmp_path / "packs" / "shard_000000")], str(tmp_path / "ab"))
+    assert not (tmp_path / "ab.bin").exists()
+
+
+def test_counts_are_the_json_that_megatron_reads(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = str(write(tmp_path / "a"))
+    other = str(write(tmp_path / "b", tokens=[[1], [2, 3]], documents=[1, 1]))
+    save_counts(count_sequences([prefix, other]), tmp_path / "counts.json")
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert counts == {prefix: [4, 4], other: [2, 3]}
+    dataset = indexed.IndexedDataset(prefix, sequences_per_dataset=counts[prefix], dtype_code=8)
+    assert [dataset[index].tolist() for index in range(4)] == TOKENS
+    assert dataset.document_indices.tolist() == [0, 2, 3, 4]
+
+
+def test_counts_are_refused_where_megatron_would_read_another_dtype(tmp_path: Path) -> None:
+    prefix = str(write(tmp_path / "a"))
+    assert count_sequences([prefix], vocab_size=65_536) == {prefix: (4, 4)}
+    with pytest.raises(FormatError, match="holds uint16, but Megatron will read int32"):
+        count_sequences([prefix], vocab_size=65_537)
+
+
+GROWTH = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from harness.formats.indexed_writer import IndexedWriter
+tokens = np.zeros(1 << 16, np.int32)
+lengths = np.ones(1 << 16, np.int32)
+with IndexedWriter(Path(sys.argv[1])) as writer:
+    for _ in range(int(sys.argv[2])):
+        writer.append(tokens, lengths)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_sequences(tmp_path: Path) -> None:
+    peaks = []
+    for number, batches in enumerate((8, 128)):
+        done = subprocess.run(
+            [sys.executable, "-c", GROWTH, str(tmp_path / str(number)), str(batches)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks.append(int(done.stdout))
+    # Eight million sequences have ledgers of 160 MB.
+    assert peaks[1] - peaks[0] < 30_000, peaks
