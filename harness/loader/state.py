@@ -19,6 +19,7 @@ class LoaderState:
         fingerprint: of the dataset.
         order: `OrderConfig.signature`; another shuffle would repeat some packs of the epoch and miss others.
         tokenizer: hash of what made the dataset; empty where it does not say, and then not compared.
+        live: of a run on live chunks, where it is in them (`harness.loader.live.position`); empty of others.
     """
 
     seed: int
@@ -27,6 +28,7 @@ class LoaderState:
     fingerprint: str = ""
     order: str = ""
     tokenizer: str = ""
+    live: str = ""
 
     def advance(self, num_packs: int, *, of: int | None) -> LoaderState:
         """The state after `num_packs` more packs of an epoch of `of`, whose end begins the next; None has no end."""
@@ -50,8 +52,9 @@ class LoaderState:
         except json.JSONDecodeError as error:
             raise LoaderError(f"a loader state is not JSON: {error}", fix="resume from another checkpoint") from error
         if isinstance(values, dict):
-            # Runs of before tokenizers were kept go on.
-            values.setdefault("tokenizer", "")
+            # Runs of before these were kept go on.
+            for name in ("tokenizer", "live"):
+                values.setdefault(name, "")
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())

@@ -159,7 +159,7 @@ def _read_jsonl(file: Path) -> Iterator[Chunk]:
 def _read_parquet(file: Path) -> Iterator[Chunk]:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            _check_messages_column(parquet.schema_arrow, file)
+            check_messages_column(parquet.schema_arrow, file)
             row_bytes = file.stat().st_size / max(parquet.metadata.num_rows, 1)
             first = 0
             for batch in parquet.iter_batches(batch_size=_CHUNK_ROWS, columns=["messages"]):
@@ -170,7 +170,7 @@ def _read_parquet(file: Path) -> Iterator[Chunk]:
         raise PrepError(f"the Parquet file cannot be read: {error}", where=str(file)) from error
 
 
-def _check_messages_column(schema: Any, file: Path) -> None:
+def check_messages_column(schema: Any, file: Path) -> None:
     expected = "`messages` must be a list of structs with the strings `role` and `content`"
     if "messages" not in schema.names:
         raise PrepError(

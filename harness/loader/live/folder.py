@@ -1,0 +1,228 @@
+"""A folder of live chunks: what its files are called, and what says that a chunk, or all of them, are whole.
+
+chunk_00000.jsonl             rows: conversations or packs; Parquet chunks end in .parquet
+chunk_00000.jsonl.ready       written after it: counts and hash (`ReadyRecord`)
+chunk_00000.jsonl.completed   a checkpoint holds all that was trained from it: it may be deleted
+END.json                      there is no more; totals of all chunks (`EndRecord`)
+_producer, _consumer          locked by who writes and who trains, with what they are doing; touched every second
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.errors import FormatError
+from harness.formats.files import sync_folder, write_atomically
+
+CHAT, PACKS = "chat", "packs"
+JSONL, PARQUET = ".jsonl", ".parquet"
+SUFFIXES = (JSONL, PARQUET)
+READY, COMPLETED = ".ready", ".completed"
+END_FILE = "END.json"
+PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
+
+_NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
+T = TypeVar("T", bound="ReadyRecord | EndRecord")
+
+
+@dataclass(frozen=True)
+class ReadyRecord:
+    """What is known of a whole chunk.
+
+    Attributes:
+        kind: `chat` or `packs`.
+        rows: conversations, or packs.
+        sequences: conversations in them.
+        tokens: stored ones; None where nothing was tokenised yet.
+        num_bytes, xxh3: of its file.
+        chain: over its hash and the chain of the chunk before: the last one stands for the whole stream.
+        stream: names the stream; the same in every chunk of a folder.
+        total_rows, total_sequences, total_tokens: of this chunk and all before it.
+        position: where in its input a producer goes on after this chunk.
+        producer: who wrote it, as host and process id.
+        time: seconds since 1970.
+    """
+
+    kind: str
+    rows: int
+    sequences: int
+    tokens: int | None
+    num_bytes: int
+    xxh3: str
+    chain: str
+    stream: str
+    total_rows: int
+    total_sequences: int
+    total_tokens: int | None
+    position: Any
+    producer: str
+    time: float
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """The whole stream: `chunks` and the totals of the last chunk's record, None where chunks have no records."""
+
+    chunks: int
+    rows: int | None
+    sequences: int | None
+    tokens: int | None
+    chain: str
+    stream: str
+    time: float
+
+
+@dataclass
+class Contents:
+    """One look at a folder.
+
+    Attributes:
+        chunks: by index, the chunk files.
+        ready, completed: indices that have such a file.
+    """
+
+    chunks: dict[int, Path] = field(default_factory=dict)
+    ready: dict[int, Path] = field(default_factory=dict)
+    completed: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def next_index(self) -> int:
+        """The number of the chunk after all that there is a trace of."""
+        return 1 + max((*self.chunks, *self.ready, *self.completed), default=-1)
+
+
+def chunk_name(index: int, suffix: str = JSONL) -> str:
+    return f"chunk_{index:05d}{suffix}"
+
+
+class LiveFolder:
+    """Looks into a folder, which need not be there yet."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def look(self) -> Contents:
+        """All files with a chunk's name.
+
+        Raises:
+            FormatError: the folder cannot be listed.
+        """
+        contents = Contents()
+        try:
+            names = os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and asked every second
+        except FileNotFoundError:
+            return contents
+        except OSError as error:
+            raise FormatError(f"the folder cannot be read: {error.strerror}", where=str(self.path)) from error
+        of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
+        for name in names:
+            if match := _NAME.fullmatch(name):
+                of[match[3]][int(match[1])] = self.path / name
+        return contents
+
+    def find(self, index: int) -> Path | None:
+        """The chunk's file, whole or not."""
+        return next((path for path in self._names(index) if path.exists()), None)
+
+    def record(self, index: int) -> ReadyRecord | None:
+        """The ready record of a chunk, None where there is none; raises FormatError for a damaged one."""
+        for path in self._names(index):
+            found = _read(path.with_name(path.name + READY), ReadyRecord)
+            if found is not None:
+                return found
+        return None
+
+    def end(self) -> EndRecord | None:
+        """What says that there is no more, None where more may come; raises FormatError for a damaged one."""
+        return _read(self.path / END_FILE, EndRecord)
+
+    def write_record(self, path: Path, record: ReadyRecord) -> None:
+        write_atomically(path.with_name(path.name + READY), _to_json(record))
+
+    def write_end(self, record: EndRecord) -> None:
+        write_atomically(self.path / END_FILE, _to_json(record))
+
+    def complete(self, indices: Iterable[int]) -> None:
+        """Mark chunks of which a checkpoint holds every row; chunks that are gone get no mark.
+
+        Raises:
+            FormatError: the folder cannot be written to.
+        """
+        contents = self.look()
+        try:
+            new = [contents.chunks[i] for i in indices if i in contents.chunks and i not in contents.completed]
+            for path in new:
+                path.with_name(path.name + COMPLETED).touch()
+            if new:
+                sync_folder(self.path)
+        except OSError as error:
+            raise FormatError(
+                f"chunks that are trained cannot be marked: {error.strerror}",
+                where=str(self.path),
+                fix="the training ranks need to write to this folder",
+            ) from error
+
+    def remove(self, path: Path) -> None:
+        """Delete a chunk and what was said of it, the mark last: killed in between, the next try goes on."""
+        for one in (path, path.with_name(path.name + READY), path.with_name(path.name + COMPLETED)):
+            one.unlink(missing_ok=True)
+
+    def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
+        """Seconds since a producer (or consumer) was last at work, None where there never was one."""
+        try:
+            return max(0.0, time.time() - (self.path / who).stat().st_mtime)
+        except OSError:
+            return None
+
+    def told(self, who: str) -> dict[str, Any]:
+        """What the producer (or consumer) says it is doing; empty where it says nothing, or is just writing it."""
+        try:
+            values = json.loads((self.path / who).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    def _names(self, index: int) -> list[Path]:
+        return [self.path / chunk_name(index, suffix) for suffix in SUFFIXES]
+
+
+def ago(seconds: float | None) -> str:
+    """When something was last seen, in words."""
+    if seconds is None:
+        return "never seen"
+    return f"last seen {seconds:.0f} s ago" if seconds < 120 else f"last seen {seconds / 60:.0f} min ago"
+
+
+def _to_json(record: ReadyRecord | EndRecord) -> bytes:
+    return json.dumps(asdict(record)).encode() + b"\n"
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FormatError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    try:
+        values = json.loads(data)
+        names = [one.name for one in fields(kind)]
+        record = kind(**{name: values[name] for name in names})
+        counts = {"rows", "chunks", "num_bytes", "sequences", "tokens"} & set(names)
+        numbers = [values[name] for name in counts if values[name] is not None]
+        if not all(type(number) is int and number >= 0 for number in numbers) or type(values["time"]) is not float:
+            raise ValueError("a count is not a whole number")
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(
+            f"is no record of this harness: {type(error).__name__}: {error}",
+            where=str(path),
+            fix="it was changed by hand or damaged; write the chunk again",
+        ) from error
+    return record

@@ -1,0 +1,223 @@
+"""From an input to live chunks: conversations or packs, from files or a pipe, each exactly once over any crashes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import xxhash
+
+from harness.errors import ConfigError, FormatError, PrepError
+from harness.formats import open_dataset
+from harness.formats.digest import pack_digest
+from harness.formats.jsonl import pack_of_line
+from harness.loader.live.producer import LiveProducer
+from harness.prep.chat import BadRecord, Conversation, parse_line
+from harness.prep.sources import list_files, read_chunks
+from harness.prep.stream_packing import Member, StreamPacker, pack_of
+from harness.prep.tokenize import ChatTokenizer, fit_to_pack
+from harness.records import Pack, SequenceView
+
+STDIN = "-"
+_APPENDED = {"appended": True}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One of the input: bytes that tell it from others, where it stands, and the pack where it is one."""
+
+    line: bytes
+    where: str
+    pack: Pack | None = None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a producer packs conversations itself: see `StreamPacker` and `PackingConfig`. So many of a `block` are
+    tokenised at one time; more are faster, but wait for each other where they come slowly."""
+
+    tokenizer: ChatTokenizer
+    pack_size: int
+    over_long: str = "drop"
+    open_packs: int = 32
+    block: int = 64
+
+
+def read_conversations(source: str) -> Iterator[Item]:
+    """Lines of JSON from files (`list_files`), or from standard input for `-`; blank ones are no items."""
+    if source == STDIN:
+        lines = enumerate(sys.stdin.buffer, start=1)
+        yield from (Item(line, f"standard input, line {number}") for number, line in lines if line.strip())
+        return
+    for chunk in read_chunks(list_files(source)):
+        for number, record in enumerate(chunk.records, start=chunk.first):
+            line = record if isinstance(record, bytes) else json.dumps(record).encode()
+            if line.strip():
+                yield Item(line, f"{chunk.path}, {chunk.unit} {number}")
+
+
+def read_packs(source: str) -> Iterator[Item]:
+    """Packs of a dataset, as `open_dataset` takes them; or lines as in JSONL chunks from standard input for `-`."""
+    if source == STDIN:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            try:
+                yield Item(line, f"standard input, line {number}", pack_of_line(line))
+            except FormatError as error:
+                raise FormatError(
+                    f"the line {error.what}", where=f"standard input, line {number}", fix=error.fix
+                ) from None
+        return
+    reader = open_dataset(source)
+    try:
+        for index in range(len(reader)):
+            pack = reader[index]
+            yield Item(b"%016x" % pack_digest(pack), f"{source}, pack {index}", pack)
+    finally:
+        reader.close()
+
+
+def produce(
+    producer: LiveProducer,
+    items: Iterable[Item],
+    *,
+    packing: Packing | None = None,
+    append: bool = False,
+    on_bad: str = "refuse",
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, int]:
+    """Add all items that are not in the folder yet; the END record is left to the caller.
+
+    A producer that starts again is given the same input from its beginning and passes over what is in whole chunks;
+    a digest makes sure that it is the same.
+
+    Args:
+        packing: pack conversations here; None leaves rows as they are.
+        append: the input begins behind what the folder holds: pass over nothing.
+        on_bad: `refuse` or `skip` conversations that cannot be used.
+
+    Returns:
+        how many conversations were left out, and why.
+
+    Raises:
+        PrepError: a bad conversation that is refused.
+        ConfigError: the input is not the one that the folder was begun with.
+    """
+    left_out: dict[str, int] = {}
+
+    def leave_out(why: str) -> None:
+        left_out[why] = left_out.get(why, 0) + 1
+
+    def usable(parsed: Conversation | BadRecord) -> bool:
+        if not isinstance(parsed, BadRecord):
+            return True
+        if on_bad == "refuse":
+            raise PrepError(
+                f"the conversation cannot be used ({parsed.reason}): {parsed.detail}",
+                where=parsed.where,
+                fix="mend it, or leave such out with --on-bad skip",
+            )
+        leave_out(str(parsed.reason))
+        return False
+
+    rest = _numbered(items, append=append, position=producer.position)
+    if packing is not None:
+        _add_packed(producer, rest, packing, usable, leave_out)
+    else:
+        for item, position in rest:
+            if item.pack is not None:
+                producer.add(item.pack, position)
+            elif usable(parse_line(item.line, item.where)):
+                producer.add(item.line, position)
+    if left_out:
+        say("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
+    return left_out
+
+
+def _numbered(items: Iterable[Item], *, append: bool, position: Any) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """The items that are not in whole chunks yet, each with the position after it; those of open packs first."""
+    if append:
+        yield from ((item, _APPENDED) for item in items)
+        return
+    if position == _APPENDED:
+        raise ConfigError(
+            "the folder's newest chunk was appended, so it is not known which part of an input it holds",
+            fix="give only what is new, with --append",
+        )
+    done = dict(position or {})
+    skip = int(done.get("items", 0))
+    again = {number for pack in done.get("open", ()) for number in pack}
+    digest = xxhash.xxh3_64()
+    number = -1
+    for number, item in enumerate(items):
+        digest.update(item.line)
+        after = {"items": number + 1, "digest": digest.hexdigest()}
+        if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
+            raise ConfigError(
+                f"the first {skip:,} items are not those that the folder's chunks were made from",
+                where=item.where,
+                fix="give the input that the folder was begun with, name a new folder, or give only what is new "
+                "with --append",
+            )
+        if number >= skip or number in again:
+            yield item, after
+    if number + 1 < skip:
+        raise ConfigError(
+            f"the input has {number + 1:,} items, and {skip:,} are in the folder's chunks already",
+            fix="give the whole input again, or only what is new with --append",
+        )
+
+
+def _add_packed(
+    producer: LiveProducer,
+    rest: Iterator[tuple[Item, dict[str, Any]]],
+    packing: Packing,
+    usable: Callable[[Conversation | BadRecord], bool],
+    leave_out: Callable[[str], None],
+) -> None:
+    """Pack conversations; those that waited in open packs come first, and wait there again."""
+    packer: StreamPacker[int] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
+    after: dict[str, Any] = producer.position or {}
+    were_open = [list(pack) for pack in after.get("open", ())]
+    awaited = {number for pack in were_open for number in pack}
+    waited: dict[int, Member[int]] = {}
+    for number, position, encoded in _tokenised(rest, packing):
+        is_again = number in awaited
+        if not is_again:
+            after = position
+        member = None
+        if not isinstance(encoded, BadRecord):
+            sequence, what = fit_to_pack(encoded, pack_size=packing.pack_size, over_long=packing.over_long)
+            if sequence is not None:
+                member = Member(number, sequence, len(sequence))
+            else:
+                leave_out(what)
+        else:
+            usable(encoded)
+        if is_again:
+            awaited.remove(number)
+            waited |= {number: member} if member is not None else {}
+            if not awaited:
+                packer.restore([[waited[place] for place in pack if place in waited] for pack in were_open])
+        elif member is not None and (full := packer.add(member)) is not None:
+            producer.add(pack_of(full), _with_open(after, packer))
+    while (full := packer.flush()) is not None:
+        producer.add(pack_of(full), _with_open(after, packer))
+
+
+def _tokenised(
+    rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
+) -> Iterator[tuple[int, dict[str, Any], SequenceView | BadRecord]]:
+    """Number, position after it and tokens of each conversation; the number is -1 where nothing is counted."""
+    while block := list(islice(rest, packing.block)):
+        parsed = [parse_line(item.line, item.where) for item, _ in block]
+        made = iter(packing.tokenizer.encode([one for one in parsed if isinstance(one, Conversation)]))
+        for one, (_, position) in zip(parsed, block, strict=True):
+            yield position.get("items", 0) - 1, position, next(made) if isinstance(one, Conversation) else one
+
+
+def _with_open(after: dict[str, Any], packer: StreamPacker[int]) -> dict[str, Any]:
+    return after if after == _APPENDED else {**after, "open": packer.open_keys}

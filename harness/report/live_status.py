@@ -1,0 +1,170 @@
+"""What goes on in a folder of live chunks: who writes, what waits, how fast, who reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from harness.errors import FormatError
+from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, ago
+
+# A producer and a consumer say every second that they are there; a step of training may take longer.
+_ALIVE_S = 10.0
+_RECORDS_FOR_RATE = 20
+
+
+@dataclass(frozen=True)
+class LiveStatus:
+    """One look at a folder.
+
+    Attributes:
+        producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`, and what it says of itself.
+        producer_seen_s, consumer_seen_s: seconds since each was last at work, None for never.
+        chunks: made so far; rows and tokens in them, None where chunks have no records, or were not tokenised.
+        waiting: whole chunks that nobody has read.
+        completed: chunks here of which a checkpoint holds all.
+        num_bytes: of the chunks that are here.
+        rows_per_s, chunks_per_min: as made, over the newest chunks; None for fewer than two.
+        ended: there will be no more.
+    """
+
+    path: str
+    producer: str
+    producer_seen_s: float | None
+    producer_told: dict[str, Any]
+    consumer: str
+    consumer_seen_s: float | None
+    consumer_told: dict[str, Any]
+    chunks: int
+    rows: int | None
+    tokens: int | None
+    waiting: int
+    completed: int
+    num_bytes: int
+    rows_per_s: float | None
+    chunks_per_min: float | None
+    ended: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def live_status(path: str | Path) -> LiveStatus:
+    """Look at a folder; raises FormatError where there is none."""
+    folder = LiveFolder(path)
+    if not folder.path.is_dir():
+        raise FormatError("there is no such folder", where=str(path), fix="name the folder that chunks are written to")
+    contents = folder.look()
+    end = folder.end()
+    newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
+    records = [record for record in map(folder.record, newest) if record is not None]
+    consumer = folder.told(CONSUMER_FILE)
+    read = set(consumer.get("read") or ()) | set(contents.completed)
+    below = int(consumer.get("read_below") or 0)
+    seconds = records[-1].time - records[0].time if len(records) > 1 else 0.0
+    made = sum(record.rows for record in records[1:])
+    last = records[-1] if records else None
+    return LiveStatus(
+        path=str(path),
+        producer="ended" if end is not None else _state(folder, PRODUCER_FILE),
+        producer_seen_s=folder.seen_s(PRODUCER_FILE),
+        producer_told=folder.told(PRODUCER_FILE),
+        consumer=_state(folder, CONSUMER_FILE),
+        consumer_seen_s=folder.seen_s(CONSUMER_FILE),
+        consumer_told=consumer,
+        chunks=end.chunks if end is not None else contents.next_index,
+        rows=last.total_rows if last is not None else None,
+        tokens=last.total_tokens if last is not None else None,
+        waiting=sum(index >= below and index not in read for index in contents.chunks),
+        completed=len(contents.completed),
+        num_bytes=sum(_size(one) for one in contents.chunks.values()),
+        rows_per_s=made / seconds if seconds > 0 else None,
+        chunks_per_min=60 * (len(records) - 1) / seconds if seconds > 0 else None,
+        ended=end is not None,
+    )
+
+
+def render_status(status: LiveStatus) -> RenderableType:
+    """A table of the folder, and one of the ranks that read it."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    state = status.producer_told.get("state")
+    doing = f", {state}" if status.producer == "alive" and state else ""
+    rates = ""
+    if status.rows_per_s is not None and status.chunks_per_min is not None:
+        rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
+    table.add_row("producer", f"{_who(status.producer, status.producer_told, status.producer_seen_s)}{doing}")
+    table.add_row("made", f"{status.chunks:,} chunks{_amount(status)}" + (", ended" if status.ended else ""))
+    table.add_row("rate", rates or "not known yet")
+    table.add_row(
+        "backlog", f"{status.waiting:,} chunks wait to be read, {status.completed:,} completed are not deleted yet"
+    )
+    table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
+    table.add_row("training", _who(status.consumer, status.consumer_told, status.consumer_seen_s))
+    told = status.consumer_told
+    if not told:
+        return table
+    table.add_row(
+        "trained",
+        f"{told.get('rows', 0):,} rows read in {told.get('steps', 0):,} steps, {told.get('packs_per_s', 0.0):,.1f} "
+        f"packs/s, {told.get('tokens_per_s', 0.0):,.0f} tokens/s",
+    )
+    ranks = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("reader", "chunk", "row", "waits for"):
+        ranks.add_column(name, justify="left" if name == "waits for" else "right")
+    for one in told.get("ranks", ()):
+        waits = "" if one["waits_for"] is None else f"chunk {one['waits_for']} since {one['waits_s']:.0f} s"
+        ranks.add_row(*("" if one[name] is None else str(one[name]) for name in ("rank", "chunk", "row")), waits)
+    return Group(table, "", ranks)
+
+
+def _state(folder: LiveFolder, who: str) -> str:
+    seen_s = folder.seen_s(who)
+    if seen_s is None:
+        return "none"
+    told = folder.told(who)
+    if told.get("host") == socket.gethostname() and not _lives(told.get("pid")):
+        return "gone"
+    return "alive" if seen_s < _ALIVE_S else "silent"
+
+
+def _lives(pid: object) -> bool:
+    if type(pid) is not int:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _who(state: str, told: dict[str, Any], seen_s: float | None) -> str:
+    if state == "none":
+        return "none yet"
+    name = f" ({told['host']}, process {told['pid']})" if "host" in told else ""
+    return f"{state}{name}" + ("" if state == "alive" else f", {ago(seen_s)}")
+
+
+def _amount(status: LiveStatus) -> str:
+    rows = "" if status.rows is None else f", {status.rows:,} rows"
+    return rows + ("" if status.tokens is None else f", {status.tokens:,} tokens")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # just deleted
+        return 0
+
+
+def now() -> str:
+    """The time of a look, for a display that is refreshed."""
+    return time.strftime("%H:%M:%S")
