@@ -24,6 +24,7 @@ from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.uris import is_uri
 from harness.formats.verify import diff as diff_datasets
 from harness.formats.verify import verify as verify_dataset
+from harness.prep.indexed_cli import find_check, indexed_app
 from harness.report.bench.cli import bench_app
 from harness.report.bench.output import Outcome, Output, Say
 from harness.report.bench.workspace import Workspace
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(indexed_app, name="indexed")
 app.add_typer(parity_app, name="parity")
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
@@ -85,23 +87,28 @@ def inspect(
 
 @app.command()
 def verify(path: DatasetPath, as_json: AsJson = False) -> None:
-    """Check every byte and every invariant of a dataset; exit code 1 where something is wrong."""
+    """Check every byte and every invariant of a dataset; exit code 1 where something is wrong.
+
+    Also of Megatron's indexed datasets: X.idx, or the NAME.json of a family of them.
+    """
     found = []
     num_packs = 0
-    if not is_uri(path) and not Path(path).exists():
+    check = None if is_uri(path) else find_check(path)
+    if check is None and not is_uri(path) and not Path(path).exists():
         # A path that names nothing is no damaged dataset; a prefix or a pattern opens.
         open_dataset(path).close()
-    for dataset in find_datasets(path):
+    for dataset in find_datasets(path) if check is None else [path]:
         with _bar(f"verifying {dataset}", quiet=as_json) as advance:
-            found += verify_dataset(dataset, progress=advance)
-        num_packs += _num_packs(dataset) if not found else 0
+            found += (check or verify_dataset)(dataset, progress=advance)
+        num_packs += _num_packs(dataset) if not found and check is None else 0
     if as_json:
         _print_json({"path": path, "problems": [asdict(problem) for problem in found]})
     else:
         for problem in found:
             print(f"{problem.what}\n  where: {problem.where}")
         said = f"{len(found):,} problem{'s' if len(found) > 1 else ''} in {path}"
-        print(said if found else f"{path}: {num_packs:,} packs, nothing wrong")
+        counted = f"{num_packs:,} packs, " if check is None else ""
+        print(said if found else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if found else 0)
 
 

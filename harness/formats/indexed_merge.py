@@ -19,6 +19,7 @@ from harness.formats.megatron_index import (
     UINT16,
     MappedIndex,
     prefix_of,
+    smallest_dtype,
     with_suffix,
 )
 
@@ -102,8 +103,7 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
     for prefix in prefixes:
         header = MappedIndex(with_suffix(Path(prefix), IDX)).header
         if vocab_size is not None:
-            # Above the largest uint16, Megatron takes int32; not the bound at which its tools write it.
-            expected = INT32 if vocab_size > 1 << 16 else UINT16
+            expected = smallest_dtype(vocab_size)
             if header.dtype != expected:
                 raise FormatError(
                     f"holds {header.dtype.name}, but Megatron will read {expected.name}: with these counts it takes "

@@ -139,8 +139,11 @@ class MappedIndex:
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron's own tools choose for a vocabulary."""
-    return UINT16 if vocab_size < 65500 else INT32
+    """The dtype that holds a vocabulary, which is the one that Megatron takes for it where it reads no header.
+
+    Its tools write int32 from 65,500 tokens on, and so a pair that it then misreads up to 65,536.
+    """
+    return UINT16 if vocab_size <= 1 << 16 else INT32
 
 
 def largest_token(tokens: npt.NDArray[Any]) -> int:

@@ -1,0 +1,338 @@
+"""From token shards to Megatron's .bin and .idx: every form a shard may have, every fault named, the same bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli import app
+from harness.errors import ConfigError, FormatError, HarnessError, PrepError
+from harness.formats.indexed_verify import verify_indexed
+from harness.formats.megatron_index import MappedIndex
+from harness.prep import token_shards
+from harness.prep.token_family import TokenFamily, verify_family, write_family
+from harness.prep.token_shards import batch_of
+from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
+
+ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+
+def shard(path: Path, rows, *, kind=None, column: str = "input_ids", **options) -> str:
+    pq.write_table(pa.table({column: pa.array(rows, kind or pa.list_(pa.int32()))}), path, **options)
+    return str(path)
+
+
+def sequences_of(prefix: Path) -> list[list[int]]:
+    index = MappedIndex(Path(f"{prefix}.idx"))
+    tokens = np.fromfile(f"{prefix}.bin", index.header.dtype).tolist()
+    ends = np.cumsum(index.lengths).tolist()
+    return [tokens[end - length : end] for end, length in zip(ends, index.lengths.tolist(), strict=True)]
+
+
+def documents_of(prefix: Path) -> list[int]:
+    return MappedIndex(Path(f"{prefix}.idx")).documents.tolist()
+
+
+def built_by_megatron(prefix: Path, rows, dtype) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for row in rows:
+        builder.add_document(row, [len(row)])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.int32), (2**31 - 1, np.int32)])
+def test_shards_become_the_bytes_of_megatrons_builder(tmp_path: Path, largest: int, dtype) -> None:
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(0, 60_000, size).tolist() for size in generator.integers(1, 50, 300)]
+    # The token that needs more comes late, after much was written as uint16.
+    rows[-1][-1] = largest
+    shard(tmp_path / "s_2.parquet", rows[:100], row_group_size=30)
+    shard(tmp_path / "s_10.parquet", rows[100:200], kind=pa.large_list(pa.int64()))
+    shard(tmp_path / "s_11.parquet", [], row_group_size=30)
+    shard(tmp_path / "s_12.parquet", rows[200:], kind=pa.list_(pa.uint32()), row_group_size=7, compression="zstd")
+    report = convert_tokens([str(tmp_path)], str(tmp_path / "out" / "ours"))
+    built_by_megatron(tmp_path / "theirs", rows, dtype)
+    for suffix in (".bin", ".idx"):
+        ours, theirs = tmp_path / f"out/ours{suffix}", tmp_path / f"theirs{suffix}"
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert (report.num_documents, report.dtype) == (300, np.dtype(dtype).name)
+    assert verify_indexed(tmp_path / "out" / "ours") == []
+
+
+def test_row_groups_of_any_size_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [list(range(size)) for size in range(1, 200)]
+    source = shard(tmp_path / "s.parquet", rows)
+    convert_tokens([source], str(tmp_path / "whole"))
+    monkeypatch.setattr(token_shards, "_BATCH_TOKENS", 64)
+    convert_tokens([source], str(tmp_path / "pieces"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"pieces{suffix}").read_bytes()
+
+
+FORMS = {
+    "list<int64>": pa.array(ROWS, pa.list_(pa.int64())),
+    "list<uint8>": pa.array(ROWS, pa.list_(pa.uint8())),
+    "large_list": pa.array(ROWS, pa.large_list(pa.int32())),
+    "fixed_size_list": pa.array([[5, 6], [7, 8]], pa.list_(pa.int16(), 2)),
+    "text": pa.array(["5 6 7", " 8", "9,10, 11\t12 "]),
+    "JSON text": pa.array(["[5, 6, 7]", "[8]", "[9,10,11,12]"], pa.large_string()),
+    "a slice": pa.array([[1, 2], *ROWS, [3]], pa.list_(pa.int32())).slice(1, 3),
+    "a slice of fixed size": pa.array([[1, 2], [5, 6], [7, 8], [3, 4]], pa.list_(pa.int32(), 2)).slice(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_document_may_be_stored_in_many_forms(name: str) -> None:
+    batch = batch_of(FORMS[name])
+    fixed = "fixed" in name
+    assert batch.tokens.tolist() == ([5, 6, 7, 8] if fixed else [5, 6, 7, 8, 9, 10, 11, 12])
+    assert batch.lengths.tolist() == ([2, 2] if fixed else [3, 1, 4])
+    assert batch.documents.tolist() == ([1, 1] if fixed else [1, 1, 1])
+
+
+@pytest.mark.parametrize("eod", [None, 3, 70_000])
+def test_documents_of_several_sequences_stay_documents(tmp_path: Path, eod: int | None) -> None:
+    rows = [[[5, 6], [7]], [[], [8]], [], [[]], [[9, 10]]]
+    source = shard(tmp_path / "s.parquet", rows, kind=pa.list_(pa.list_(pa.uint16())))
+    report = convert_tokens([source], str(tmp_path / "x"), source=TokenSource(eod=eod))
+    end = [] if eod is None else [eod]
+    assert sequences_of(tmp_path / "x") == [[5, 6], [7, *end], [8, *end], [9, 10, *end]]
+    assert documents_of(tmp_path / "x") == [0, 2, 3, 4]
+    assert (report.num_documents, report.empty_documents) == (3, 2)
+
+
+def test_rows_without_tokens_are_counted_or_refused(tmp_path: Path) -> None:
+    source = shard(tmp_path / "s.parquet", [[], [5], [], [6, 7]])
+    report = convert_tokens([source], str(tmp_path / "x"), source=TokenSource(eod=1))
+    assert sequences_of(tmp_path / "x") == [[5, 1], [6, 7, 1]]
+    assert report.empty_documents == 2
+    with pytest.raises(PrepError, match="2 rows close by have no tokens"):
+        convert_tokens([source], str(tmp_path / "y"), source=TokenSource(empty="refuse"))
+    assert not list(tmp_path.glob("*y*"))
+
+
+def test_the_vocabulary_bounds_tokens_and_fixes_the_dtype(tmp_path: Path) -> None:
+    source = shard(tmp_path / "s.parquet", ROWS)
+    assert convert_tokens([source], str(tmp_path / "x"), source=TokenSource(vocab_size=65_537)).dtype == "int32"
+    assert convert_tokens([source], str(tmp_path / "y"), source=TokenSource(vocab_size=65_536)).dtype == "uint16"
+    with pytest.raises(PrepError, match="a token is 12, the vocabulary has 12") as caught:
+        convert_tokens([source], str(tmp_path / "z"), source=TokenSource(vocab_size=12))
+    assert caught.value.where == source
+    with pytest.raises(ConfigError, match="the token 12 is not from 0 to 11"):
+        TokenSource(vocab_size=12, eod=12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "said"),
+    [
+        ([[1], [2, -3]], pa.list_(pa.int32()), "row 101 has the negative token -3 at position 1"),
+        ([[1], [2, -3]], pa.list_(pa.int8()), "row 101 has the negative token -3 at position 1"),
+        ([[1], [], [2**31]], pa.list_(pa.int64()), "row 102 has a token above 2,147,483,647: 2,147,483,648"),
+        ([[1], [2**63]], pa.list_(pa.uint64()), "row 101 has a token above"),
+        ([[1], None], pa.list_(pa.int32()), "row 101 is null, one of 1 close by"),
+        ([[1], [2, None]], pa.list_(pa.int32()), "row 101 has null at position 1"),
+        ([[[1]], [[1], None]], pa.list_(pa.list_(pa.int32())), "a sequence of row 101 is null"),
+        ([[[1]], [[1], [2, -3]]], pa.list_(pa.list_(pa.int32())), "row 101 has the negative token -3 at position 1"),
+        ([[1.5]], pa.list_(pa.float32()), "is of type list<element: float>, expected lists of whole numbers"),
+        ([[True]], pa.list_(pa.bool_()), "is of type list<element: bool>"),
+        ([["a"]], pa.list_(pa.string()), "is of type list<element: string>"),
+        ([5], pa.int32(), "is of type int32, expected lists"),
+        (["5 6", "5 six 7"], pa.string(), "row 101 has the text 'six' where a token id should be"),
+        (["5 6", "5 99999999999999999999"], pa.string(), "row 101 has the text '99999999999999999999'"),
+        (["5 6", None], pa.string(), "row 101 is null"),
+    ],
+)
+def test_what_is_no_token_is_named_with_file_and_row(tmp_path: Path, rows, kind, said: str) -> None:
+    first = rows[:1] * 100
+    source = shard(tmp_path / "s.parquet", first + rows, kind=kind, row_group_size=100)
+    with pytest.raises(PrepError) as caught:
+        convert_tokens([source], str(tmp_path / "out" / "x"))
+    assert said in caught.value.what
+    assert caught.value.where == f"{source}, column input_ids"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_shards_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    whole = Path(shard(tmp_path / "s.parquet", ROWS)).read_bytes()
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(whole))
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
+    (tmp_path / "empty.parquet").write_bytes(b"")
+    (tmp_path / "cut.parquet").write_bytes(whole[:-9])
+    (tmp_path / "other.parquet").write_bytes(b"something else")
+    said = {
+        "a.parquet.gz": "is compressed with gzip",
+        "a.jsonl": "is JSON lines",
+        "empty.parquet": "has no bytes",
+        "cut.parquet": "cannot be read",
+        "other.parquet": "is no Parquet file",
+        "nothing": "there are no token shards",
+    }
+    for name, words in said.items():
+        with pytest.raises(PrepError, match=words) as caught:
+            convert_tokens([str(tmp_path / name)], str(tmp_path / "x"))
+        assert name in caught.value.where
+    with pytest.raises(PrepError, match="has no column 'tokens'") as caught:
+        convert_tokens([str(tmp_path / "s.parquet")], str(tmp_path / "x"), source=TokenSource(column="tokens"))
+    assert "input_ids" in caught.value.fix
+    with pytest.raises(FormatError, match="no document was written"):
+        convert_tokens([shard(tmp_path / "none.parquet", [])], str(tmp_path / "x"))
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_changed_byte_of_a_shard_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    rows = [list(range(40))] * 20
+    original = Path(shard(tmp_path / "s.parquet", rows, write_page_checksum=True, compression="zstd")).read_bytes()
+    (tmp_path / "d").mkdir()
+    caught = 0
+    for position in range(4, len(original), 41):
+        damaged = bytearray(original)
+        damaged[position] ^= 16
+        (tmp_path / "d" / "s.parquet").write_bytes(damaged)
+        try:
+            convert_tokens([str(tmp_path / "d")], str(tmp_path / "x"), overwrite=True)
+        except HarnessError:
+            caught += 1
+        else:
+            assert sequences_of(tmp_path / "x") == rows
+    assert caught > 5
+
+
+def test_a_family_has_a_pair_a_split_and_what_megatron_reads(tmp_path: Path) -> None:
+    rows = [[number, number + 1] for number in range(1000)]
+    source = shard(tmp_path / "s.parquet", rows)
+    family = TokenFamily("corpus-1", {"train": 80, "test": 20}, TokenSource(eod=7))
+    report = write_family([source], tmp_path / "out", family)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        "corpus-1.json",
+        "corpus-1_sequences.json",
+        "corpus-1_splits.json",
+        *(f"corpus-1_{split}.{suffix}" for split in ("test", "train") for suffix in ("bin", "idx")),
+    ]
+    found = {name: sequences_of(tmp_path / "out" / f"corpus-1_{name}") for name in ("train", "test")}
+    assert sorted(found["train"] + found["test"]) == [[*row, 7] for row in rows]
+    assert 750 < len(found["train"]) < 850
+    prefixes = {name: str(tmp_path / "out" / f"corpus-1_{name}") for name in ("train", "test")}
+    splits = json.loads((tmp_path / "out" / "corpus-1_splits.json").read_text())
+    assert splits == {"train": [prefixes["train"]], "valid": None, "test": [prefixes["test"]]}
+    counts = json.loads((tmp_path / "out" / "corpus-1_sequences.json").read_text())
+    assert counts == {prefixes[name]: [len(found[name]), len(found[name]) + 1] for name in found}
+    assert report.splits["train"].num_documents == len(found["train"])
+
+
+def test_a_document_stays_in_its_split_in_other_company_and_types(tmp_path: Path) -> None:
+    rows = [[number, number + 1] for number in range(400)]
+    one = shard(tmp_path / "one.parquet", rows[:200])
+    other = shard(tmp_path / "other.parquet", rows[::-1], kind=pa.list_(pa.int64()))
+    family = TokenFamily("c", {"train": 0.5, "valid": 0.5})
+    write_family([one], tmp_path / "a", family)
+    write_family([other], tmp_path / "b", family)
+    first = {tuple(row) for row in sequences_of(tmp_path / "a" / "c_valid")}
+    second = {tuple(row) for row in sequences_of(tmp_path / "b" / "c_valid")}
+    assert first == {row for row in second if row[0] < 200}
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
+def test_a_family_is_named_for_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be part of file names"):
+        TokenFamily(name)
+
+
+@pytest.mark.parametrize("splits", [{}, {"dev": 1}, {"train": 0}, {"train": -1, "valid": 2}, {"train": float("nan")}])
+def test_splits_that_cannot_be_made_are_refused(splits) -> None:
+    with pytest.raises(ConfigError, match="cannot be made"):
+        TokenFamily("c", splits)
+
+
+def test_a_split_without_documents_leaves_no_family(tmp_path: Path) -> None:
+    source = shard(tmp_path / "s.parquet", [[5, 6]])
+    with pytest.raises(PrepError, match="no document falls into"):
+        write_family([source], tmp_path / "out", TokenFamily("c", {"train": 1, "valid": 1}))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_changed_token_of_a_family_is_found_by_its_hash(tmp_path: Path) -> None:
+    write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", TokenFamily("c"))
+    record, data = str(tmp_path / "out" / "c.json"), tmp_path / "out" / "c_train.bin"
+    assert verify_family(record) == []
+    damaged = bytearray(data.read_bytes())
+    damaged[0] ^= 1
+    data.write_bytes(damaged)
+    assert verify_indexed(tmp_path / "out" / "c_train") == []
+    assert ["has the hash" in one.what for one in verify_family(record)] == [True]
+    data.unlink()
+    assert "cannot be read" in verify_family(record)[0].what
+
+
+def test_commands_convert_join_count_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shard(tmp_path / "s.parquet", ROWS)
+    run = CliRunner()
+
+    def says(*arguments: str, code: int = 0) -> str:
+        done = run.invoke(app, arguments)
+        assert done.exit_code == code, done.output
+        return done.output
+
+    assert "3 documents, 3 sequences, 11 tokens as uint16" in says(
+        "indexed", "convert", "s.parquet", "--to", "x", "--eod", "1"
+    )
+    says("indexed", "merge", "x", "x.idx", "--to", "xx")
+    says("indexed", "counts", "x", "xx", "--to", "c.json")
+    assert json.loads(Path("c.json").read_text()) == {"x": [3, 4], "xx": [6, 7]}
+    assert (
+        json.loads(says("indexed", "family", "s.parquet", "--out", "f", "--name", "c", "--json"))[0]["num_tokens"] == 8
+    )
+    for path in ("x", "x.idx", "xx.bin", "f/c.json"):
+        assert says("verify", path) == f"{path}: nothing wrong\n"
+    Path("xx.bin").unlink()
+    assert "xx.bin is missing" in says("verify", "xx.idx", code=1)
+
+
+def test_a_prep_machine_needs_no_torch(tmp_path: Path) -> None:
+    source = shard(tmp_path / "s.parquet", ROWS)
+    code = (
+        "import sys\n"
+        "from harness.prep.tokens_to_binidx import convert_tokens\n"
+        f"convert_tokens([{source!r}], {str(tmp_path / 'x')!r})\n"
+        "assert not {'torch', 'megatron', 'hydra', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MEMORY = """
+import sys
+from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
+convert_tokens(sys.argv[1:2] * int(sys.argv[2]), sys.argv[3], source=TokenSource(eod=1))
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def test_memory_does_not_grow_with_the_shards_nor_their_row_groups(tmp_path: Path) -> None:
+    offsets = np.arange(0, 12_000_001, 60, dtype=np.int32)
+    tokens = np.arange(12_000_000, dtype=np.int32) % 60_000
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, tokens)})
+    # One row group of three times a batch.
+    pq.write_table(table, tmp_path / "s.parquet", compression="zstd")
+    peaks = []
+    for times in (1, 8):
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(tmp_path / "s.parquet"), str(times), str(tmp_path / str(times))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks.append(int(done.stdout))
+    # The output alone grows from 24 to 195 MB.
+    assert peaks[1] - peaks[0] < 40_000, peaks
+    assert peaks[1] < 250_000, peaks
