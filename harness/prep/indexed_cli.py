@@ -1,4 +1,7 @@
-"""`harness indexed`: Megatron's indexed datasets (.bin and .idx) from token shards."""
+"""`harness indexed`: Megatron's indexed datasets (.bin and .idx) from token shards.
+
+What imports pyarrow is imported by the command that needs it: other commands of `harness` start sooner.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,8 +22,9 @@ from harness.formats.indexed_merge import count_sequences, merge_indexed, save_c
 from harness.formats.indexed_verify import verify_indexed
 from harness.formats.megatron_index import BIN, IDX, prefix_of, with_suffix
 from harness.formats.verify import Problem
-from harness.prep.token_family import TokenFamily, is_family, verify_family, write_family
-from harness.prep.tokens_to_binidx import IndexedReport, TokenSource, convert_tokens, report_of
+
+if TYPE_CHECKING:
+    from harness.prep.tokens_to_binidx import IndexedReport
 
 indexed_app = typer.Typer(
     name="indexed",
@@ -53,6 +57,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as one pair, byte for byte as Megatron's own builder would; a row is a document."""
+    from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
+
     source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
     with _bar("converting", quiet=as_json) as progress:
         report = convert_tokens(sources, to, source=source, overwrite=overwrite, progress=progress)
@@ -75,6 +81,9 @@ def family(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as named pairs, one a split, with the JSON files that Megatron reads beside them."""
+    from harness.prep.token_family import TokenFamily, write_family
+    from harness.prep.tokens_to_binidx import TokenSource
+
     source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
     made = TokenFamily(name=name, splits=_parts(split or ["train=1"]), source=source)
     with _bar("converting", quiet=as_json) as progress:
@@ -85,6 +94,8 @@ def family(
 @indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
+    from harness.prep.tokens_to_binidx import report_of
+
     with _bar("merging", quiet=as_json) as progress:
         writer = merge_indexed(
             pairs, to, overwrite=overwrite, progress=lambda done, total: progress(0, completed=done, total=total)
@@ -108,8 +119,10 @@ def counts(
 
 def find_check(path: str) -> Callable[..., list[Problem]] | None:
     """What verifies a path that names a family's record or a pair without packs; None where it is something else."""
-    if is_family(path):
-        return verify_family
+    if path.endswith(".json"):
+        from harness.prep.token_family import is_family, verify_family
+
+        return verify_family if is_family(path) else None
     prefix = prefix_of(path)
     there = [with_suffix(prefix, suffix).is_file() for suffix in (BIN, IDX, LOSS_BIN)]
     return verify_indexed if any(there[:2]) and not there[2] else None

@@ -135,7 +135,7 @@ def write_family(
 
 def is_family(path: str) -> bool:
     """Whether a path is the record of a family."""
-    return path.endswith(".json") and _read_record(Path(path)) is not None
+    return _read_record(Path(path)) is not None
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
