@@ -6,6 +6,7 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.uris import is_uri
 from harness.formats.verify import diff as diff_datasets
 from harness.formats.verify import verify as verify_dataset
+from harness.launch.cli import preflight_app
 from harness.prep.indexed_cli import find_check, indexed_app
 from harness.report.bench.cli import bench_app
 from harness.report.bench.output import Outcome, Output, Say
 from harness.report.bench.workspace import Workspace
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 from harness.report.inspect_blend import SUFFIXES, inspect_blend, render_blend
+from harness.report.live_cli import live_app
 from harness.report.parity.cli import parity_app
 
 app = typer.Typer(
@@ -41,7 +44,9 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(indexed_app, name="indexed")
+app.add_typer(live_app, name="live")
 app.add_typer(parity_app, name="parity")
+app.add_typer(preflight_app, name="preflight")
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
@@ -270,6 +275,55 @@ def bench_step_command(
             return bench_step(settings, workspace, say), None
 
     Output(as_json, save, check).show([bench])
+
+
+@preflight_app.command()
+def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do not meet are told")] = 40.0) -> None:
+    """Add up a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
+    from harness.launch.probe import place_in_slurm, run_checks
+
+    place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
+    os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
+
+    def check() -> dict[str, Any]:
+        from harness.megatron.all_reduce import all_reduce
+
+        return all_reduce(timeout_s=timeout_s)
+
+    run_checks({"all-reduce": check}, node=place.node, rank=int(rank), timeout_s=timeout_s)
+    os._exit(0)  # a thread that waits for another rank would keep the interpreter from ending
+
+
+@app.command()
+def submit(
+    experiment: Annotated[
+        str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or a recipe: sft")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="of the recipe; cluster.X of the cluster")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    cluster: Annotated[str, typer.Option(help="a file of configs/cluster")] = "local_cpu",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and leave nothing behind")] = False,
+) -> None:
+    """Start a run as a Slurm job that checkpoints, requeues and resumes by itself."""
+    from harness.config import CONFIGS, compose_config
+    from harness.launch.cluster import SubmitConfig
+    from harness.launch.script import render
+    from harness.launch.submit import plan_job, split_overrides
+    from harness.launch.submit import submit as submit_job
+
+    of_cluster, of_recipe = split_overrides(overrides or [])
+    chosen = compose_config("submit", SubmitConfig, [f"cluster={cluster}", *of_cluster]).cluster
+    job = plan_job(experiment, of_recipe, nodes=nodes, cluster=chosen, experiments=CONFIGS / "experiment")
+    text = render(job, chosen)
+    if dry_run:
+        print(text, end="")
+        print(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
+        return
+    done = submit_job(job, text)
+    print(f"job {done.job_id}, script {done.script}")
+    print(f"log {job.logs}/{job.name}-{done.job_id}.out")
 
 
 def main() -> None:

@@ -1,0 +1,164 @@
+"""The batch script: every line of it in golden files, and its shell parts run by a real shell."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.config import CONFIGS, compose_config
+from harness.errors import ConfigError
+from harness.launch.blocks import MEETING_POINT
+from harness.launch.cluster import ClusterConfig, SubmitConfig
+from harness.launch.script import Job, render
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
+JOB = Job(
+    name="sft_8b",
+    nodes=4,
+    module="recipes.sft",
+    overrides=("experiment=sft_8b", "trainer.steps=1000"),
+    run_dir="/shared/runs/sft_8b-001",
+    workdir="/shared/harness",
+    python="/shared/venv/bin/python",
+    data=("/shared/data/sft",),
+)
+CASES = {
+    "srun": ["cluster=h100_ib", "cluster.account=research"],
+    "torchrun": ["cluster=h100_ib", "cluster.launcher=torchrun"],
+    "srun_pyxis": ["cluster=h100_pyxis"],
+    "torchrun_cpu": ["cluster=local_cpu", "cluster.launcher=torchrun", "cluster.preflight.enabled=false"],
+}
+
+
+def cluster_of(*overrides: str) -> ClusterConfig:
+    return compose_config("submit", SubmitConfig, list(overrides)).cluster
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_script_is_the_golden_one(name, tmp_path):
+    """Where a change is meant, copy the file that the failure names over the golden one."""
+    found = tmp_path / f"{name}.sbatch"
+    found.write_text(render(JOB, cluster_of(*CASES[name])))
+    assert found.read_text() == (GOLDEN / found.name).read_text(), found
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted((CONFIGS / "cluster").glob("*.yaml"))])
+def test_every_cluster_composes_and_its_script_is_one_that_bash_reads(name):
+    text = render(JOB, cluster_of(f"cluster={name}"))
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_bash(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **variables}
+    return subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_settings_reach_the_recipe_as_they_were_written():
+    odd = ("a=x y", "b='single' \"double\"", "c=$HOME `id` \\", "d=[{path: 'p q', weight: 0.5}]", "e=*", "f=#g;|&<>")
+    job = Job(**{**vars(JOB), "overrides": odd, "data": ("/d/a b$c",)})
+    text = render(job, ClusterConfig(env={"G": "$HOME 'x'"}))
+    line = next(line for line in text.splitlines() if line.startswith("program="))
+    show = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
+    done = run_bash(f'{line}\n{show} "${{program[@]}}"')
+    assert tuple(json.loads(done.stdout)[3:-2]) == odd
+    assert "--data='/d/a b$c'" in text
+    assert "export G='$HOME '\"'\"'x'\"'\"''" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"overrides": ("a=1\nrm -rf /",)}, "has a line break"),
+        ({"data": ("/d\n",)}, "has a line break"),
+        ({"run_dir": "/runs/a b"}, "sbatch would read otherwise"),
+        ({"run_dir": "/runs/%j"}, "sbatch would read otherwise"),
+        ({"name": 'x" --wrap=y'}, "sbatch would read otherwise"),
+    ],
+)
+def test_what_cannot_stand_in_a_script_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        Job(**{**vars(JOB), **changes})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cluster.time=soon", "time is 'soon'"),
+        ("cluster.launcher=mpirun", "launcher 'mpirun' is unknown"),
+        ("cluster.gpus_per_node=4", "8 ranks a node on 4 GPUs"),
+        ("cluster.account='a b'", "sbatch would read otherwise"),
+        ("cluster.sbatch=[-t1]", "'-t1' is no option"),
+        ("cluster.mounts=[/a:/b]", "there are mounts and no image"),
+        ("+cluster.env.A-B=1", "'A-B' cannot name a variable"),
+        ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
+        ("cluster.nodes=4", "Key 'nodes' not in 'ClusterConfig'"),
+    ],
+)
+def test_a_mistake_in_a_clusters_settings_is_told(override, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        cluster_of("cluster=h100_ib", override)
+
+
+PORT = MEETING_POINT.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
+
+
+def test_a_job_gets_the_port_of_its_id_and_ids_that_share_it_get_others_while_it_runs():
+    first = subprocess.Popen(
+        ["bash", "-c", PORT + "read -r"],
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "424242"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        taken = int(first.stdout.readline())
+        others = [int(run_bash(PORT, SLURM_JOB_ID=str(424242 + step)).stdout) for step in (0, 12000, 120000)]
+    finally:
+        first.communicate("\n", timeout=10)
+    assert 20000 <= taken < 32000
+    assert taken not in others
+    assert int(run_bash(PORT, SLURM_JOB_ID="424242").stdout) == taken
+
+
+def test_a_port_that_somebody_listens_on_is_left_alone():
+    free = int(run_bash(PORT, SLURM_JOB_ID="77").stdout)
+    with socket.create_server(("127.0.0.1", free)):
+        assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free
+
+
+def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path):
+    """The part that runs on every node, around a program that starts two others as the agent does."""
+    text = render(JOB, cluster_of("cluster=local_cpu", "cluster.launcher=torchrun"))
+    start_node = text.partition("start_node='")[2].partition("'\n")[0]
+    rank = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); print('ready', flush=True); "
+    rank += "time.sleep(60)"
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import subprocess, sys\n"
+        f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}]) for _ in range(2)]\n"
+        "print([one.wait() for one in ranks], flush=True)\n"
+        "sys.exit(3)\n"
+    )
+    variables = {
+        "SLURM_NODEID": "0",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "SLURM_JOB_ID": "1",
+        "PATH": "/usr/bin:/bin",
+    }
+    node = subprocess.Popen(
+        ["bash", "-c", start_node, "node", sys.executable, "-u", str(agent)],
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert [node.stdout.readline().strip() for _ in range(2)] == ["ready", "ready"]
+    node.send_signal(12)
+    said, _ = node.communicate(timeout=20)
+    assert (said.strip(), node.returncode) == ("[75, 75]", 3)

@@ -1,0 +1,89 @@
+"""From an experiment's name to a script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.config import CONFIGS, compose_config
+from harness.errors import ConfigError
+from harness.launch.submit import dataset_paths, next_run_dir, split_overrides
+from recipes.sft import SftConfig
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted((CONFIGS / "experiment").glob("*.yaml"))])
+def test_every_experiment_composes_and_names_its_runs(name):
+    config = compose_config("sft", SftConfig, [f"experiment={name}"])
+    assert config.name == name
+
+
+def test_what_the_command_line_says_counts_more_than_the_experiment():
+    assert compose_config("sft", SftConfig, ["experiment=sft_tiny", "name=mine"]).name == "mine"
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "sft_tiny-004").mkdir(parents=True)
+    (runs / "sft_tiny-old-009").mkdir()
+    arguments = ["--nodes", "3", "--dry-run", f"runs={runs}", "cluster.time=00:10:00", "trainer.steps=5"]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "submit", "sft_tiny", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "#SBATCH --nodes=3" in lines
+    assert "#SBATCH --time=00:10:00" in lines
+    program = next(line for line in lines if line.startswith("program="))
+    expected = (
+        f"-m recipes.sft experiment=sft_tiny runs={runs} trainer.steps=5 run_dir={runs}/sft_tiny-005 resume=auto)"
+    )
+    assert program.endswith(expected)
+    assert sorted(path.name for path in runs.iterdir()) == ["sft_tiny-004", "sft_tiny-old-009"]
+    assert f"mkdir -p {runs}/sft_tiny-005/logs && sbatch FILE" in done.stderr
+
+
+@pytest.mark.parametrize("override", ["run_dir=/x", "resume=false", "a=1\n"])
+def test_settings_that_the_script_makes_itself_are_refused(override):
+    with pytest.raises(ConfigError):
+        split_overrides([override])
+
+
+def test_settings_go_to_the_cluster_or_to_the_recipe():
+    assert split_overrides(["trainer.steps=5", "cluster.time=10"]) == (["cluster.time=10"], ["trainer.steps=5"])
+
+
+def test_a_name_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot name a run's folder"):
+        next_run_dir(tmp_path, "../x")
+
+
+def test_every_dataset_of_a_run_is_checked():
+    one = {"path": "data/a", "blend": [], "validation_path": "s3://b/v"}
+    assert dataset_paths({"data": one}) == ("data/a", "s3://b/v")
+    blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None}
+    assert dataset_paths({"data": blended}) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sft", "trainer.steps=0"], "ConfigError: steps is 0\n  where: trainer.steps\n  fix:"),
+        (["nothing"], "No module named recipes.nothing"),
+        (["sft_tiny", "--cluster", "nowhere"], "Could not find 'cluster/nowhere'"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_submitted(arguments, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "submit", *arguments, "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
