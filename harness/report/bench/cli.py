@@ -85,6 +85,17 @@ def _schedule(given: Mapping[str, Any], *, quick: bool, picture: Path | None = N
     return bench
 
 
+def _tokens(given: Mapping[str, Any], *, quick: bool, folder: Path | None) -> Bench:
+    def bench(say: Say) -> Outcome:
+        from harness.report.bench.tokens import QUICK, TokensSettings, bench_tokens
+        from harness.report.bench.workspace import Workspace
+
+        with Workspace(folder) as workspace:
+            return bench_tokens(_with(QUICK if quick else TokensSettings(), given), workspace, say), None
+
+    return bench
+
+
 @bench_app.command(name="all")
 def bench_all(
     page: Annotated[Path, typer.Option("--page", metavar="FILE", help="the page to write")] = Path("BENCHMARKS.md"),
@@ -158,6 +169,22 @@ def bench_pack_command(
         "rounds": rounds,
     }
     Output(as_json, save, check).show([_pack(given, quick=quick)])
+
+
+@bench_app.command(name="tokens")
+def bench_tokens_command(
+    tokens: Annotated[int | None, typer.Option(min=1000, help="of the shards, about")] = None,
+    median: Annotated[list[float] | None, typer.Option(min=2, help="of document lengths; may be given again")] = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    check: Check = False,
+    folder: Folder = None,
+) -> None:
+    """Token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
+    given = {"tokens": tokens, "medians": tuple(median) if median else None, "rounds": rounds}
+    Output(as_json, save, check).show([_tokens(given, quick=quick, folder=folder)])
 
 
 @bench_app.command(name="loader")

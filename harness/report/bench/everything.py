@@ -66,6 +66,12 @@ SECTIONS = (
     ),
     Section("Packing", ("pack",), "Against a plain best-fit decreasing and trl's `pack_dataset`.", ("trl", "datasets")),
     Section(
+        "Token shards",
+        ("tokens",),
+        "Parquet to Megatron's `.bin` and `.idx`, against Megatron-Core's `IndexedDatasetBuilder`.",
+        ("megatron-core",),
+    ),
+    Section(
         "Scheduling",
         ("schedule",),
         "Simulated batches on 8 ranks. `next fit` is the placement of Megatron-LM's `DpBalancedScheduler` (in no wheel "

@@ -26,6 +26,7 @@ from harness.report.bench.packing import PackSettings, bench_packing, lower_boun
 from harness.report.bench.probe import measure_apart
 from harness.report.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
 from harness.report.bench.timing import measure_rates, take_turns
+from harness.report.bench.tokens import TokensSettings, bench_tokens
 from harness.report.bench.unchecked import open_unchecked
 from harness.report.bench.workspace import Workspace, make_packs
 
@@ -215,6 +216,17 @@ def test_packing_is_measured_against_plain_best_fit():
     assert report.figure("best_fit_decreasing to plain best-fit decreasing").of[0].startswith("best_fit_decreasing")
     # The target is one of 13 million sequences.
     assert report.figure("3,000 in 512, whole plan").met is None
+
+
+def test_token_shards_are_measured_against_megatrons_builder(tmp_path):
+    pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    with Workspace(tmp_path) as workspace:
+        report = bench_tokens(TokensSettings(tokens=20_000, medians=(60.0,), rounds=1), workspace, silent)
+    check(report)
+    ratio = report.figure("median 60: to tensors of rows")
+    assert ratio.at_least == 20
+    assert ratio.of == ("median 60: ours, from Parquet", "median 60: Megatron's builder, a tensor a row of Parquet")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plain_best_fit_and_the_bound_on_literal_lengths():
