@@ -117,7 +117,7 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
     path = folder.find(index)
     if path is None:
         return None
-    if record is None and not _is_settled(path, index, folder.look(), settle_s):
+    if record is None and folder.end() is None and not _is_settled(path, index, folder.look(), settle_s):
         return None
     return LiveChunk(path, record)
 

@@ -1,0 +1,171 @@
+"""Streams of live chunks and the ranks that train on them, as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.errors import HarnessError
+from harness.loader.live.config import LiveConfig
+from harness.loader.live.consumer import LiveLoader, Rows
+from harness.loader.live.offer import LivePack, Offer
+from harness.loader.live.position import LivePosition
+from harness.loader.live.producer import LiveProducer
+from harness.loader.live.rank import RankStream
+from harness.loader.state import LoaderState
+from harness.loader.step import Layout, StepBatch
+from harness.prep.tokenize import ChatTokenizer
+from harness.records import Pack
+from harness.schedule import SequenceCost
+
+CAPACITY = 256
+
+
+def some_packs(count: int, *, seed: int = 0) -> list[Pack]:
+    """Packs of up to three sequences of 2 to 20 tokens; no two are likely to be equal."""
+    random = np.random.default_rng(seed)
+    packs = []
+    for _ in range(count):
+        lengths = random.integers(2, 21, random.integers(1, 4))
+        starts = np.cumsum(lengths) - lengths
+        mask = random.integers(0, 2, lengths.sum())
+        mask[starts + lengths - 1] = 0
+        packs.append(Pack(random.integers(0, 300, lengths.sum()), mask, starts))
+    return packs
+
+
+def some_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Conversations of 1 to 40 words."""
+    random = np.random.default_rng(seed)
+    words = ["alpha", "beta", "gamma", "delta"]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": " ".join(random.choice(words, random.integers(1, 41)))},
+            ]
+        }
+        for number in range(count)
+    ]
+
+
+def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end: bool = True, **settings: Any) -> None:
+    """Chunks of these sizes."""
+    kind = "packs" if isinstance(rows[0], Pack) else "chat"
+    with LiveProducer(folder, kind=kind, max_waiting=1000, **settings) as producer:
+        left = iter(rows)
+        for size in sizes:
+            for _ in range(size):
+                producer.add(next(left))
+            producer.flush()
+        if end:
+            producer.end()
+
+
+@dataclass
+class Trained:
+    """What ranks trained: by step, the batches of all ranks; and what was said."""
+
+    steps: list[list[StepBatch]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def digests(self) -> list[list[str]]:
+        return [[batch.digest() for batch in step] for step in self.steps]
+
+    @property
+    def sequences(self) -> list[int]:
+        """Ids of all sequences that were trained, in no order that means anything."""
+        ids = [one for step in self.steps for batch in step for row in batch.sequence_ids for one in row.tolist()]
+        return sorted(ids)
+
+    def state(self, step: int = -1) -> LoaderState:
+        return LoaderState.from_json(self.steps[step][0].state.to_json())
+
+
+def train(
+    folder: Path,
+    *,
+    dp_size: int = 1,
+    size: int = 4,
+    steps: int | None = None,
+    state: LoaderState | None = None,
+    tokenizer: ChatTokenizer | None = None,
+    layout: dict[str, int] | None = None,
+    into: Trained | None = None,
+    before_step: Callable[[int, int], None] = lambda rank, step: None,
+    **settings: Any,
+) -> Trained:
+    """Train on `dp_size` ranks until the stream ends, or for so many steps; the first rank's error is raised."""
+    config = LiveConfig(**{"path": str(folder), "pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
+    barrier = threading.Barrier(dp_size)
+    slots: list[Offer | None] = [None] * dp_size
+    trained = into if into is not None else Trained()
+    batches: list[list[StepBatch]] = [[] for _ in range(dp_size)]
+
+    def exchange_of(rank: int) -> Callable[[Offer | None], list[Offer]]:
+        def exchange(offer: Offer | None) -> list[Offer]:
+            slots[rank] = offer
+            barrier.wait(30)
+            offers = [one for one in slots if one is not None]
+            barrier.wait(30)
+            return offers
+
+        return exchange
+
+    def share(packs: list[LivePack] | None) -> list[LivePack]:
+        assert packs is not None
+        return packs
+
+    def run(rank: int) -> None:
+        rows = Rows(Layout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
+        loader = LiveLoader(
+            RankStream(
+                config,
+                dp_rank=rank,
+                dp_size=dp_size,
+                capacity=CAPACITY,
+                multiple=rows.layout.multiple,
+                tokenizer=tokenizer,
+                position=LivePosition.from_json(state.live) if state is not None else None,
+                stream=state.fingerprint if state is not None else "",
+            ),
+            rows,
+            exchange=exchange_of(rank),
+            share=share,
+            state=state,
+            fresh=LoaderState(seed=0),
+            timeout_s=config.timeout_s,
+            say=trained.said.append if rank == 0 else lambda line: None,
+        )
+        try:
+            if steps == 0:
+                return
+            for number, batch in enumerate(loader, start=1):
+                before_step(rank, number)
+                batches[rank].append(batch)
+                if number == steps:
+                    return
+        except HarnessError:
+            raise
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            loader.close()
+
+    with ThreadPoolExecutor(dp_size) as ranks:
+        futures = [ranks.submit(run, rank) for rank in range(dp_size)]
+        errors = [future.exception() for future in futures]
+    trained.steps += [list(step) for step in zip(*batches, strict=True)]
+    told = [error for error in errors if error is not None]
+    if told:
+        assert len(told) == dp_size, errors
+        raise told[0]
+    return trained

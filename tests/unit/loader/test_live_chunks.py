@@ -1,0 +1,259 @@
+"""Live chunks are trained row by row, each once, by any number of ranks and over any stops."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live_streams import Trained, some_chats, some_packs, train, write_stream
+
+from harness.errors import FormatError, LoaderError, ScheduleError
+from harness.loader.live.folder import LiveFolder
+from harness.loader.live.position import LivePosition
+from harness.loader.live.producer import LiveProducer
+from harness.prep.bpe import train_bpe
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+
+SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, folder, vocab_size=300)
+    return ChatTokenizer(TokenizerConfig(name=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packs")
+    write_stream(folder, some_packs(sum(SIZES)), SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    write_stream(folder, some_chats(sum(SIZES)), SIZES)
+    return folder
+
+
+def trained_tokens(trained: Trained) -> Counter[tuple[int, ...]]:
+    """How often each sequence was trained, told by its tokens and labels."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for step in trained.steps:
+        for batch in step:
+            for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
+                bounds = row.cu_seqlens_padded.tolist()
+                for start, count in zip(bounds, np.diff(row.cu_seqlens).tolist(), strict=False):
+                    if ids.shape[0]:
+                        tokens = row.tokens[start : start + count].tolist()
+                        found[(*tokens, int(row.labels[start + count - 1]))] += 1
+    return found
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [4, 5])
+def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_size: int, size: int) -> None:
+    expected = Counter(tuple(one.input_ids.tolist()) for pack in some_packs(sum(SIZES)) for one in pack.sequences())
+    trained = train(packs, dp_size=dp_size, size=size)
+    assert trained_tokens(trained) == expected
+    assert trained.said == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
+    for step in trained.steps:
+        assert len({batch.num_microbatches for batch in step}) == 1
+        assert len({tuple(batch.pack_ids.tolist()) for batch in step}) == 1
+        assert (
+            sum(row.num_tokens for batch in step for row in batch.rows if row.num_trained_tokens) <= step[0].num_tokens
+        )
+
+
+def test_rank_r_reads_the_chunks_of_its_number(packs: Path) -> None:
+    for step in train(packs, dp_size=3, size=6).steps:
+        for rank, batch in enumerate(step):
+            assert {int(one) >> 40 for row in batch.sequence_ids for one in row} <= set(range(rank, 9, 3))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_conversations_are_packed_on_the_fly_and_each_is_trained_once(
+    chats: Path, tokenizer: ChatTokenizer, dp_size: int
+) -> None:
+    whole = train(chats, dp_size=1, size=3, tokenizer=tokenizer)
+    trained = train(chats, dp_size=dp_size, size=3, tokenizer=tokenizer)
+    assert trained_tokens(trained) == trained_tokens(whole)
+    assert trained_tokens(trained).total() == sum(SIZES)
+    assert max(len(row) for step in trained.steps for batch in step for row in batch.rows) <= 128
+
+
+@pytest.mark.parametrize("kind", ["packs", "chats"])
+def test_stopping_after_any_step_changes_nothing(
+    kind: str, tokenizer: ChatTokenizer, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(kind)
+    whole = train(folder, dp_size=2, size=4, tokenizer=tokenizer)
+    for stop in range(1, len(whole.steps)):
+        rest = train(folder, dp_size=2, size=4, tokenizer=tokenizer, state=whole.state(stop - 1))
+        assert rest.digests == whole.digests[stop:]
+        assert rest.state() == whole.state()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_over_any_stops_and_changes_of_ranks_every_row_is_trained_once(
+    data: st.DataObject, packs: Path, chats: Path, tokenizer: ChatTokenizer
+) -> None:
+    folder = data.draw(st.sampled_from([packs, chats]))
+    expected = trained_tokens(train(folder, tokenizer=tokenizer))
+    trained, state = Trained(), None
+    for _ in range(30):
+        steps = data.draw(st.integers(1, 4))
+        made = len(trained.steps)
+        train(
+            folder,
+            dp_size=data.draw(st.integers(1, 4)),
+            size=data.draw(st.integers(4, 7)),
+            steps=steps,
+            state=state,
+            tokenizer=tokenizer,
+            layout={"multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
+            into=trained,
+        )
+        if len(trained.steps) - made < steps:
+            break
+        state = trained.state()
+    assert trained_tokens(trained) == expected
+    position = LivePosition.from_json(trained.state().live)
+    assert (position.done_below, position.finished, position.taken, position.open_packs) == (8, frozenset(), {}, ())
+
+
+def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_pack(
+    chats: Path, tokenizer: ChatTokenizer
+) -> None:
+    trained = train(chats, dp_size=2, size=2, tokenizer=tokenizer)
+    done: Counter[int] = Counter()
+    for number, step in enumerate(trained.steps):
+        done.update(int(one) >> 40 for batch in step for row in batch.sequence_ids for one in row)
+        position = LivePosition.from_json(trained.state(number).live)
+        whole = [chunk for chunk, size in enumerate(SIZES) if done[chunk] == size]
+        assert position.trained_chunks(range(len(SIZES))) == whole
+
+
+def test_a_chunk_that_is_late_is_waited_for_and_told_of(tmp_path: Path) -> None:
+    rows = some_packs(8)
+    write_stream(tmp_path, rows[:4], [4], end=False)
+    later = threading.Timer(2.6, lambda: write_stream(tmp_path, rows[4:], [4]))
+    later.start()
+    trained = train(tmp_path, dp_size=2, size=2)
+    assert trained_tokens(trained).total() == sum(pack.num_sequences for pack in rows)
+    assert trained.said[0].startswith(
+        "data-parallel rank 1 waits since 2 s for chunk_00001; its producer was last seen"
+    )
+
+
+def test_a_wait_ends_with_an_error_on_all_ranks_that_names_rank_and_chunk(tmp_path: Path) -> None:
+    write_stream(tmp_path, some_packs(4), [4], end=False)
+    with pytest.raises(LoaderError, match=r"data-parallel rank 1 waited \d s for chunk_00001; its producer was last s"):
+        train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
+
+
+def test_a_gap_in_the_numbering_is_named(tmp_path: Path) -> None:
+    write_stream(tmp_path, some_packs(6), [2, 2, 2])
+    LiveFolder(tmp_path).remove(tmp_path / "chunk_00001.jsonl")
+    with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl is there"):
+        train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
+    LiveFolder(tmp_path).remove(tmp_path / "chunk_00002.jsonl")
+    with pytest.raises(LoaderError, match="the numbering has a gap: the stream ended after 3 chunks"):
+        train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_changed_chunk_is_found_before_a_row_of_it_is_trained(tmp_path: Path, suffix: str) -> None:
+    write_stream(tmp_path, some_packs(8), [4, 4], suffix=suffix)
+    path = tmp_path / f"chunk_00001{suffix}"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    trained = Trained()
+    with pytest.raises(FormatError, match=r"the chunk is damaged: [\d,]+ bytes with hash") as caught:
+        train(tmp_path, dp_size=1, size=2, into=trained)
+    assert caught.value.where == str(path)
+    assert {one >> 40 for one in trained.sequences} == {0}
+    with pytest.raises(FormatError, match="data-parallel rank 1: the chunk is damaged"):
+        train(tmp_path, dp_size=2, size=2)
+
+
+def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    for index in range(3):
+        lines = [json.dumps(chat) for chat in some_chats(6, seed=index)]
+        (tmp_path / f"chunk_{index:05d}.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(LoaderError, match=r"without a ready record; data.live.require_ready=false takes"):
+        train(tmp_path, tokenizer=tokenizer, timeout_s=0.2)
+    # Their stream has no end: they are trained until the steps are done, or the wait for more is too long.
+    trained = Trained()
+    with pytest.raises(LoaderError, match="for chunk_00003; its producer was never seen"):
+        train(tmp_path, size=1, tokenizer=tokenizer, timeout_s=0.5, require_ready=False, settle_s=0.2, into=trained)
+    assert trained.steps
+    with LiveProducer(tmp_path) as producer:
+        producer.end()
+    trained = train(tmp_path, dp_size=2, size=2, tokenizer=tokenizer, require_ready=False)
+    assert trained_tokens(trained).total() == 18
+
+
+def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
+    (tmp_path / "chunk_0.jsonl").write_text("{}\n")
+    with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names have five digits"):
+        train(tmp_path, timeout_s=0.2)
+
+
+def test_a_run_does_not_go_on_with_another_stream(packs: Path, tmp_path: Path) -> None:
+    state = train(packs, steps=2).state()
+    write_stream(tmp_path, some_packs(sum(SIZES), seed=1), SIZES)
+    with pytest.raises(LoaderError, match=f"and this run was trained on {state.fingerprint}"):
+        train(tmp_path, state=state)
+
+
+def test_a_stream_that_lost_rows_is_not_taken_for_whole(packs: Path) -> None:
+    state = train(packs, steps=2).state()
+    values = json.loads(state.live)
+    short = {**values, "rows": values["rows"] - 1}
+    with pytest.raises(LoaderError, match="the stream ended after 31 rows, and 30 were read"):
+        train(packs, state=type(state)(**{**json.loads(state.to_json()), "live": json.dumps(short)}))
+
+
+def test_a_stream_without_rows_is_an_error(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path) as producer:
+        producer.end()
+    with pytest.raises(LoaderError, match="the stream ended without a row"):
+        train(tmp_path, dp_size=2)
+
+
+def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    good = [json.dumps(chat) for chat in some_chats(3)]
+    (tmp_path / "chunk_00000.jsonl").write_text("\n".join([good[0], "{}", "", *good[1:]]) + "\n")
+    with LiveProducer(tmp_path) as producer:
+        producer.end()
+    with pytest.raises(FormatError, match=r"cannot be used \(no_messages\)") as caught:
+        train(tmp_path, tokenizer=tokenizer, require_ready=False)
+    assert caught.value.where.endswith("chunk_00000.jsonl, line 2")
+    trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
+    assert trained_tokens(trained).total() == 3
+    assert trained.said == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+
+
+def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:
+    write_stream(tmp_path, some_packs(4), [4])
+    with pytest.raises(ScheduleError, match="padded to 512, more than the 256 of a row") as caught:
+        train(tmp_path, layout={"multiple": 512})
+    assert caught.value.where.endswith("chunk_00000.jsonl, line 1")
+
+
+def test_the_next_step_is_read_while_one_is_trained(packs: Path) -> None:
+    began: list[float] = []
+    train(packs, size=4, steps=3, before_step=lambda rank, step: (began.append(time.monotonic()), time.sleep(0.2)))
+    assert began[2] - began[1] < 0.3
