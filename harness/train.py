@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from harness.errors import ConfigError, HarnessError
@@ -25,8 +26,9 @@ class TrainerConfig:
         eval_batches: global batches of one validation, None for the whole validation set.
         checkpoint_interval: steps between checkpoints, 0 for only the last.
         keep_checkpoints: how many of the newest to keep.
+        background_checkpoints: train on while a checkpoint is written; the next one waits for it.
         device: auto, cpu or cuda.
-        timeout_s: how long a rank waits for the others before the job fails.
+        timeout_s: a rank that makes no progress for so long ends the job, with a message that names it.
         record_digests: write digests of every step's data into the run's folder (`harness.report.parity.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
     """
@@ -36,6 +38,7 @@ class TrainerConfig:
     eval_batches: int | None = None
     checkpoint_interval: int = 20
     keep_checkpoints: int = 2
+    background_checkpoints: bool = True
     device: str = "auto"
     timeout_s: float = 600.0
     record_digests: bool = False
@@ -115,8 +118,10 @@ def train(
     validation: Callable[[], Iterable[StepBatch]] | None,
     save: Callable[[int, LoaderState], None],
     record: Callable[[StepRecord], None],
+    stop: Callable[[], str | None] = lambda: None,
+    at: Callable[[int, str], None] = lambda step, doing: None,
     first_step: int = 1,
-) -> None:
+) -> str | None:
     """Train from `first_step` to `config.steps`.
 
     Args:
@@ -124,14 +129,21 @@ def train(
         validation: gives the validation batches anew each time, None where there is no validation set.
         save: writes a checkpoint of the given step and loader state.
         record: called once a step on every rank.
+        stop: called after each step; a reason to stop, the same on every rank, makes it the last one, and it is saved.
+        at: told the step and what is being done in it, whenever that changes.
+
+    Returns:
+        Why it stopped before `config.steps`, None where it did not.
 
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
     for number in range(first_step, config.steps + 1):
+        at(number, "reading data")
         began = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - began
+        at(number, "training")
         result = step.train(batch)
         if result.loss != result.loss or result.loss in (float("inf"), float("-inf")):
             raise HarnessError(
@@ -143,10 +155,21 @@ def train(
         took = time.perf_counter() - began
         evaluation = None
         if validation is not None and _due(number, config.eval_interval, config.steps):
-            evaluation = step.evaluate(validation())
+            evaluation = step.evaluate(_told(validation(), partial(at, number, "validating")))
         record(StepRecord(number, batch, result, evaluation, took, waited))
-        if _due(number, config.checkpoint_interval, config.steps):
+        reason = stop()
+        if reason is not None or _due(number, config.checkpoint_interval, config.steps):
+            at(number, "writing a checkpoint")
             save(number, batch.state)
+        if reason is not None and number < config.steps:
+            return reason
+    return None
+
+
+def _told(batches: Iterable[StepBatch], tell: Callable[[], None]) -> Iterator[StepBatch]:
+    for batch in batches:
+        tell()
+        yield batch
 
 
 def _due(step: int, interval: int, last: int) -> bool:

@@ -8,6 +8,7 @@ gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,15 +24,19 @@ from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
 from harness.loader.step import PackSource, StepBatch
 from harness.megatron import checkpoint, runtime
+from harness.megatron.checkpoint_writer import CheckpointWriter
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.feed import Feed
 from harness.megatron.model import ModelConfig, build_model, sequence_cost, use_transformer_engine
 from harness.megatron.step import MegatronStep, OptimizerConfig
+from harness.megatron.stopping import StopSignals
 from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.megatron.watchdog import Watchdog
+from harness.report.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
-from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder, whole_checkpoints
+from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder
 from harness.schedule import ScheduleConfig
 from harness.train import StepRecord, TrainerConfig, train
 
@@ -152,12 +157,16 @@ def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> 
     }
 
 
-def main(config: SftConfig) -> None:
+def main(config: SftConfig) -> int:
+    """Train; gives the exit code, 75 where a signal ended the run before its last step."""
     world_size = runtime.place_in_job("WORLD_SIZE")
     data = open_datasets(config.data)
     config.model.vocab_size = check(config, data, world_size)
     with ExitStack() as stack:
-        ranks = stack.enter_context(runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s))
+        # The watchdog speaks first: it knows which rank the others wait for.
+        patience_s = config.trainer.timeout_s + 60
+        ranks = stack.enter_context(runtime.start(config.trainer.device, timeout_s=patience_s))
+        signals = stack.enter_context(StopSignals())
         folder, newest = runtime.on_rank_0(lambda: _choose_folder(config))
         progress = checkpoint.read_progress(newest) if newest is not None else None
         topology = join(config.parallel, world_size)
@@ -216,40 +225,65 @@ def main(config: SftConfig) -> None:
                 writer.write(metrics)
             shown.step(metrics)
 
+        checkpoints = CheckpointWriter(
+            folder / CHECKPOINTS,
+            step,
+            keep=config.trainer.keep_checkpoints,
+            in_background=config.trainer.background_checkpoints,
+        )
+
         def save(number: int, state: LoaderState) -> None:
             with shown.doing("writing a checkpoint"):
-                checkpoint.save(
-                    folder / CHECKPOINTS, step, checkpoint.Progress(number, state), keep=config.trainer.keep_checkpoints
-                )
+                checkpoints.start(checkpoint.Progress(number, state))
+
+        def stop() -> str | None:
+            checkpoints.poll()
+            return signals.agreed()
 
         def validate() -> Iterable[StepBatch]:
             assert validation is not None
             return shown.doing_each("validating", _first(iter(validation), config.trainer.eval_batches))
 
-        train(
-            iter(training),
-            step,
-            config.trainer,
-            validation=validate if validation is not None else None,
-            save=save,
-            record=record,
-            first_step=first_step,
-        )
+        with Watchdog(folder, limit_s=config.trainer.timeout_s) as watchdog:
+            reason = train(
+                iter(training),
+                step,
+                config.trainer,
+                validation=validate if validation is not None else None,
+                save=save,
+                record=record,
+                stop=stop,
+                at=watchdog.at,
+                first_step=first_step,
+            )
+            checkpoints.finish()
         if writer is not None:
             writer.close()
-            if digests is not None:
-                digests.close()
+        if digests is not None:
+            digests.close()
+        if reason is not None:
+            done = watchdog.step
+            if speaks:
+                write_stop(folder, Stop(done, "signal", f"{reason} came"))
+            shown.say(f"{reason} came: stopped after step {done}, run_dir={folder} resume=true goes on")
+            return EXIT_STOPPED
+        if writer is not None:
             steps = read_metrics(folder / METRICS_FILE)
             plot_loss(steps, folder / "loss.png")
             write_report(folder, steps, describe(config, data, str(ranks.device), world_size))
             shown.say(f"run {folder}, loss plot {folder / 'loss.png'}, report {folder / 'report.md'}")
+    return 0
 
 
 def _choose_folder(config: SftConfig) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from, if there is one."""
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
-    whole = whole_checkpoints(folder / CHECKPOINTS) if config.resume != "false" else []
-    return folder, whole[-1] if whole else None
+    if config.resume == "false":
+        return folder, None
+    newest, passed_over = checkpoint.find_newest(folder / CHECKPOINTS)
+    for error in passed_over:
+        print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+    return folder, newest
 
 
 def _first(batches: Iterator[StepBatch], count: int | None) -> Iterator[StepBatch]:

@@ -26,4 +26,6 @@ if __name__ == "__main__":
         if start is not None and os.environ.get("RANK", "0") == "0":  # the others wait for it to join
             shutil.copytree(start, folder)
         with exit_on_error():
-            main(compose_config("sft", SftConfig, [*overrides, f"run_dir={folder}"]))
+            code = main(compose_config("sft", SftConfig, [*overrides, f"run_dir={folder}"]))
+        if code:
+            sys.exit(code)

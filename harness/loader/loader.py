@@ -21,9 +21,9 @@ from harness.loader.workers import (
     StepDataset,
     StepSampler,
     as_it_is,
-    end_with_parent,
     is_about_workers,
     kill,
+    leave_the_end_to_the_parent,
     lost_worker,
 )
 from harness.schedule import ScheduleConfig, SequenceCost
@@ -110,7 +110,7 @@ class Loader:
             persistent_workers=config.persistent_workers and workers > 0,
             multiprocessing_context=config.start_method if workers else None,
             timeout=config.timeout_s if workers else 0,
-            worker_init_fn=end_with_parent if workers else None,
+            worker_init_fn=leave_the_end_to_the_parent if workers else None,
             # Without one of its own it draws from torch's global generator, and dropout would depend on the workers.
             generator=torch.Generator(),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import re
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -53,12 +54,17 @@ class StepSampler(Sampler[Step]):
         return iter(self.steps)
 
 
-def end_with_parent(worker_id: int) -> None:
-    """In a worker: end it at once where the training process dies.
+def leave_the_end_to_the_parent(worker_id: int) -> None:
+    """In a worker: end it at once where the training process dies, and not before.
+
+    A scheduler's signal to stop reaches every process of a job; the training process needs its workers for the step
+    that it saves after.
 
     Torch's workers look at their parent's id, which is the server's with forkserver; and the server lives as long as
     a worker of it does. Seen: both stayed for good.
     """
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,15 +1,13 @@
 """Checkpoints by Megatron-Core's `dist_checkpointing`: any layout can load what another wrote.
 
-A checkpoint is written beside its final name and renamed when every rank is done, so a folder `step-...` is whole.
-It holds model, optimizer, learning-rate schedule, and in `run.json` the step and the loader's state. There is no random
-state to keep: nothing draws from a generator once the weights are made (dropout is not offered).
+A checkpoint holds model, optimizer, learning-rate schedule, and in `run.json` the step and the loader's state. There is
+no random state to keep: nothing draws from a generator once the weights are made (dropout is not offered).
+`checkpoint_writer` writes them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError
 from harness.loader.state import LoaderState
-from harness.megatron import compat, optimizer_state
+from harness.megatron import optimizer_state
 from harness.megatron.step import MegatronStep
 from harness.report.run_folder import RUN_FILE, whole_checkpoints
 
@@ -33,16 +31,14 @@ class Progress:
     loader: LoaderState
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
 def _weights(step: MegatronStep) -> dict[str, Any]:
     names = ["model"] if len(step.chunks) == 1 else [f"model{index}" for index in range(len(step.chunks))]
     return {name: chunk.module.sharded_state_dict() for name, chunk in zip(names, step.chunks, strict=True)}
 
 
-def _state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
+def model_state(
+    step: MegatronStep, *, is_loading: bool
+) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
     """What `dist_checkpointing` saves or loads, and the optimizer's share of it."""
     weights = _weights(step)
     tensors = [
@@ -63,56 +59,49 @@ def _state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], lis
     return state, tensors
 
 
-def save(folder: Path, step: MegatronStep, progress: Progress, *, keep: int) -> Path:
-    """Write a checkpoint of `progress` and remove all but the newest `keep`; every rank takes part.
-
-    Returns:
-        The folder of the new checkpoint.
-    """
-    path = checkpoint_path(folder, progress.step)
-    unfinished = path.with_suffix(".unfinished")
-    is_rank_0 = torch.distributed.get_rank() == 0
-    if is_rank_0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    torch.distributed.barrier()
-    with compat.main_module_hidden():
-        dist_checkpointing.save(_state(step, is_loading=False)[0], str(unfinished), validate_access_integrity=False)
-    torch.distributed.barrier()
-    if is_rank_0:
-        document = {
-            "step": progress.step,
-            "loader": progress.loader.to_json(),
-            "megatron_core": compat.MEGATRON_VERSION,
-            "torch": torch.__version__,
-            "world_size": torch.distributed.get_world_size(),
-        }
-        with (unfinished / RUN_FILE).open("w") as file:
-            json.dump(document, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():  # of an earlier run of the same step that was resumed from before it
-            shutil.rmtree(path)
-        unfinished.rename(path)
-        for old in whole_checkpoints(folder)[:-keep]:
-            # Renamed first: killed half-way, what is left must not pass for whole.
-            removed = old.rename(old.with_suffix(".removed"))
-            shutil.rmtree(removed)
-    torch.distributed.barrier()
-    return path
-
-
 def read_progress(path: Path) -> Progress:
-    """The progress that a whole checkpoint holds; raises CheckpointError for one that is cut short."""
+    """The progress that a checkpoint holds.
+
+    Raises:
+        CheckpointError: it is cut short or damaged: a file is missing, or has another size than was written.
+    """
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(
+            what, where=str(path), fix="remove this folder; an older checkpoint beside it is used then"
+        )
+
     try:
         document = json.loads((path / RUN_FILE).read_text())
-        return Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's {RUN_FILE} cannot be read: {error}",
-            where=str(path),
-            fix="remove this folder; an older checkpoint beside it is used then",
-        ) from error
+        progress = Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
+        sizes = {str(name): int(size) for name, size in document.get("files", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(f"the checkpoint's {RUN_FILE} cannot be read: {error}") from error
+    for name, size in sizes.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            now = "is missing" if found is None else f"has {found:,} bytes"
+            raise damaged(f"the checkpoint's file {name} {now}, {size:,} were written")
+    return progress
+
+
+def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest whole checkpoint below `folder`, and why newer ones are passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
+    """
+    passed_over: list[CheckpointError] = []
+    for path in reversed(whole_checkpoints(folder)):
+        try:
+            read_progress(path)
+        except CheckpointError as error:
+            passed_over.append(error)
+        else:
+            return path, passed_over
+    if passed_over:
+        raise passed_over[0]
+    return None, []
 
 
 def load(path: Path, step: MegatronStep) -> None:
@@ -121,7 +110,7 @@ def load(path: Path, step: MegatronStep) -> None:
     Raises:
         CheckpointError: it does not fit this model.
     """
-    wanted, tensors = _state(step, is_loading=True)
+    wanted, tensors = model_state(step, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
     # Megatron and torch raise many kinds, one of them no Exception; the reader needs one sentence.

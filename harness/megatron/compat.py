@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import pickle
+import queue
+import tempfile
 from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.packed_seq_params import PackedSeqParams
 
 MEGATRON_VERSION: str = megatron.core.__version__
@@ -50,20 +52,36 @@ def accepts(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-@contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """Keep processes that are spawned meanwhile from importing the main module.
+def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
+    """Ask for Megatron's own background writer where a version has another as its default (0.19)."""
+    return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
 
-    Megatron's checkpoint writer spawns one that needs nothing of it. Importing it costs seconds with PyTorch in it, and
-    a script without an `if __name__ == "__main__"` guard would start itself over and hang.
+
+def keep_checkpoint_results_in_a_file() -> None:
+    """Let checkpoint writers give their results back without the process that Megatron starts for that.
+
+    It would take seconds to start, die of a SIGTERM that Slurm sends to every process of a job, which loses the
+    checkpoint that the signal asked for, and outlive a run that is killed.
     """
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    if hasattr(filesystem_async, "_results_queue") and filesystem_async._results_queue is None:
+        filesystem_async._results_queue = _ResultFile()
+
+
+class _ResultFile:
+    """The two methods of a queue that Megatron calls, for one result at a time, shared with forked processes."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process lives
+
+    def put(self, result: Any) -> None:
+        rest = memoryview(pickle.dumps(result))
+        at = 0
+        while at < len(rest):
+            at += os.pwrite(self._file.fileno(), rest[at:], at)
+
+    def get_nowait(self) -> Any:
+        data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        if not data:
+            raise queue.Empty
+        self._file.truncate(0)
+        return pickle.loads(data)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.files import Marker
+from harness.report.attempts import forget_stop
 
 RESUME = ("false", "true", "auto")
 CHECKPOINTS = "checkpoints"
@@ -93,6 +94,7 @@ def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[N
         ) from None
     try:
         _write_settings(folder, settings)
+        forget_stop(folder)
         yield
     finally:
         running.release(remove=True)

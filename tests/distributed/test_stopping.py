@@ -1,0 +1,166 @@
+"""Runs that are asked to stop, lose a rank, hang or cannot write a checkpoint: what they say, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.report.attempts import decide
+
+from .conftest import ROOT, command, environment, read_metrics, run_command
+from .test_resume import SAME
+
+# Long enough that none ends before its signal.
+SETTINGS = ("trainer.steps=24", "trainer.eval_interval=0", "trainer.checkpoint_interval=4")
+FOREVER = (*SETTINGS, "trainer.steps=100000")
+
+
+class Job:
+    """A run under torchrun that can be disturbed."""
+
+    def __init__(self, arguments: list[str], folder: Path, log: Path) -> None:
+        self.folder, self.log = folder, log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                arguments, env=environment(), cwd=ROOT, start_new_session=True, stdout=file, stderr=file
+            )
+
+    def reach(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not (found := read_metrics(self.folder)) or found[-1]["step"] < step:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def everyone(self) -> list[psutil.Process]:
+        top = psutil.Process(self.process.pid)
+        return [top, *top.children(recursive=True)]
+
+    def rank(self, number: int) -> psutil.Process:
+        ranks = psutil.Process(self.process.pid).children()
+        return next(one for one in ranks if one.environ().get("RANK") == str(number))
+
+    def end(self) -> tuple[int, str]:
+        return self.process.wait(timeout=120), self.log.read_text()
+
+    def stopped(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads((self.folder / "_stopped.json").read_text())
+        return found
+
+
+@contextmanager
+def started(dataset: Path, folder: Path, *overrides: str, ranks: int = 2) -> Iterator[Job]:
+    job = Job(command(dataset, folder, *overrides, ranks=ranks), folder, folder.parent / "log")
+    try:
+        yield job
+    finally:
+        if job.process.poll() is None:
+            for one in job.everyone():
+                one.kill()
+            job.process.wait()
+
+
+def curve(folder: Path) -> list[dict[str, object]]:
+    return [{name: line[name] for name in SAME} for line in read_metrics(folder)]
+
+
+def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_on_with_the_same_losses(
+    dataset, tmp_path
+) -> None:
+    folder = tmp_path / "run"
+    # Workers of their own: a signal that ended them would leave the ranks without the data of their last step.
+    with started(dataset, folder, *SETTINGS, "trainer.steps=100000", "loader.start_method=spawn") as job:
+        job.reach(6)
+        for one in job.everyone()[1:]:
+            one.send_signal(signal.SIGUSR2)
+        code, output = job.end()
+    assert code == 1, output  # torchrun's own, whatever a rank ends with
+    stopped = job.stopped()
+    done = curve(folder)[-1]["step"]
+    assert (stopped["reason"], stopped["step"]) == ("signal", done)
+    assert f"SIGUSR2 came: stopped after step {done}" in output
+    assert "exitcode  : 75" in output
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert checkpoints[-1] == f"step-{done:08d}"
+    assert decide(folder, exit_code=code).requeue
+
+    steps = f"trainer.steps={done + 3}"
+    code, output = run_command(command(dataset, folder, *SETTINGS, steps, "resume=auto", ranks=2))
+    assert code == 0, output
+    assert not (folder / "_stopped.json").exists()
+    code, output = run_command(command(dataset, tmp_path / "whole", *SETTINGS, steps, ranks=2))
+    assert code == 0, output
+    assert curve(folder) == curve(tmp_path / "whole")
+
+
+def test_a_lost_rank_is_named_and_what_was_begun_is_not_loaded(dataset, tmp_path) -> None:
+    folder = tmp_path / "run"
+    with started(dataset, folder, *FOREVER) as job:
+        job.reach(5)
+        victim = job.rank(1)
+        victim.kill()
+        _, output = job.end()
+    stopped = job.stopped()
+    assert (stopped["reason"], stopped["rank"]) == ("LostRankError", 1), output
+    assert f"rank 1 is gone or stopped (host {os.uname().nodename}, process {victim.pid})" in str(stopped["message"])
+    assert "resume=auto" in output
+    assert decide(folder, exit_code=1).requeue
+
+
+@pytest.mark.nightly
+def test_a_rank_that_stands_still_ends_the_job_and_is_named(dataset, tmp_path) -> None:
+    folder = tmp_path / "run"
+    with started(dataset, folder, *FOREVER, "trainer.timeout_s=15") as job:
+        job.reach(5)
+        job.rank(1).suspend()
+        began = time.monotonic()
+        _, output = job.end()
+    assert time.monotonic() - began < 75  # torchrun gives a rank that does not listen 30 s
+    stopped = job.stopped()
+    assert (stopped["reason"], stopped["rank"]) == ("hang", 1), output
+    assert "no progress for 15 s in step" in output
+    assert "rank 1 is gone or stopped" in output
+    assert decide(folder, exit_code=1).requeue
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_that_finds_no_room_ends_the_run_and_leaves_the_ones_before(dataset, tmp_path) -> None:
+    folder = tmp_path / "run"
+    arguments = command(dataset, folder, *SETTINGS, ranks=2)
+    code, output = run_command(["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", *arguments])
+    assert code != 0
+    assert "the checkpoint of step 4 cannot be written: rank 0: " in output
+    assert "File too large" in output
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "harness") not in output
+    assert [path.name for path in (folder / "checkpoints").glob("step-*") if path.suffix == ""] == []
+    assert not decide(folder, exit_code=code).requeue
+
+    code, output = run_command(command(dataset, folder, *SETTINGS, "resume=auto", ranks=2))
+    assert code == 0, output
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, 25))
+
+
+@pytest.mark.nightly
+def test_a_damaged_checkpoint_is_passed_over_by_name(dataset, sft, tmp_path) -> None:
+    folder = tmp_path / "run"
+    assert sft(folder, *SETTINGS, "trainer.steps=8").code == 0
+    newest = folder / "checkpoints" / "step-00000008"
+    largest = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 100)
+    resumed = sft(folder, *SETTINGS, "trainer.steps=9", "resume=true")
+    assert resumed.code == 0, resumed.output
+    assert f"passed over: the checkpoint's file {largest.name} has 100 bytes" in resumed.output
+    for part in folder.glob("checkpoints/step-*/run.json"):
+        part.write_text("{")
+    refused = sft(folder, *SETTINGS, "trainer.steps=10", "resume=true")
+    assert refused.code == 2
+    assert "run.json cannot be read" in refused.output
