@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: setup sft prepare test test-container lint format bench clean
+.PHONY: setup sft prepare test test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,11 @@ test: setup
 # buildah podman runc mmdebstrap; about five minutes.
 test-container: setup
 	$(BIN)/python -m pytest -n 0 -m container tests/container
+
+# Starts a Slurm cluster of two nodes on this machine and runs jobs on it. Root, and the Debian packages slurm-wlm munge
+# iproute2; ten minutes or less.
+test-slurm: setup
+	$(BIN)/python -m pytest -n 0 -m slurm tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .

@@ -174,6 +174,25 @@ def import_(
 
 
 @app.command()
+def repack(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="folder to write")],
+    pack_size: Annotated[int, typer.Option(min=2, help="most tokens of a pack")],
+    algorithm: Annotated[str, typer.Option(help="as data.algorithm in a recipe")] = "best_fit_decreasing",
+    seed: Annotated[int, typer.Option(min=0, help="which of equal sequences share a pack, and the order of packs")] = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan packs again over sequences that are stored once: seconds, and no token is copied."""
+    from harness.prep.repack import repack as repack_store
+
+    manifest = repack_store(
+        store, destination, pack_size=pack_size, algorithm=algorithm, seed=seed, overwrite=overwrite
+    )
+    _say_written(destination, manifest, {}, as_json=as_json)
+
+
+@app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
     b: Annotated[str, typer.Argument(metavar="B", help="another")],
@@ -230,7 +249,8 @@ def _say_written(destination: str, manifest: Any, changes: dict[str, int], *, as
         return
     print(
         f"{destination}: {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences, "
-        f"{manifest.num_tokens:,} tokens as {manifest.format}, fingerprint {manifest.fingerprint}"
+        f"{manifest.num_tokens:,} tokens as {manifest.format}"
+        + (f", fingerprint {manifest.fingerprint}" if manifest.fingerprint else "")
     )
     for name, count in changes.items():
         print(f"  {name.replace('_', ' ')}: {count:,}")
@@ -304,6 +324,9 @@ def submit(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     cluster: Annotated[str, typer.Option(help="a file of configs/cluster")] = "local_cpu",
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="go on with this run, on any number of nodes")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and leave nothing behind")] = False,
 ) -> None:
     """Start a run as a Slurm job that checkpoints, requeues and resumes by itself."""
@@ -315,7 +338,8 @@ def submit(
 
     of_cluster, of_recipe = split_overrides(overrides or [])
     chosen = compose_config("submit", SubmitConfig, [f"cluster={cluster}", *of_cluster]).cluster
-    job = plan_job(experiment, of_recipe, nodes=nodes, cluster=chosen, experiments=CONFIGS / "experiment")
+    experiments = CONFIGS / "experiment"
+    job = plan_job(experiment, of_recipe, nodes=nodes, cluster=chosen, experiments=experiments, run_dir=run_dir)
     text = render(job, chosen)
     if dry_run:
         print(text, end="")

@@ -61,7 +61,7 @@ class ClusterConfig:
         setup: shell lines before anything else, such as `module load`.
         env: variables of every rank.
         cpu_bind: of srun, such as `cores`; empty is the cluster's own.
-        master_addr: how the other nodes reach the first one; `{node}` stands for its name.
+        master_addr: how the other nodes reach the first one; `%N` stands for its name.
         signal_lead_s: how long before the time limit the ranks are told to checkpoint; more than a step and a
             checkpoint take.
         max_same_failures: so often a job may fail in the same way at the same step before it stays down.
@@ -88,7 +88,7 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     cpu_bind: str = ""
-    master_addr: str = "{node}"
+    master_addr: str = "%N"
     signal_lead_s: int = 120
     max_same_failures: int = 3
     preflight: PreflightConfig = field(default_factory=PreflightConfig)

@@ -96,7 +96,7 @@ def _answer(server: socket.socket, met: set[str], attempt: str, ends: float, num
 
 def _ask(address: str, port: int, *, name: str, attempt: str, may_be_local: bool, timeout_s: float) -> dict[str, Any]:
     where = f"MASTER_ADDR {address or 'is not set'}, port {port}"
-    fix = "cluster.master_addr='{node}SUFFIX', as the other nodes know the first one"
+    fix = "cluster.master_addr=%NSUFFIX, as the other nodes know the first one"
     try:
         found = [str(one[4][0]) for one in socket.getaddrinfo(address or "\0", port, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError, ValueError) as error:

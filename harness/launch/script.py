@@ -81,7 +81,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         "",
         *_steps(job, cluster),
         "",
-        fill(MEETING_POINT, master_addr=cluster.master_addr.replace("{node}", "$first_node")),
+        fill(MEETING_POINT, master_addr=cluster.master_addr.replace("%N", "$first_node")),
     ]
     parts += ["", FORWARDING]
     if cluster.preflight.enabled:

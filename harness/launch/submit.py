@@ -48,26 +48,39 @@ def split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
     return cluster, [text for text in overrides if text not in cluster]
 
 
-def plan_job(experiment: str, overrides: list[str], *, nodes: int, cluster: ClusterConfig, experiments: Path) -> Job:
+def plan_job(
+    experiment: str,
+    overrides: list[str],
+    *,
+    nodes: int,
+    cluster: ClusterConfig,
+    experiments: Path,
+    run_dir: Path | None = None,
+) -> Job:
     """The job that runs an experiment, or a recipe, with these settings.
 
     Args:
         experiment: a file of `experiments`, which `recipes.sft` runs, or the name of a recipe.
         overrides: settings of the recipe.
+        run_dir: of a run to go on with, None for a new one.
 
     Raises:
-        HarnessError: the recipe refuses its settings.
+        HarnessError: there is no such run, or the recipe refuses its settings.
     """
     is_file = (experiments / f"{experiment}.yaml").exists()
     module = "recipes.sft" if is_file else f"recipes.{experiment}"
     settings = [f"experiment={experiment}", *overrides] if is_file else overrides
     told = recipe_settings(module, settings)
+    if run_dir is not None and not run_dir.is_dir():
+        raise ConfigError(
+            "there is no run to go on with", where=str(run_dir), fix="leave --run-dir out to start a new one"
+        )
     return Job(
         name=told["name"],
         nodes=nodes,
         module=module,
         overrides=tuple(settings),
-        run_dir=str(next_run_dir(Path(told["runs"]), told["name"])),
+        run_dir=str(run_dir.absolute() if run_dir else next_run_dir(Path(told["runs"]), told["name"])),
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=dataset_paths(told),
@@ -120,7 +133,7 @@ def submit(job: Job, text: str) -> Submitted:
     """Keep the script in the run's folder and give it to sbatch.
 
     Raises:
-        HarnessError: there is no sbatch here, or it refuses the job; then nothing is left behind.
+        HarnessError: there is no sbatch here, or it refuses the job; then no new folder is left behind.
         ConfigError: the run's folder cannot be made.
     """
     if shutil.which("sbatch") is None:
@@ -130,10 +143,11 @@ def submit(job: Job, text: str) -> Submitted:
             fix="submit on a login node; --dry-run prints the script anywhere",
         )
     folder = Path(job.run_dir)
+    is_new = not folder.exists()
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm makes no folders: without it a job fails before its first line, and leaves no log that would say so.
-        Path(job.logs).mkdir()
+        Path(job.logs).mkdir(exist_ok=True)
         (folder / SCRIPT).write_text(text)
     except OSError as error:
         raise ConfigError(
@@ -143,7 +157,8 @@ def submit(job: Job, text: str) -> Submitted:
         ) from None
     done = subprocess.run(["sbatch", "--parsable", str(folder / SCRIPT)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        shutil.rmtree(folder)
+        if is_new:
+            shutil.rmtree(folder)
         raise HarnessError(
             f"sbatch refuses the job: {(done.stderr or done.stdout).strip()}",
             where="configs/cluster",
