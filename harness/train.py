@@ -125,7 +125,8 @@ def train(
     """Train from `first_step` to `config.steps`.
 
     Args:
-        batches: global batches in order, the first one for `first_step`.
+        batches: global batches in order, the first one for `first_step`. Where they end before `config.steps`, what was
+            trained is saved.
         validation: gives the validation batches anew each time, None where there is no validation set.
         save: writes a checkpoint of the given step and loader state.
         record: called once a step on every rank.
@@ -138,10 +139,16 @@ def train(
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
+    unsaved: LoaderState | None = None
     for number in range(first_step, config.steps + 1):
         at(number, "reading data")
         began = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
+        if batch is None:  # a stream that has ended, or that was waited for when the run was asked to stop
+            at(number - 1, "writing a checkpoint")
+            if unsaved is not None:
+                save(number - 1, unsaved)
+            return stop()
         waited = time.perf_counter() - began
         at(number, "training")
         result = step.train(batch)
@@ -158,9 +165,11 @@ def train(
             evaluation = step.evaluate(_told(validation(), partial(at, number, "validating")))
         record(StepRecord(number, batch, result, evaluation, took, waited))
         reason = stop()
-        if reason is not None or _due(number, config.checkpoint_interval, config.steps):
+        saves = reason is not None or _due(number, config.checkpoint_interval, config.steps)
+        if saves:
             at(number, "writing a checkpoint")
             save(number, batch.state)
+        unsaved = None if saves else batch.state
         if reason is not None and number < config.steps:
             return reason
     return None

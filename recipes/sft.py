@@ -19,14 +19,16 @@ import torch
 from harness.config import hydra_entry, to_yaml
 from harness.errors import ConfigError
 from harness.loader.blend import Blend
-from harness.loader.datasets import DataConfig, RunData, open_datasets
+from harness.loader.datasets import DataConfig, LiveData, RunData, open_datasets, open_live
+from harness.loader.live.consumer import Rows
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import PackSource, StepBatch
+from harness.loader.step import Layout, PackSource, StepBatch
 from harness.megatron import checkpoint, runtime
 from harness.megatron.checkpoint_writer import CheckpointWriter
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.feed import Feed
+from harness.megatron.live_feed import LiveFeed
 from harness.megatron.model import ModelConfig, build_model, sequence_cost, use_transformer_engine
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.stopping import StopSignals
@@ -67,7 +69,7 @@ class SftConfig:
         self.resume = str(self.resume).lower()
 
 
-def check(config: SftConfig, data: RunData, world_size: int) -> int:
+def check(config: SftConfig, data: RunData | LiveData, world_size: int) -> int:
     """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
     config.model.check(config.parallel)
     config.parallel.check(
@@ -75,8 +77,14 @@ def check(config: SftConfig, data: RunData, world_size: int) -> int:
         global_batch_size=config.loader.global_batch_size,
         max_tokens_per_rank=config.schedule.max_tokens_per_rank,
     )
-    if data.blend is not None:
+    if isinstance(data, RunData) and data.blend is not None:
         data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
+    if isinstance(data, LiveData) and config.schedule.name != "as_packed":
+        raise ConfigError(
+            f"the schedule {config.schedule.name} plans with lengths that are not known yet of live chunks",
+            where="schedule.name",
+            fix="schedule=as_packed trains packs as they come",
+        )
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     for reader in (data.train, data.validation):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
@@ -103,8 +111,12 @@ def check(config: SftConfig, data: RunData, world_size: int) -> int:
 
 
 def make_feeds(
-    config: SftConfig, data: RunData, topology: Topology, state: LoaderState | None, device: torch.device
-) -> tuple[Feed, Feed | None]:
+    config: SftConfig,
+    data: RunData | LiveData,
+    topology: Topology,
+    state: LoaderState | None,
+    device: torch.device,
+) -> tuple[Feed | LiveFeed, Feed | None]:
     """The training batches from `state` on, and the ones that go through the validation set once each time."""
 
     def feed(
@@ -126,7 +138,7 @@ def make_feeds(
                 multiple=config.parallel.row_multiple,
                 group_size=config.parallel.microbatch_group,
                 cost=sequence_cost(config.model),
-                tokenizer=data.tokenizer_hash,
+                tokenizer=data.tokenizer_hash if isinstance(data, RunData) else "",
                 blend=blend,
                 state=start,
                 num_epochs=epochs,
@@ -134,7 +146,11 @@ def make_feeds(
 
         return Feed(loader, reader, topology, device=device)
 
-    training = feed(data.train, config.loader, start=state, blend=data.blend)
+    training = (
+        live_feed(config, data, topology, state)
+        if isinstance(data, LiveData)
+        else feed(data.train, config.loader, start=state, blend=data.blend)
+    )
     if data.validation is None:
         return training, None
     # Validation is short and rare: workers of its own would cost more than they save.
@@ -142,12 +158,32 @@ def make_feeds(
     return training, feed(data.validation, once, epochs=1)
 
 
-def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> dict[str, str]:
+def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: LoaderState | None) -> LiveFeed:
+    """The training batches of live chunks from `state` on."""
+    layout = Layout(
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        cp_size=topology.cp_size,
+        multiple=config.parallel.row_multiple,
+        group_size=config.parallel.microbatch_group,
+    )
+    capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
+    return LiveFeed(
+        data.train,
+        Rows(layout, config.loader.global_batch_size, capacity, sequence_cost(config.model)),
+        tokenizer=data.tokenizer,
+        state=state,
+        seed=config.loader.seed,
+        allow_other_data=config.loader.allow_other_data,
+        timeout_s=config.trainer.timeout_s + 60,
+    )
+
+
+def describe(config: SftConfig, data: RunData | LiveData, device: str, world_size: int) -> dict[str, str]:
     """The facts of a run for its report."""
     model = config.model
     return {
-        "dataset": f"{data.train.path} ({len(data.train):,} packs of up to {data.train.pack_size:,} tokens, "
-        f"fingerprint {data.train.fingerprint})",
+        "dataset": data.describe(),
         "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
         f"vocabulary {model.vocab_size:,}, {model.dtype}",
         "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
@@ -160,7 +196,7 @@ def describe(config: SftConfig, data: RunData, device: str, world_size: int) -> 
 def main(config: SftConfig) -> int:
     """Train; gives the exit code, 75 where a signal ended the run before its last step."""
     world_size = runtime.place_in_job("WORLD_SIZE")
-    data = open_datasets(config.data)
+    data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
     config.model.vocab_size = check(config, data, world_size)
     with ExitStack() as stack:
         # The watchdog speaks first: it knows which rank the others wait for.
@@ -230,6 +266,7 @@ def main(config: SftConfig) -> int:
             step,
             keep=config.trainer.keep_checkpoints,
             in_background=config.trainer.background_checkpoints,
+            on_whole=lambda progress: training.trained(progress.loader) if isinstance(training, LiveFeed) else None,
         )
 
         def save(number: int, state: LoaderState) -> None:
@@ -245,6 +282,13 @@ def main(config: SftConfig) -> int:
             return shown.doing_each("validating", _first(iter(validation), config.trainer.eval_batches))
 
         with Watchdog(folder, limit_s=config.trainer.timeout_s) as watchdog:
+
+            def wait() -> str | None:
+                watchdog.at(watchdog.step, "waiting for live chunks")
+                return stop()
+
+            if isinstance(training, LiveFeed):
+                training.call_while_waiting(wait)
             reason = train(
                 iter(training),
                 step,

@@ -10,6 +10,8 @@ from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.formats.uris import is_uri, join_path
 from harness.loader.blend import Blend, check_sources
 from harness.loader.joined import JoinedReader
+from harness.loader.live.config import LiveConfig
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
 
 @dataclass
@@ -45,6 +47,7 @@ class DataConfig:
     Attributes:
         path: the folder that `recipes.prepare` wrote (with `train` and `validation` in it), or any dataset that
             `harness.formats.open_dataset` takes. Not used where there is a blend.
+        live: chunks that are still being made; where `live.path` is set it is what is trained on.
         blend: several datasets, their packs interleaved by weight (`harness.loader.blend`); their formats may differ.
         validation_path: another validation set; None for the `validation` beside `train`, where there is one; of a
             blend, all of these one after the other.
@@ -55,13 +58,37 @@ class DataConfig:
     validation_path: str | None = None
     tokenizer: str = ""
     blend: list[BlendSource] = field(default_factory=list)
+    live: LiveConfig = field(default_factory=LiveConfig)
 
     def __post_init__(self) -> None:
+        if self.live.path and self.blend:
+            raise ConfigError(
+                "live chunks are not blended with datasets",
+                where="data.live, data.blend",
+                fix="leave one of them empty; blend the conversations where chunks are made",
+            )
         for number, source in enumerate(self.blend):
             if not source.path:
                 raise ConfigError("the source has no path", where=f"data.blend[{number}]", fix="name a dataset")
         names, weights = [source.path for source in self.blend], [source.weight for source in self.blend]
         check_sources(names, weights, [source.epochs for source in self.blend])
+
+
+@dataclass(frozen=True)
+class LiveData:
+    """What a run on live chunks reads, as RunData for stored datasets; `tokenizer` is None where they hold packs."""
+
+    train: LiveConfig
+    tokenizer: ChatTokenizer | None
+    validation: PackReader | None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.tokenizer.vocab_size if self.tokenizer is not None else None
+
+    def describe(self) -> str:
+        """What is trained on, in words."""
+        return f"live chunks in {self.train.path}, packs of up to {self.train.pack_size:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,13 @@ class RunData:
     vocab_size: int | None
     tokenizer_hash: str = ""
     blend: Blend | None = None
+
+    def describe(self) -> str:
+        """What is trained on, in words."""
+        return (
+            f"{self.train.path} ({len(self.train):,} packs of up to {self.train.pack_size:,} tokens, "
+            f"fingerprint {self.train.fingerprint})"
+        )
 
 
 def open_datasets(config: DataConfig) -> RunData:
@@ -111,6 +145,21 @@ def open_datasets(config: DataConfig) -> RunData:
     joined = JoinedReader(validations) if len(validations) > 1 else None
     tokenizer_hash = next((hash for hash, _ in map(_hashes, trains) if hash), "")
     return RunData(train, joined or (validations[0] if validations else None), vocab_size, tokenizer_hash, blend)
+
+
+def open_live(config: DataConfig) -> LiveData:
+    """What a run on live chunks needs; the chunks need not be there yet.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or the validation set was made with another one.
+    """
+    settings = config.live.tokenizer
+    name = settings.name or config.tokenizer
+    tokenizer = ChatTokenizer(settings, name) if name else None
+    validation = open_dataset(config.validation_path) if config.validation_path is not None else None
+    if validation is not None and name:
+        _check_tokenizer(validation, name)
+    return LiveData(config.live, tokenizer, validation)
 
 
 def _open_train(path: str) -> tuple[PackReader, str | None]:
@@ -155,8 +204,6 @@ def _check_same_tokenizer(train: PackReader, validation: PackReader) -> None:
 
 
 def _check_tokenizer(train: PackReader, name: str) -> None:
-    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-
     stored, stored_name = _hashes(train)
     if not stored:
         raise ConfigError(

@@ -117,6 +117,10 @@ class LiveFeed:
     def __iter__(self) -> Iterator[StepBatch]:
         return iter(self._loader)
 
+    def call_while_waiting(self, call: Callable[[], str | None]) -> None:
+        """Let `call` be called at each look for a chunk that is not there (`LiveLoader.while_waiting`)."""
+        self._loader.while_waiting = call
+
     def trained(self, state: LoaderState) -> None:
         """Mark the chunks of which a whole checkpoint with this state holds every row; rank 0 does it."""
         if self._is_rank_0 and state.live:

@@ -68,6 +68,10 @@ class LiveLoader:
         say: takes a line for the reader of the log.
         tell: called at each look with what the ranks are doing, for `harness live status` and for the producer.
 
+    Attributes:
+        while_waiting: called at each look that finds a chunk missing, on all ranks together; a reason to stop that it
+            gives, the same on all of them, ends the iteration.
+
     Raises:
         LoaderError: while iterating, on all ranks together: a chunk does not come, is damaged, or rows are missing.
     """
@@ -92,6 +96,7 @@ class LiveLoader:
         self._position = LivePosition.from_json(state.live) if state is not None else LivePosition()
         self._timeout_s = timeout_s
         self._say, self._tell = say, tell
+        self.while_waiting: Callable[[], str | None] = lambda: None
         self._left_out: dict[str, int] = {}
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-chunks")
 
@@ -111,6 +116,8 @@ class LiveLoader:
                 if waited_s >= told_s:
                     self._say(_told(longest))
                     told_s = min(2 * told_s, told_s + _TOLD_EVERY_S)
+                if self.while_waiting() is not None:
+                    return
                 time.sleep(min(_POLL_S, 0.01 + waited_s / 4))
                 ahead = self._read()
                 continue
