@@ -154,8 +154,8 @@ def test_a_cell_of_the_matrix(
     assert run(cell, in_every_format[cell.format], seed=0) == expected[cell.dp_size]
 
 
-# A spawned worker costs two seconds of a processor, and all cells with one start 2,430: of these cells, so many that any
-# three settings that occur together do so here.
+# A spawned worker costs two seconds of a processor, and all cells with one start 2,430: of these cells, so many that
+# any three settings that occur together do so here.
 WHOLE = [cell for cell in CELLS if cell.start != "spawn"] + covering(
     [cell for cell in CELLS if cell.start == "spawn"], together=3
 )
