@@ -1,0 +1,79 @@
+"""`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S`: a rank without a model.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
+and every few steps a checkpoint to go on from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from harness.errors import exit_on_error
+from harness.formats.files import write_atomically
+from harness.loader.live.config import LiveConfig
+from harness.loader.live.consumer import Rows
+from harness.loader.state import LoaderState
+from harness.loader.step import Layout
+from harness.megatron.live_feed import LiveFeed
+from harness.megatron.runtime import gather_on_rank_0
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.report.metrics import keep_lines_before
+from harness.schedule import SequenceCost
+
+SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3
+
+
+def main(folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    checkpoint, log = out / "checkpoint.json", out / "trained.jsonl"
+    step, state = 0, None
+    if checkpoint.exists():
+        saved = json.loads(checkpoint.read_text())
+        step, state = saved["step"], LoaderState.from_json(saved["state"])
+    if rank == 0:
+        keep_lines_before(log, step + 1)
+
+    def save() -> None:
+        assert state is not None
+        if rank == 0:
+            write_atomically(checkpoint, json.dumps({"step": step, "state": state.to_json()}).encode())
+            feed.trained(state)
+
+    with LiveFeed(
+        LiveConfig(path=folder, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
+        Rows(Layout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost()),
+        tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
+        state=state,
+        timeout_s=60,
+    ) as feed:
+        for batch in feed:
+            time.sleep(step_s)
+            step, state = step + 1, batch.state
+            parts = gather_on_rank_0((batch.digest(), [one for row in batch.sequence_ids for one in row.tolist()]))
+            if rank == 0:
+                with log.open("a") as file:
+                    ids = sorted(one for _, part in parts for one in part)
+                    file.write(
+                        json.dumps({"step": step, "digests": [digest for digest, _ in parts], "ids": ids}) + "\n"
+                    )
+            if step % interval == 0:
+                save()
+        if state is not None:
+            save()
+    if rank == 0:
+        (out / "done").touch()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with exit_on_error():
+        place, told, every, seconds, name, limit = sys.argv[1:]
+        main(place, Path(told), int(every), float(seconds), name, float(limit))

@@ -1,0 +1,192 @@
+"""A producer and training ranks as processes of their own: killed, slow, out of space, and one that is too many."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_streams import some_chats, some_packs, train, write_stream
+
+from harness.formats import open_writer
+from harness.loader.live.folder import LiveFolder
+from harness.report.metrics import whole_lines
+
+from ..distributed.conftest import ROOT, environment, free_ports
+from .live_rank import SIZE
+
+HARNESS = Path(sys.executable).parent / "harness"
+
+
+@dataclass
+class Side:
+    """One side of a stream: processes that are started and killed together."""
+
+    commands: list[tuple[list[str], dict[str, str]]]
+    log: Path
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        port = str(free_ports(1)[0])
+        with self.log.open("ab") as log:
+            self.running = [
+                subprocess.Popen(
+                    command, env={**environment(), **more, "MASTER_PORT": port}, cwd=ROOT, stdout=log, stderr=log
+                )
+                for command, more in self.commands
+            ]
+
+    def kill(self) -> None:
+        for process in self.running:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+        for process in self.running:
+            process.wait()
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.running]
+
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
+        until = time.monotonic() + timeout_s
+        return [process.wait(until - time.monotonic()) for process in self.running]
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@dataclass
+class Stream:
+    """A folder of chunks with what writes and what trains, and where training notes what it did."""
+
+    folder: Path
+    out: Path
+
+    def producer(self, source: Path | str, *more: str, kind: str = "chat") -> Side:
+        command = [str(HARNESS), "live", "produce", str(self.folder), str(source), "--kind", kind, *more]
+        return Side([(command, {})], self.out / "producer.log")
+
+    def ranks(
+        self, count: int, *, interval: int = 2, step_s: float = 0.0, tokenizer: str = "", timeout_s: float = 60.0
+    ) -> Side:
+        module = [sys.executable, "-m", "tests.integration.live_rank"]
+        command = [*module, str(self.folder), str(self.out), str(interval), str(step_s), tokenizer, str(timeout_s)]
+        places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+        return Side([(command, {**places, "RANK": str(rank)}) for rank in range(count)], self.out / "ranks.log")
+
+    def trained(self) -> list[dict[str, Any]]:
+        path = self.out / "trained.jsonl"
+        return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+
+    @property
+    def is_done(self) -> bool:
+        return (self.out / "done").exists()
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Stream:
+    (tmp_path / "out").mkdir()
+    return Stream(tmp_path / "live", tmp_path / "out")
+
+
+def until(condition: Any, *, timeout_s: float = 60.0) -> None:
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def write_chats(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in some_chats(count)))
+    return path
+
+
+def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream: Stream, tmp_path: Path) -> None:
+    rows = some_packs(120)
+    with open_writer(tmp_path / "source", format="memmap", pack_size=64) as writer:
+        for pack in rows:
+            writer.append(pack)
+    write_stream(tmp_path / "reference", rows, [9] * 13 + [3])
+    expected = train(tmp_path / "reference", dp_size=2, size=SIZE)
+
+    options = ("--rows", "9", "--max-waiting", "2", "--keep", "1")
+    producer = stream.producer(tmp_path / "source", *options, kind="packs")
+    two, one = stream.ranks(2, step_s=0.02), stream.ranks(1)
+    try:
+        two.start()  # before there is a folder
+        producer.start()
+        until(lambda: len(stream.trained()) >= 5)
+        producer.kill()
+        until(lambda: len(stream.trained()) >= 7)
+        two.kill()
+        begun = [line["digests"] for line in stream.trained()]
+        assert begun == expected.digests[: len(begun)]
+        producer.start()
+        one.start()
+        assert one.wait() == [0], one.said()
+        assert producer.wait() == [0], producer.said()
+    finally:
+        for side in (two, one, producer):
+            side.kill()
+    assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
+    contents = LiveFolder(stream.folder).look()
+    # What was trained early is deleted, while it goes on; what is left is marked.
+    assert 0 not in contents.chunks
+    assert set(contents.chunks) == set(contents.completed)
+    assert sorted(contents.chunks)[-1] == 13
+
+
+def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", 50)
+    producer = stream.producer(source, "--rows", "5", "--max-waiting", "2")
+    second = Stream(stream.folder, tmp_path).producer(source)
+    try:
+        producer.start()
+        until(lambda: "paused" in producer.said())
+        second.start()
+        assert second.wait() == [2]
+        assert "another process is writing here" in second.said()
+        assert "Traceback" not in second.said()
+        assert sorted(LiveFolder(stream.folder).look().ready) == [0, 1]
+    finally:
+        producer.kill()
+        second.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_comes_later(
+    stream: Stream, tmp_path: Path
+) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", 2000)
+    stream.folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", stream.folder], check=False)
+    if mounted.returncode:
+        pytest.skip("mount is not allowed here")
+    try:
+        producer = stream.producer(source, "--rows", "200", "--max-waiting", "100")
+        producer.start()
+        assert producer.wait() == [2], producer.said()
+        assert "No space left on device" in producer.said()
+        assert "Traceback" not in producer.said()
+        contents = LiveFolder(stream.folder).look()
+        whole = sorted(contents.chunks)
+        assert whole == sorted(contents.ready) == list(range(len(whole)))
+        assert 0 < len(whole) < 10
+        assert not list(stream.folder.glob("*.tmp"))
+        subprocess.run(["mount", "-o", "remount,size=4m", stream.folder], check=True)
+        producer.start()
+        assert producer.wait() == [0], producer.said()
+        end = LiveFolder(stream.folder).end()
+        assert end is not None
+        assert (end.rows, end.chunks) == (2000, 10)
+        lines = [line for index in range(10) for line in (stream.folder / f"chunk_{index:05d}.jsonl").open()]
+        assert "".join(lines) == source.read_text()
+    finally:
+        subprocess.run(["umount", stream.folder], check=True)

@@ -1,0 +1,246 @@
+"""Chunks appear whole, no faster than they are read; a producer that was killed leaves no gap and repeats nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from live_streams import some_chats, some_packs, write_stream
+
+from harness.errors import ConfigError, FormatError, LoaderError, PrepError
+from harness.formats import open_dataset
+from harness.formats.jsonl import line_of_pack
+from harness.loader.live.chunk import LiveChunk
+from harness.loader.live.folder import LiveFolder, chunk_name
+from harness.loader.live.produce import Item, Packing, produce, read_conversations, read_packs
+from harness.loader.live.producer import LiveProducer
+from harness.prep.bpe import train_bpe
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+
+
+def items(count: int) -> list[Item]:
+    return [Item(json.dumps(chat).encode(), f"chat {number}") for number, chat in enumerate(some_chats(count))]
+
+
+def rows_of(folder: Path) -> list[dict[str, object]]:
+    paths = sorted(folder.glob("chunk_*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_records_say_what_chunks_hold_and_the_end_has_the_totals(tmp_path: Path) -> None:
+    packs = some_packs(7)
+    write_stream(tmp_path, packs, [3, 4])
+    record, end = LiveFolder(tmp_path).record(1), LiveFolder(tmp_path).end()
+    assert record is not None
+    assert end is not None
+    assert (record.kind, record.rows, record.total_rows) == ("packs", 4, 7)
+    assert record.tokens == sum(map(len, packs[3:]))
+    assert (end.chunks, end.rows, end.tokens) == (2, 7, sum(map(len, packs)))
+    assert (end.sequences, end.chain) == (sum(pack.num_sequences for pack in packs), record.chain)
+    # A folder of packs that has ended is a dataset like any other.
+    assert open_dataset(tmp_path).read(list(range(7))) == packs
+
+
+@pytest.mark.parametrize("kind", ["chat", "packs"])
+def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
+    rows = some_packs(5) if kind == "packs" else some_chats(5)
+    write_stream(tmp_path / "jsonl", rows, [5])
+    write_stream(tmp_path / "parquet", rows, [5], suffix=".parquet")
+    one = LiveChunk(tmp_path / "jsonl" / chunk_name(0), None)
+    other = LiveChunk(tmp_path / "parquet" / chunk_name(0, ".parquet"), None)
+    assert one.kind == other.kind == kind
+    for row in range(5):
+        if kind == "packs":
+            assert one.pack(row) == other.pack(row) == rows[row]
+        else:
+            assert one.conversation(row).as_dicts() == other.conversation(row).as_dicts() == rows[row]["messages"]
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 7, 9, 10])
+def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path: Path, killed_at: int) -> None:
+    producer = LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100)
+    produce(producer, items(10)[:killed_at])
+    producer.close()  # as killed: what is in no whole chunk is gone
+    (tmp_path / "chunk_00009.jsonl.tmp").write_text("half")
+    with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as again:
+        assert again.num_rows == killed_at - killed_at % 3
+        produce(again, items(10))
+        again.end()
+    assert rows_of(tmp_path) == some_chats(10)
+    assert [path.name for path in sorted(tmp_path.glob("chunk_*.jsonl"))] == [chunk_name(index) for index in range(4)]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_chunk_without_its_record_is_written_again_and_one_of_another_producer_is_not(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
+        produce(producer, items(4))
+    # Killed between a chunk and its record, which the lock file tells.
+    (tmp_path / chunk_name(2)).write_text("half a chunk")
+    told = json.loads((tmp_path / "_producer").read_text())
+    (tmp_path / "_producer").write_text(json.dumps({**told, "writing": 2}))
+    with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
+        produce(producer, items(6))
+    assert rows_of(tmp_path) == some_chats(6)
+    (tmp_path / chunk_name(3)).write_text("of somebody else\n")
+    with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
+        produce(producer, items(8))
+        producer.end()
+    assert (tmp_path / chunk_name(3)).read_text() == "of somebody else\n"
+    assert (tmp_path / chunk_name(4)).exists()
+
+
+def test_two_producers_never_work_on_one_folder(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path) as first:
+        first.add(some_chats(1)[0])
+        with pytest.raises(FormatError, match="another process is writing here"):
+            LiveProducer(tmp_path)
+    assert rows_of(tmp_path) == some_chats(1)
+
+
+def test_a_chunk_that_another_program_writes_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    producer = LiveProducer(tmp_path)
+    (tmp_path / chunk_name(0)).write_text("of somebody else\n")
+    producer.add(some_chats(1)[0])
+    with pytest.raises(FormatError, match=r"chunk_00000.jsonl is there already"):
+        producer.flush()
+    producer.close()
+    assert (tmp_path / chunk_name(0)).read_text() == "of somebody else\n"
+
+
+def test_another_input_is_refused_and_new_rows_can_be_appended(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
+        produce(producer, items(4))
+    changed = [Item(b'{"messages": []}', "changed"), *items(5)[1:]]
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 4 items are not those"):
+        produce(producer, changed)
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, and 4 are in the folder's"):
+        produce(producer, items(3))
+    with LiveProducer(tmp_path) as producer:
+        produce(producer, items(2), append=True)
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="with --append"):
+        produce(producer, items(8))
+    assert rows_of(tmp_path) == [*some_chats(4), *some_chats(2)]
+
+
+def test_a_stream_that_has_ended_takes_no_more(tmp_path: Path) -> None:
+    write_stream(tmp_path, some_chats(2), [2])
+    with LiveProducer(tmp_path) as producer:
+        assert producer.ended
+        with pytest.raises(LoaderError, match="the stream has ended"):
+            producer.add(some_chats(1)[0])
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 5])
+def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: Path, killed_after: int) -> None:
+    train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, tmp_path / "tokenizer", vocab_size=300)
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "tokenizer")))
+    packing = Packing(tokenizer, pack_size=128, open_packs=4)
+    settings = {"kind": "packs", "rows_per_chunk": 2, "max_waiting": 100}
+    with LiveProducer(tmp_path / "whole", **settings) as producer:
+        produce(producer, items(40), packing=packing)
+        producer.end()
+
+    class Killed(Exception):  # noqa: N818 - stands for SIGKILL
+        pass
+
+    producer = LiveProducer(tmp_path / "killed", **settings)
+    add = producer.add
+
+    def add_some(row: object, position: object) -> None:
+        add(row, position)
+        if producer.num_chunks == killed_after:
+            raise Killed
+
+    producer.add = add_some
+    with pytest.raises(Killed):
+        produce(producer, items(40), packing=packing)
+    producer.close()
+    with LiveProducer(tmp_path / "killed", **settings) as producer:
+        assert producer.position["open"]
+        produce(producer, items(40), packing=packing)
+        producer.end()
+    ends = [LiveFolder(tmp_path / name).end() for name in ("whole", "killed")]
+    assert ends[0].chain == ends[1].chain
+    assert ends[1].sequences == 40
+
+
+def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = LiveFolder(tmp_path)
+    with LiveProducer(tmp_path, rows_per_chunk=1, max_waiting=3, keep=1, say=said.append) as producer:
+        adding = threading.Thread(target=lambda: produce(producer, items(6)))
+        adding.start()
+        time.sleep(0.6)
+        assert sorted(folder.look().ready) == [0, 1, 2]
+        assert said == ["paused: 3 chunks wait to be read"]
+        folder.complete([0, 1])  # two are read: two more come, and of the read ones the newest stays
+        time.sleep(0.6)
+        assert sorted(folder.look().chunks) == [1, 2, 3, 4]
+        # A rank that waits for a chunk far ahead gets it, whatever others have left to read.
+        (tmp_path / "_consumer").write_text(json.dumps({"waiting_for": [5], "read_below": 1, "read": []}))
+        adding.join(5)
+        assert not adding.is_alive()
+    assert sorted(folder.look().ready) == [1, 2, 3, 4, 5]
+
+
+def test_a_slow_input_reaches_the_ranks_after_a_while(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path, rows_per_chunk=1000, flush_s=0.1) as producer:
+        producer.add(some_chats(1)[0])
+        time.sleep(1.6)
+        assert sorted(LiveFolder(tmp_path).look().ready) == [0]
+
+
+def test_rows_that_cannot_be_used_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    mixed = [*items(2), Item(b'{"messages": [{"role": "robot", "content": "x"}]}', "in.jsonl, line 3"), *items(3)[2:]]
+    with LiveProducer(tmp_path / "a") as producer, pytest.raises(PrepError, match=r"unknown_role") as caught:
+        produce(producer, mixed)
+    assert caught.value.where == "in.jsonl, line 3"
+    with LiveProducer(tmp_path / "b") as producer:
+        assert produce(producer, mixed, on_bad="skip") == {"unknown_role": 1}
+    assert rows_of(tmp_path / "b") == some_chats(3)
+    with LiveProducer(tmp_path / "c", kind="packs") as producer, pytest.raises(FormatError, match="expected a Pack"):
+        producer.add({"messages": []})
+    with LiveProducer(tmp_path / "d") as producer, pytest.raises(FormatError, match="no_messages"):
+        producer.add({"input_ids": []})
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError, match="cannot be written to: Not a directory"):
+        LiveProducer(tmp_path / "file" / "live")
+
+
+def test_input_comes_from_files_datasets_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b"".join(item.line + b"\n" for item in items(3))
+    (tmp_path / "in.jsonl").write_bytes(lines + b"\n")
+    assert [json.loads(item.line) for item in read_conversations(str(tmp_path / "in.jsonl"))] == some_chats(3)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert [item.where for item in islice(read_conversations("-"), 2)] == [
+        "standard input, line 1",
+        "standard input, line 2",
+    ]
+    packs = some_packs(3)
+    write_stream(tmp_path / "packs", packs, [3])
+    assert [item.pack for item in read_packs(str(tmp_path / "packs"))] == packs
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line_of_pack(packs[0]) + b"{}\n")))
+    read = read_packs("-")
+    assert next(read).pack == packs[0]
+    with pytest.raises(FormatError, match="input_ids") as caught:
+        next(read)
+    assert caught.value.where == "standard input, line 2"
+
+
+def test_a_producer_is_seen_every_second_while_it_waits_for_input(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path):
+        os.utime(tmp_path / "_producer", (0, 0))
+        time.sleep(1.3)
+        seen_s = LiveFolder(tmp_path).seen_s()
+        assert seen_s is not None
+        assert seen_s < 1.3
