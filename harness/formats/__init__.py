@@ -34,6 +34,7 @@ FORMATS: dict[str, str] = {
     "memmap": "harness.formats.memmap",
     "binidx": "harness.formats.binidx",
     "jsonl": "harness.formats.jsonl",
+    "virtual": "harness.formats.virtual",
     "parquet": "harness.formats.parquet",
 }
 

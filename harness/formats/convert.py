@@ -99,7 +99,7 @@ def _finished(destination: str | PathLike[str], reader: PackReader, format: str)
 def _identity(reader: PackReader) -> str:
     """What tells this source from another, without reading packs."""
     if reader.manifest is not None:
-        return reader.manifest.fingerprint
+        return reader.fingerprint
     digest = xxhash.xxh3_128(reader.path.encode())
     digest.update(np.ascontiguousarray(reader.pack_offsets).data)
     digest.update(np.ascontiguousarray(reader.sequence_lengths).data)

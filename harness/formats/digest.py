@@ -27,6 +27,11 @@ def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: I
     return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids)))
 
 
+def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
+    """Digest of one sequence, of contiguous arrays: xxh3_64 of its loss_mask, seeded with that of its input_ids."""
+    return _xxh3(loss_mask, _xxh3(input_ids))
+
+
 def pack_digest(pack: Pack) -> int:
     """`content_digest` of a pack whose arrays may be strided views."""
     return content_digest(

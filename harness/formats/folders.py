@@ -13,7 +13,8 @@ from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo
 from harness.formats.digest import file_digest
 from harness.formats.files import natural_key
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, load_index
+from harness.formats.index import INDEX_FOLDER, index_names, load_index
+from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import MANIFEST_NAME, Manifest, StoredFile
 from harness.formats.reader import PackReader
 
@@ -77,6 +78,7 @@ class LocalFolder:
             pack_size=manifest.pack_size,
             manifest=manifest,
             load_index=partial(load_index, self._path, manifest),
+            kept_fingerprint=None if manifest.fingerprint else KeptFingerprint(self._path),
         )
 
 
@@ -95,7 +97,7 @@ def list_file_problems(folder: DatasetFolder, manifest: Manifest, format: Format
         listed.update(stored.path.split("/")[0] for stored in shard.files)
         for stored in shard.files:
             yield from _size_problems(folder, stored, f"file of shard {number:,}")
-    expected = {f"{INDEX_FOLDER}/{name}" for name in INDEX_NAMES}
+    expected = {f"{INDEX_FOLDER}/{name}" for name in index_names(manifest)}
     if {stored.path for stored in manifest.index} != expected:
         yield FormatError(
             f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",

@@ -34,7 +34,7 @@ class PackIndex:
     Attributes:
         pack_offsets: int64 [packs + 1]; pack p holds sequences pack_offsets[p] to pack_offsets[p + 1].
         sequence_lengths: int32 [sequences], stored tokens.
-        checksums: uint64 [packs], `content_digest` of each pack; None for files without a manifest.
+        checksums: uint64 [packs], `content_digest` of each pack; None for files without a manifest, and for plans.
     """
 
     pack_offsets: Int64Array
@@ -103,6 +103,11 @@ def lengths_from_starts(
     return lengths.astype(np.int32)
 
 
+def index_names(manifest: Manifest) -> tuple[str, ...]:
+    """Files of a dataset's index. A plan over other sequences has no checksums of packs: nobody has read them yet."""
+    return INDEX_NAMES if manifest.fingerprint else (PACK_OFFSETS, SEQUENCE_LENGTHS)
+
+
 def load_index(folder: Path, manifest: Manifest) -> PackIndex:
     """Map the index of a dataset folder, after a look at each of its bytes.
 
@@ -129,7 +134,9 @@ def load_index(folder: Path, manifest: Manifest) -> PackIndex:
             )
     offsets = map_npy(index / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(index / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
-    checksums = map_npy(index / PACK_CHECKSUMS, np.dtype(np.uint64), (manifest.num_packs,))
+    checksums = None
+    if PACK_CHECKSUMS in index_names(manifest):
+        checksums = map_npy(index / PACK_CHECKSUMS, np.dtype(np.uint64), (manifest.num_packs,))
     if offsets[0] != 0 or offsets[-1] != manifest.num_sequences:
         raise FormatError(
             f"the index runs from sequence {int(offsets[0]):,} to {int(offsets[-1]):,}, "
@@ -168,15 +175,16 @@ def write_index(
 
     (folder / INDEX_FOLDER).mkdir(exist_ok=True)
     index = folder / INDEX_FOLDER
-    _write_npy(index / PACK_OFFSETS, np.dtype("<i8"), num_packs + 1, offsets())
-    _write_npy(
+    write_npy(index / PACK_OFFSETS, np.dtype("<i8"), num_packs + 1, offsets())
+    write_npy(
         index / SEQUENCE_LENGTHS, np.dtype("<i4"), num_sequences, (part.sequence_lengths for part in load_parts())
     )
-    _write_npy(index / PACK_CHECKSUMS, np.dtype("<u8"), num_packs, (part.checksums for part in load_parts()))
+    write_npy(index / PACK_CHECKSUMS, np.dtype("<u8"), num_packs, (part.checksums for part in load_parts()))
     return dataset_fingerprint(part.checksums for part in load_parts())
 
 
-def _write_npy(path: Path, dtype: np.dtype[Any], count: int, pieces: Iterator[npt.NDArray[Any]]) -> None:
+def write_npy(path: Path, dtype: np.dtype[Any], count: int, pieces: Iterator[npt.NDArray[Any]]) -> None:
+    """Write arrays of `count` numbers in all as one `.npy` file, a block at a time."""
     file = NpyStream(path, dtype)
     try:
         for piece in pieces:

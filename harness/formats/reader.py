@@ -14,6 +14,7 @@ from harness.formats.base import Format, ShardInfo, ShardReader
 from harness.formats.digest import content_digest, dataset_fingerprint, pack_digest
 from harness.formats.handles import HandleCache
 from harness.formats.index import PackIndex
+from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest
 from harness.formats.uris import ObjectPath
 from harness.records import Int32Array, Int64Array, Pack
@@ -47,6 +48,7 @@ class PackReader:
         pack_size: int,
         manifest: Manifest | None,
         load_index: Callable[[], PackIndex] | None = None,
+        kept_fingerprint: KeptFingerprint | None = None,
     ) -> None:
         self.path = path
         self.format = format.name
@@ -59,7 +61,8 @@ class PackReader:
         self._shards = tuple(shards)
         self._starts = [0, *np.cumsum([shard.num_packs for shard in shards]).tolist()]
         self._num_packs = int(self._starts[-1])
-        self._fingerprint = manifest.fingerprint if manifest is not None else None
+        self._fingerprint = manifest.fingerprint or None if manifest is not None else None
+        self._kept_fingerprint = kept_fingerprint
         self._handles: HandleCache[ShardReader] = HandleCache(MAX_OPEN_FILES // format.files_per_shard)
 
     def __len__(self) -> int:
@@ -77,10 +80,17 @@ class PackReader:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the ordered content, equal across formats; without a manifest, all packs are read for it once."""
+        """Digest of the ordered content, equal across formats.
+
+        Where no manifest has it all packs are read for it once; that of a plan is then kept beside the plan.
+        """
+        if self._fingerprint is None and self._kept_fingerprint is not None:
+            self._fingerprint = self._kept_fingerprint.load()
         if self._fingerprint is None:
             digests = (np.array([pack_digest(pack)], np.uint64) for pack in self)
             self._fingerprint = dataset_fingerprint(digests)
+            if self._kept_fingerprint is not None:
+                self._kept_fingerprint.save(self._fingerprint)
         return self._fingerprint
 
     def __getitem__(self, index: int) -> Pack:

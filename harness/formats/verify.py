@@ -14,6 +14,7 @@ from harness.formats import PackReader, load_format, open_dataset
 from harness.formats.base import Format
 from harness.formats.digest import dataset_fingerprint, pack_digest
 from harness.formats.folders import DatasetFolder, LocalFolder, list_file_problems
+from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest, load_manifest
 from harness.formats.parts import Totals
 from harness.formats.uris import is_uri
@@ -151,8 +152,10 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         if found != said:
             yield Problem(f"the manifest has {name} {said:,}, the packs make {found:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
-    if fingerprint != manifest.fingerprint:
-        yield Problem(f"the manifest has the fingerprint {manifest.fingerprint}, the packs {fingerprint}", reader.path)
+    # That of a plan is not in its manifest.
+    known = manifest.fingerprint or KeptFingerprint(Path(reader.path)).load()
+    if known is not None and fingerprint != known:
+        yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
 
 
 def _problem_of(error: HarnessError) -> Problem:

@@ -24,6 +24,7 @@ PACKED_STORAGE = {
     "memmap": "memmap",
     "binidx": "binidx",
     "jsonl": "jsonl",
+    "virtual": "virtual",
     "legacy_npy_pickle": "npy",
 }
 
@@ -41,7 +42,8 @@ class PackingConfig:
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.
         over_long: `drop` or `truncate` a conversation of more than `pack_size` tokens.
-        packed_storage: `parquet`, `memmap`, `binidx`, `jsonl` or `legacy_npy_pickle`.
+        packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences once, packs as plans over them)
+            or `legacy_npy_pickle`.
         validation_fraction: share of conversations, chosen by their hash, that are kept for validation.
         num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizer's
             library; -1 takes one per core where the source is large enough to pay for starting them.

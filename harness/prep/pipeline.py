@@ -208,7 +208,7 @@ class _Preparation:
             counts=self._report.provenance_counts(),
         )
         with self._stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
-            manifest = write_packs(
+            split.fingerprint = write_packs(
                 self._path / name,
                 plan,
                 spool,
@@ -216,8 +216,9 @@ class _Preparation:
                 pack_size=config.pack_size,
                 provenance=provenance,
                 advance=stage.advance,
+                store=self._path / layout.SEQUENCES / name,
             )
-            split.packs, split.fingerprint = plan.num_packs, manifest.fingerprint
+            split.packs = plan.num_packs
             split.fill = split.tokens / (plan.num_packs * config.pack_size)
             stage.said = f"{plan.num_packs:,} packs of {config.pack_size:,} tokens, {split.fill:.2%} full"
 

@@ -13,10 +13,11 @@ from harness.formats.files import Marker, write_atomically
 
 TRAIN, VALIDATION, TOKENIZER, SOURCE, BAD_RECORDS = "train", "validation", "tokenizer", "source", "bad_records.jsonl"
 SPOOL = ".spool"
+SEQUENCES = "sequences"
 REPORT = "report.json"
 _MARKER = "_preparing"
 # The report goes first: with it a folder counts as done.
-_OWNED = (REPORT, TRAIN, VALIDATION, TOKENIZER, SOURCE, BAD_RECORDS, SPOOL)
+_OWNED = (REPORT, TRAIN, VALIDATION, TOKENIZER, SOURCE, BAD_RECORDS, SPOOL, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:

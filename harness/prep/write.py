@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from harness.formats import Manifest, Provenance, open_writer
+import numpy as np
+
+from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats.virtual import NAME as VIRTUAL
 from harness.prep.packing import PackPlan
 from harness.prep.spool import Spool
 
@@ -18,8 +23,9 @@ def write_packs(
     format: str,
     pack_size: int,
     provenance: Provenance,
-    advance: Callable[[int], None],
-) -> Manifest:
+    advance: Callable[[float], None],
+    store: Path,
+) -> str:
     """Stream the packs of a plan into a new dataset.
 
     Args:
@@ -30,13 +36,16 @@ def write_packs(
         pack_size: tokens that no pack exceeds.
         provenance: stored in the manifest.
         advance: called with a number of packs as they are written.
+        store: where the format `virtual` keeps the sequences.
 
     Returns:
-        the dataset's manifest.
+        the dataset's fingerprint.
 
     Raises:
         FormatError: the dataset cannot be written.
     """
+    if format == VIRTUAL:
+        return _write_virtual(path, plan, spool, pack_size, provenance, advance, store)
     with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
         for index in range(plan.num_packs):
             writer.append(spool.pack(plan.pack(index)))
@@ -44,4 +53,43 @@ def write_packs(
                 advance(64)
         advance(plan.num_packs % 64)
     assert writer.manifest is not None
-    return writer.manifest
+    return writer.manifest.fingerprint
+
+
+def _write_virtual(
+    path: Path,
+    plan: PackPlan,
+    spool: Spool,
+    pack_size: int,
+    provenance: Provenance,
+    advance: Callable[[float], None],
+    store: Path,
+) -> str:
+    """Store the sequences in their own order, one a pack, and beside them the plan."""
+    from harness.formats.virtual_plan import open_store, write_plan
+
+    store.parent.mkdir(exist_ok=True)
+    # The tokenizer is named from the dataset's folder.
+    tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
+    stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
+    # In packs, so that a bar that knows packs moves evenly.
+    share = plan.num_packs / len(spool)
+    with open_writer(store, format=VIRTUAL, pack_size=pack_size, provenance=stored) as writer:
+        for number in range(len(spool)):
+            writer.append(spool.pack(np.array([number])))
+            if number % 256 == 255:
+                advance(256 * share)
+    write_plan(
+        path,
+        open_store(store),
+        pack_offsets=plan.pack_offsets,
+        sequence_ids=plan.sequence_ids,
+        pack_size=pack_size,
+        packer=provenance.packer,
+        seed=provenance.seed or 0,
+    )
+    reader = open_dataset(path)
+    try:
+        return reader.fingerprint
+    finally:
+        reader.close()

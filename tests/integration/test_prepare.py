@@ -13,9 +13,11 @@ from rich.console import Console
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.formats import open_dataset
+from harness.formats.verify import verify
 from harness.prep.chat import parse_line
 from harness.prep.packing import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare
+from harness.prep.repack import repack
 from harness.prep.sources import SourceConfig
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
@@ -213,6 +215,27 @@ def test_parquet_and_jsonl_of_the_same_chats_give_the_same_dataset(tmp_path, pre
         pq.write_table(pa.table({"messages": rows}), tmp_path / "parts" / f"{part}.parquet")
     again, _ = run(settings(tmp_path / "d", str(tmp_path / "parts")))
     assert again.splits == report.splits
+
+
+def test_sequences_stored_once_make_the_same_packs(tmp_path, prepared, chats):
+    path, report, _ = prepared
+    again, _ = run(settings(tmp_path / "d", chats, packed_storage="virtual"))
+    assert again.splits == report.splits
+    assert list(open_dataset(tmp_path / "d" / "train")) == list(open_dataset(path / "train"))
+    # Planned anew, it is what a preparation for longer packs makes.
+    repack(str(tmp_path / "d" / "train"), str(tmp_path / "longer"), pack_size=256)
+    longer, _ = run(settings(tmp_path / "l", chats, pack_size=256, limit=300))
+    assert open_dataset(tmp_path / "longer").fingerprint != report.splits["train"].fingerprint
+    kept = set(sequences(tmp_path / "longer"))
+    assert kept <= set(sequences(tmp_path / "l" / "train"))
+    assert len(kept) == report.splits["train"].conversations <= longer.splits["train"].conversations
+    # The folder is moved as a whole.
+    (tmp_path / "d").rename(tmp_path / "moved")
+    assert verify(tmp_path / "moved" / "train") == []
+    reader = open_dataset(tmp_path / "moved" / "train")
+    assert (tmp_path / "moved" / "train" / reader.manifest.provenance.tokenizer / "tokenizer.json").exists()
+    stored = open_dataset(tmp_path / "moved" / "sequences" / "train").manifest.provenance.tokenizer
+    assert (tmp_path / "moved" / "sequences" / "train" / stored / "tokenizer.json").exists()
 
 
 def test_all_of_it_can_be_for_training(tmp_path, chats):
