@@ -112,4 +112,4 @@ def test_what_is_not_there_is_one_clear_error_with_code_2(harness, arguments, tm
 def test_an_unknown_format_names_those_that_are_there(harness, dataset, tmp_path):
     code, _, error = harness("convert", dataset, tmp_path / "out", "--to", "arrow")
     assert code == 2
-    assert "npy, memmap, binidx, jsonl, parquet" in error
+    assert "npy, memmap, binidx, jsonl, virtual, parquet" in error
