@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import Provenance, open_writer
-from harness.loader.datasets import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader.live.config import LiveConfig
+from harness.loader.live.folder import LiveFolder
 from harness.records import Pack
+from harness.schedule import ScheduleConfig
 from recipes.sft import SftConfig, check, main
 
 
@@ -73,3 +79,39 @@ def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data
         run(tmp_path, data())
     run(tmp_path, data(vocab_size=96))
     assert (tmp_path / "runs" / "sft-002" / "report.md").exists()
+
+
+def live_config(tmp_path, **data):
+    made = SftConfig(run_dir=str(tmp_path / "run"))
+    made.data.live = LiveConfig(path=str(tmp_path / "live"), pack_size=64, timeout_s=20, **data)
+    made.schedule = ScheduleConfig("as_packed", 64)
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.model.vocab_size = 300
+    made.trainer.device, made.trainer.steps, made.trainer.checkpoint_interval = "cpu", 100, 2
+    made.loader.global_batch_size = 4
+    return made
+
+
+def test_a_run_on_live_chunks_ends_with_them_and_marks_them_once_a_checkpoint_is_whole(tmp_path):
+    write_stream(tmp_path / "live", some_packs(18), [7, 7, 4])
+    assert main(live_config(tmp_path)) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["packs_consumed"] for line in lines] == [4, 8, 12, 16, 18]
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step-00000004",
+        "step-00000005",
+    ]
+    assert sorted(LiveFolder(tmp_path / "live").look().completed) == [0, 1, 2]
+    assert "live chunks in" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):
+    made = live_config(tmp_path)
+    made.schedule.name = "dp_balanced"
+    with pytest.raises(ConfigError, match="plans with lengths that are not known yet"):
+        main(made)
+    with pytest.raises(ConfigError, match="live chunks are not blended"):
+        DataConfig(live=LiveConfig(path="somewhere"), blend=[BlendSource("a", 1.0)])
+    write_stream(tmp_path / "live", some_chats(3), [3])
+    with pytest.raises(ConfigError, match="the chunk holds conversations, and no tokenizer is named"):
+        main(live_config(tmp_path))

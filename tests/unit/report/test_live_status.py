@@ -1,0 +1,146 @@
+"""`harness live status` tells who writes, what waits, how fast, and who reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from live_streams import some_packs, write_stream
+
+from harness.cli import main
+from harness.formats.files import Marker
+from harness.loader.live.folder import LiveFolder
+from harness.loader.live.producer import LiveProducer
+from harness.report.live_status import live_status
+
+
+@pytest.fixture
+def harness(monkeypatch, capsys):
+    """harness(*arguments) -> (exit code, stdout, stderr)"""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["harness", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+def train_somewhere(folder: Path, **told: object) -> None:
+    """What a run leaves in a folder."""
+    mark = Marker(folder / "_consumer")
+    mark.acquire()
+    mark.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **told}).encode())
+    mark.release(remove=False)
+
+
+def test_an_empty_folder_has_nobody_and_a_missing_one_is_an_error(tmp_path, harness):
+    status = live_status(tmp_path)
+    assert (status.producer, status.consumer, status.chunks, status.rows, status.ended) == (
+        "none",
+        "none",
+        0,
+        None,
+        False,
+    )
+    code, _, err = harness("live", "status", tmp_path / "elsewhere")
+    assert code == 2
+    assert "there is no such folder" in err
+
+
+def test_a_producer_at_work_its_backlog_and_its_rate(tmp_path):
+    with LiveProducer(tmp_path, kind="packs", rows_per_chunk=2) as producer:
+        for pack in some_packs(6):
+            producer.add(pack)
+            time.sleep(0.01)
+        LiveFolder(tmp_path).complete([0])
+        status = live_status(tmp_path)
+    assert (status.producer, status.chunks, status.rows, status.waiting, status.completed) == ("alive", 3, 6, 2, 1)
+    assert status.tokens == sum(map(len, some_packs(6)))
+    assert status.rows_per_s is not None
+    assert 4 / 1.0 < status.rows_per_s < 4 / 0.04
+    write_stream(tmp_path, some_packs(1), [1])
+    assert live_status(tmp_path).producer == "ended"
+
+
+def test_a_producer_that_died_is_gone_with_the_time_it_was_last_seen(tmp_path, harness):
+    LiveProducer(tmp_path).close()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    told = json.loads((tmp_path / "_producer").read_text())
+    (tmp_path / "_producer").write_text(json.dumps({**told, "pid": ended.pid}))
+    os.utime(tmp_path / "_producer", (time.time() - 300,) * 2)
+    _, out, _ = harness("live", "status", tmp_path)
+    assert f"gone ({socket.gethostname()}, process {ended.pid}), last seen 5 min ago" in out
+    (tmp_path / "_producer").write_text(json.dumps({**told, "host": "another"}))
+    os.utime(tmp_path / "_producer", (time.time() - 300,) * 2)
+    assert live_status(tmp_path).producer == "silent"
+
+
+def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
+    write_stream(tmp_path, some_packs(6), [3, 3], end=False)
+    ranks = [
+        {"rank": 0, "chunk": 0, "row": 2, "waits_for": None, "waits_s": None},
+        {"rank": 1, "chunk": None, "row": None, "waits_for": 3, "waits_s": 12.3},
+    ]
+    train_somewhere(
+        tmp_path,
+        steps=7,
+        rows=5,
+        read_below=0,
+        read=[1],
+        waiting_for=[3],
+        packs_per_s=2.5,
+        tokens_per_s=80.0,
+        ranks=ranks,
+    )
+    _, out, _ = harness("live", "status", tmp_path)
+    assert "1 chunks wait to be read" in out
+    assert "5 rows read in 7 steps, 2.5 packs/s, 80 tokens/s" in out
+    assert "chunk 3 since 12 s" in out
+    code, out, _ = harness("live", "status", tmp_path, "--json")
+    assert code == 0
+    assert json.loads(out)["consumer_told"]["ranks"] == ranks
+
+
+def test_watching_refreshes_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        write_stream(tmp_path, some_packs(1), [1], end=False)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["harness", "live", "status", str(tmp_path), "--watch", "--every-s", "0.5"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert looks == [0.5, 0.5, 0.5]
+    printed = capsys.readouterr()
+    assert "2 chunks" in printed.out
+    assert "Traceback" not in printed.err
+
+
+def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness):
+    source = tmp_path / "in.jsonl"
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    source.write_text(f"{json.dumps(line)}\n" * 5)
+    code, out, _ = harness("live", "produce", tmp_path / "live", source, "--rows", 2, "--leave-open")
+    assert code == 0
+    assert out.splitlines()[-1] == f"{tmp_path / 'live'}: 5 rows in 3 chunks"
+    code, out, _ = harness("live", "end", tmp_path / "live")
+    assert out == f"{tmp_path / 'live'}: ends after 3 chunks\n"
+    assert live_status(tmp_path / "live").ended
+    code, _, err = harness("live", "produce", tmp_path / "live", source, "--kind", "images")
+    assert code == 2
+    assert "choose one of: chat, packs" in err
