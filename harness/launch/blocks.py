@@ -67,7 +67,9 @@ FORWARDING = """\
 step=''
 stop() {
   echo "$1 at $(date +%T)${step:+: the ranks checkpoint and stop}"
-  if [[ $step ]]; then kill -USR2 "$step" 2>/dev/null; else run_again; fi
+  [[ $step ]] || run_again
+  # More than once: a rank that still imports does not see it yet.
+  while kill -USR2 "$step" 2>/dev/null; do sleep 5; done &
 }
 # Refused where Slurm is requeueing the job already. Either way Slurm ends this script.
 run_again() {

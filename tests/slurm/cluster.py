@@ -109,14 +109,21 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """What a power failure does: slurmd and every process of the node's steps are gone at once."""
         self.end_daemon(f"slurmd-{node}", signal.SIGKILL)
-        inside = Path(f"/proc/{self._holders[node].pid}/ns/net").stat().st_ino
+        for pid in self.processes(node):
+            os.kill(pid, signal.SIGKILL)
+
+    def processes(self, node: str) -> list[int]:
+        """Ids of all that runs on a node, but what keeps its namespaces."""
+        holder = self._holders[node].pid
+        inside = Path(f"/proc/{holder}/ns/net").stat().st_ino
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                is_there = (process / "ns/net").stat().st_ino == inside
-            except OSError:
+                if (process / "ns/net").stat().st_ino == inside:
+                    found.append(int(process.name))
+            except OSError:  # just ended
                 continue
-            if is_there and int(process.name) != self._holders[node].pid:
-                os.kill(int(process.name), signal.SIGKILL)
+        return [pid for pid in found if pid != holder]
 
     def wait_idle(self) -> None:
         def all_idle() -> bool:

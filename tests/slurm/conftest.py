@@ -1,0 +1,125 @@
+"""Jobs on a real cluster of two nodes, submitted as a user does."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.parity import make_dataset
+
+from ..distributed.conftest import ROOT, read_metrics
+from ..nightly.conftest import TINY
+from .cluster import Cluster, missing
+
+HARNESS = (sys.executable, "-m", "harness.cli")
+SETTINGS = (
+    *TINY,
+    "loader.global_batch_size=8",
+    "loader.block_packs=4",
+    "loader.num_workers=0",
+    "schedule.max_tokens_per_rank=256",
+    "trainer.device=cpu",
+    "trainer.eval_interval=0",
+    "trainer.eval_batches=1",
+    "optimizer.decay_steps=40",
+)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    lacking = missing()
+    if lacking:
+        pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
+    cluster = Cluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("slurm") / "data")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job in the queue, or out of it."""
+
+    cluster: Cluster
+    job_id: str
+    run_dir: Path
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.cluster.on("login", "scontrol", "show", "job", self.job_id)))
+
+    @property
+    def log(self) -> str:
+        """Of the batch script, then of the ranks."""
+        paths = sorted((self.run_dir / "logs").glob("*.out"), key=lambda path: ("-rank" in path.name, path.name))
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.run_dir)
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics]
+
+    def wait_for(self, happens: Callable[[], bool], what: str, *, timeout_s: float = 120) -> None:
+        """Until it happens, or the job has ended, which is a failure."""
+        ends = time.monotonic() + timeout_s
+        while not happens():
+            state = self.facts.get("JobState", "")
+            assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", ""), f"{state} before {what}:\n{self.log}"
+            assert time.monotonic() < ends, f"no {what} in {timeout_s:g} s, {state}:\n{self.log}"
+            time.sleep(0.3)
+
+    def wait(self, *, timeout_s: float = 240) -> str:
+        """Until it has ended; gives its state."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            state = self.facts.get("JobState", "")
+            if state and state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"):
+                return state
+            assert time.monotonic() < ends, f"still {state} after {timeout_s:g} s:\n{self.log}"
+            time.sleep(0.3)
+
+    def signal(self, name: str) -> None:
+        """To its batch script alone, as Slurm does before a time limit."""
+        self.cluster.on("login", "scancel", "--batch", f"--signal={name}", self.job_id, check=True)
+
+
+@pytest.fixture
+def submit(slurm: Cluster, data: Path, tmp_path: Path) -> Iterator[Callable[..., SlurmJob]]:
+    """submit(*overrides, nodes=2, run_dir=None): `harness submit sft` with small settings, below `tmp_path`."""
+    slurm.wait_idle()
+    jobs: list[SlurmJob] = []
+
+    def start(*overrides: str, nodes: int = 2, run_dir: Path | None = None) -> SlurmJob:
+        told = slurm.on(
+            "login",
+            *(*HARNESS, "submit", "sft", f"--nodes={nodes}", *([f"--run-dir={run_dir}"] if run_dir else [])),
+            *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=25", *overrides),
+            check=True,
+            cwd=ROOT,
+        )
+        found = re.search(r"job (\d+), script (\S+)/job.sbatch", told)
+        assert found, told
+        jobs.append(SlurmJob(slurm, found[1], Path(found[2])))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        slurm.on("login", "scancel", job.job_id)

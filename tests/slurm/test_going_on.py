@@ -1,0 +1,136 @@
+"""Jobs that are told to stop, lose a node, or fail: they go on by themselves, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..distributed.conftest import launcher, read_metrics, run_command
+from .conftest import SETTINGS, SlurmJob
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+# Long enough to be disturbed in the middle, on any machine.
+LONG = ("trainer.steps=150", "trainer.checkpoint_interval=20", "cluster.ranks_per_node=1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory) -> list[float]:
+    """The losses of two ranks on this machine."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, output = run_command(
+        [*launcher(2), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *LONG[:2]]
+    )
+    assert code == 0, output
+    return [line["loss"] for line in read_metrics(folder)]
+
+
+def attempts(job: SlurmJob) -> list[dict]:
+    return [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(job: SlurmJob, step: int) -> None:
+    job.wait_for(lambda: len(job.metrics) >= step, f"step {step}")
+
+
+@pytest.mark.parametrize("kind", ["srun", "torchrun"])
+def test_a_job_told_to_stop_checkpoints_requeues_and_goes_on(submit, undisturbed, kind):
+    job = submit(*LONG, f"cluster.launcher={kind}")
+    wait_for_step(job, 25)
+    job.signal("USR2")
+    assert job.wait() == "COMPLETED", job.log
+    assert job.facts["Restarts"] == "1"
+    assert job.losses == undisturbed
+    (stopped,) = attempts(job)
+    assert (stopped["reason"], stopped["step"] > 24) == ("signal", True)
+    # It checkpointed where it stood, off the interval: not a step is made twice.
+    assert f"asked to stop after step {stopped['step']}" in job.log
+    assert "attempt 2 on node[1-2]" in job.log
+
+
+def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit, slurm, undisturbed):
+    job = submit(*LONG)
+    wait_for_step(job, 25)
+    urgent = SlurmJob(
+        slurm,
+        slurm.on(
+            "login",
+            *("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"),
+            "--wrap=sleep 2",
+            check=True,
+        ).strip(),
+        job.run_dir,
+    )
+    assert job.wait() == "COMPLETED", job.log
+    assert urgent.facts["JobState"] == "COMPLETED"
+    assert urgent.facts["EndTime"] <= job.facts["StartTime"]
+    assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
+    assert [one["reason"] for one in attempts(job)] == ["signal"]
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed):
+    job = submit(*LONG)
+    wait_for_step(job, 45)
+    slurm.kill_node("node2")
+    job.wait_for(lambda: job.facts["JobState"] == "PENDING" and job.facts["Restarts"] != "0", "requeue")
+    slurm.start_slurmd("node2")
+    assert job.wait() == "COMPLETED", job.log
+    assert int(job.facts["Restarts"]) >= 1
+    assert job.losses == undisturbed
+
+
+def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(submit, slurm, undisturbed):
+    job = submit(*LONG)
+    wait_for_step(job, 45)
+    (rank_1,) = [
+        pid
+        for pid in slurm.processes("node2")
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
+    ]
+    os.kill(rank_1, signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.log
+    assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
+    assert "srun: error: node2: task 1: Killed" in job.log
+    (failed,) = attempts(job)
+    assert f"failed after step {failed['step']}" in job.log
+
+
+def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
+    job = submit(*LONG[:2], "cluster.ranks_per_node=2")
+    wait_for_step(job, 25)
+    job.signal("USR2")
+    job.wait_for(lambda: (job.run_dir / "attempts.jsonl").exists(), "stop")
+    job.cluster.on("login", "scancel", job.job_id, check=True)
+    job.wait()
+    (stopped,) = attempts(job)
+    job = submit(*LONG, nodes=1, run_dir=job.run_dir)
+    assert job.wait() == "COMPLETED", job.log
+    assert [line["step"] for line in job.metrics] == list(range(1, 151))
+    assert 25 <= stopped["step"] < 150
+    # Sums over four ranks, and over one, are rounded in another order than over two.
+    assert job.losses == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_job_that_fails_in_the_same_way_stops_requeueing(submit, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase $2 in recipes.*) exit 9 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = submit(
+        *("trainer.steps=2", "cluster.ranks_per_node=1", "cluster.preflight.enabled=false"),
+        *(f"cluster.python={python}", "cluster.max_same_failures=2"),
+    )
+    assert job.wait() == "FAILED", job.log
+    assert job.facts["Restarts"] == "1"
+    assert job.facts["ExitCode"] == "9:0"
+    assert "that was 2 times in the same way at the same step" in job.log
+
+
+def test_a_run_that_refuses_its_settings_is_not_started_again(submit):
+    job = submit("trainer.steps=2", "cluster.ranks_per_node=1", "parallel.tensor_parallel_size=3")
+    assert job.wait() == "FAILED", job.log
+    assert job.facts["Restarts"] == "0"
+    assert "ConfigError" in job.log

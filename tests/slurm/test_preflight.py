@@ -1,0 +1,135 @@
+"""What is wrong with a node is told by name within a minute, and the job ends before its first step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from harness.formats import open_dataset, open_writer
+
+from .cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+ONE_RANK = "cluster.ranks_per_node=1"
+
+
+@pytest.fixture
+def refused(submit) -> Callable[..., str]:
+    """refused(*overrides): the log of a job that did not start; it took less than a minute."""
+
+    def run(*overrides: str) -> str:
+        began = time.monotonic()
+        job = submit("trainer.steps=2", ONE_RANK, *overrides)
+        assert job.wait(timeout_s=90) == "FAILED", job.log
+        assert time.monotonic() - began < 60
+        assert f"preflight: job {job.job_id} does not start" in job.log
+        assert job.metrics == []
+        assert job.facts["Restarts"] == "0"
+        return job.log
+
+    return run
+
+
+@contextmanager
+def mounted(slurm: Cluster, node: str, source: str | Path, target: str | Path, *options: str) -> Iterator[None]:
+    """`source` in the place of `target`, on one node alone."""
+    slurm.on(node, "mount", *(options or ["--bind"]), source, target, check=True)
+    try:
+        yield
+    finally:
+        slurm.on(node, "umount", "--lazy", target, check=True)
+
+
+def test_an_address_that_is_every_nodes_own_is_refused(refused):
+    log = refused("cluster.master_addr=127.0.0.1")
+    assert "preflight: node2: first node: MASTER_ADDR 127.0.0.1 is every node's own loopback" in log
+    assert "fix:   cluster.master_addr=" in log
+
+
+def test_an_address_that_is_another_nodes_is_refused(refused):
+    log = refused("cluster.master_addr=login", "cluster.preflight.timeout_s=8")
+    assert "preflight: node2: first node: the first node does not answer at MASTER_ADDR login (10.79.0.1)" in log
+
+
+def test_an_unknown_address_is_refused(refused):
+    assert "MASTER_ADDR 'node1-ib0' is no known name" in refused("cluster.master_addr=%N-ib0")
+
+
+def test_a_node_without_the_dataset_is_named(refused, slurm, data, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with mounted(slurm, "node2", tmp_path / "empty", data):
+        log = refused()
+    assert f"preflight: node2: dataset {data}: " in log
+    assert "preflight: node1" not in log
+
+
+def test_a_node_with_another_dataset_is_named(refused, slurm, data, tmp_path):
+    reader = open_dataset(data / "train")
+    with open_writer(
+        tmp_path / "other" / "train", format="parquet", pack_size=256, provenance=reader.manifest.provenance
+    ) as writer:
+        for number in range(len(reader) - 1):
+            writer.append(reader[number])
+    with mounted(slurm, "node2", tmp_path / "other", data):
+        log = refused()
+    assert f"preflight: node2: dataset {data}: fingerprint is " in log
+    assert f"on node1 it is {reader.fingerprint}" in log
+
+
+def test_a_node_with_another_version_is_named(refused, slurm, tmp_path):
+    found = importlib.metadata.distribution("megatron-core")
+    stored = Path(str(found.locate_file(f"megatron_core-{found.version}.dist-info/METADATA")))
+    other = tmp_path / "METADATA"
+    other.write_text(stored.read_text().replace(f"\nVersion: {found.version}", "\nVersion: 0.15.0", 1))
+    with mounted(slurm, "node2", other, stored):
+        log = refused()
+    assert f"preflight: node2: versions: megatron-core is 0.15.0, on node1 it is {found.version}" in log
+    assert "install the same environment on every node" in log
+
+
+def test_a_folder_that_is_not_shared_is_told(refused, slurm, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "own").mkdir()
+    with mounted(slurm, "node2", tmp_path / "own", tmp_path / "runs"):
+        log = refused()
+    assert "preflight: node2: run folder: the run's folder is not shared" in log
+
+
+def test_a_node_with_too_little_shared_memory_is_named(refused, slurm):
+    with mounted(slurm, "node2", "tmpfs", "/dev/shm", "-t", "tmpfs", "-o", "size=64m,mode=1777"):
+        log = refused()
+    assert "preflight: node2: shm: /dev/shm has 64 MiB, loader workers need 1,024" in log
+
+
+def test_a_port_that_was_taken_after_it_was_chosen_is_told(refused, slurm):
+    """A listener on the node's own address alone is not seen by the script, which asks at the loopback."""
+    port = 20000 + (1 + int(slurm.on("login", "sbatch", "--parsable", "--wrap=true", check=True))) % 12000
+    listen = f"import socket, time; s = socket.create_server(('10.79.0.11', {port})); time.sleep(100)"
+    holder = subprocess.Popen(slurm.command("node1", "python3", "-c", listen))
+    try:
+        log = refused("cluster.preflight.timeout_s=8")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert f"preflight: node1: first node: rank 0 cannot listen on port {port}" in log
+
+
+def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path):
+    """Its Python hangs, as one does whose file system is gone."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 300\n")
+    python.chmod(0o755)
+    real = tmp_path / "real" / "python"
+    real.parent.mkdir()
+    real.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    real.chmod(0o755)
+    with mounted(slurm, "node2", python, real):
+        log = refused(f"cluster.python={real}", "cluster.preflight.timeout_s=10")
+    assert "preflight: node2: the node has said nothing" in log
