@@ -122,9 +122,12 @@ def next_run_dir(runs: Path, name: str) -> Path:
 
 
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Every dataset that a run with these settings opens, as they are named: the nodes look where the ranks will."""
+    """Every dataset that a run with these settings opens, as they are named: the nodes look where the ranks will.
+
+    Live chunks are none: they may be made later.
+    """
     data = settings["data"]
-    paths = [source["path"] for source in data["blend"]] or [data["path"]]
+    paths = [source["path"] for source in data["blend"]] or ([] if data["live"]["path"] else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)
 

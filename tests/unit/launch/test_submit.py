@@ -63,10 +63,12 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path):
 
 
 def test_every_dataset_of_a_run_is_checked():
-    one = {"path": "data/a", "blend": [], "validation_path": "s3://b/v"}
+    one = {"path": "data/a", "blend": [], "validation_path": "s3://b/v", "live": {"path": ""}}
     assert dataset_paths({"data": one}) == ("data/a", "s3://b/v")
-    blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None}
+    blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None, "live": {"path": ""}}
     assert dataset_paths({"data": blended}) == ("a", "b")
+    live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "made/later"}}
+    assert dataset_paths({"data": live}) == ()
 
 
 @pytest.mark.parametrize(
