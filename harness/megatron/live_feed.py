@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -188,7 +189,8 @@ class LiveFeed:
                 for offer in offers
             ],
         }
-        self._mark.write(json.dumps(told).encode())
+        with suppress(OSError):  # a full disk is the producer's to tell of
+            self._mark.write(json.dumps(told).encode())
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, int]:

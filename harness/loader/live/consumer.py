@@ -195,7 +195,7 @@ class LiveLoader:
         self._state = replace(
             self._state,
             packs_consumed=self._state.packs_consumed + len(order),
-            fingerprint=self._state.fingerprint or next((offer.stream for offer in offers if offer.stream), ""),
+            fingerprint=next((offer.stream for offer in offers if offer.stream), self._state.fingerprint),
             live=after.to_json(),
         )
         return StepBatch(

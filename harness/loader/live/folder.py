@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.errors import FormatError
+from harness.errors import ConfigError, FormatError
 from harness.formats.files import sync_folder, write_atomically
+from harness.formats.uris import is_uri
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -103,9 +104,15 @@ def chunk_name(index: int, suffix: str = JSONL) -> str:
 
 
 class LiveFolder:
-    """Looks into a folder, which need not be there yet."""
+    """Looks into a folder, which need not be there yet; raises ConfigError for one that is on no file system."""
 
     def __init__(self, path: str | Path) -> None:
+        if is_uri(str(path)):
+            raise ConfigError(
+                "live chunks are written to a file system that all ranks share, not to object storage",
+                where=str(path),
+                fix="name a folder",
+            )
         self.path = Path(path)
 
     def look(self) -> Contents:
