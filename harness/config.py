@@ -11,15 +11,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
+from harness.launch.ranks import become_rank_of_slurm
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")
@@ -86,7 +89,8 @@ def to_yaml(config: Any) -> str:
 def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:
     """Make `main(config)` the entry point of `python -m recipes.<name> [overrides]`.
 
-    `--cfg` prints the composed configuration and `--help` how to change it. A HarnessError ends the process with
+    `--cfg` prints the composed configuration and `--help` how to change it; `--multirun` hands over to Hydra's sweepers
+    and launchers. A HarnessError ends the process with
     exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the traceback.
     """
 
@@ -103,6 +107,9 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
                 return
             show = "--cfg" in arguments
             with exit_on_error():
+                if {"-m", "--multirun"} & set(arguments):
+                    _sweep(name, schema, main)
+                    return
                 config = compose_config(name, schema, [a for a in arguments if a != "--cfg"])
                 if show:
                     print(to_yaml(config), end="")
@@ -114,6 +121,28 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
         return entry
 
     return decorate
+
+
+def _sweep(name: str, schema: type[T], main: Callable[[T], int | None]) -> None:
+    """Run `main` for every combination of settings, in a job each where `hydra/launcher=submitit_slurm` says so.
+
+    A run's folder, where its settings have one, is `run` in the output folder that Hydra gives the job.
+    """
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+    def run_one(composed: DictConfig) -> None:
+        with exit_on_error():
+            become_rank_of_slurm()
+            config = cast(Any, OmegaConf.to_object(composed))
+            if getattr(config, "run_dir", "") is None:
+                config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")
+            code = main(config)
+            if code:
+                sys.exit(code)
+
+    # Hydra names a job after the file of its function, which is this one.
+    sys.argv.append(f"hydra.job.name={name}")
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
 def _groups() -> list[str]:
