@@ -1,0 +1,85 @@
+"""The nightly script: an array of jobs, and one that waits for it, joins the reports and judges the night."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import parity_reports
+import pytest
+
+from harness.report.parity.result import REPORT_FILE, write_report
+
+from ..distributed.conftest import ROOT, environment
+from .conftest import SlurmJob
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+TESTS = (
+    "tests/nightly/test_matrix.py::test_every_schedule_trains_the_same_on_one_rank_and_on_two",
+    "tests/nightly/test_resume_and_baseline.py::test_tonights_run_is_that_of_the_baseline",
+)
+
+
+def test_a_night_is_an_array_and_a_report_that_depends_on_it(slurm, tmp_path):
+    slurm.wait_idle()
+    told = slurm.on(
+        "login",
+        *("env", f"PYTHON={sys.executable}", f"NIGHTLY_DIR={tmp_path}", "NIGHTLY_PARTS=2"),
+        *(f"NIGHTLY_TESTS={' '.join(TESTS)}", "NIGHTLY_SBATCH=--partition=batch --cpus-per-task=2"),
+        *("sbatch", "--parsable", f"--output={tmp_path}/start.out", "slurm/nightly.sbatch"),
+        check=True,
+        cwd=ROOT,
+    )
+    start = SlurmJob(slurm, told.strip(), tmp_path)
+    said = tmp_path / "start.out"
+    assert start.wait() == "COMPLETED", said.read_text()
+    found = re.search(r"2 tests in 2 parts \(job (\d+)\), report (\S+)/report.out \(job (\d+)\)", said.read_text())
+    assert found, said.read_text()
+    night = Path(found[2])
+    report = SlurmJob(slurm, found[3], night)
+    assert report.facts["Dependency"].startswith(f"afterany:{found[1]}")
+    assert report.wait(timeout_s=400) == "COMPLETED", (night / "report.out").read_text()
+    assert "is well" in (night / "report.out").read_text()
+    joined = json.loads((night / "summary" / REPORT_FILE).read_text())
+    # Six cells of the schedules, and two of the baseline; each job was on a node of its own choice.
+    assert [cell["status"] for cell in joined["cells"]] == ["same"] * 8
+    assert (night / "summary" / "report.html").exists()
+    assert {path.name for path in night.glob("part-*.xml")} == {"part-0.xml", "part-1.xml"}
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "code", "said"),
+    [
+        (["0", "0"], "same", 0, "is well"),
+        (["0", "1"], "same", 1, "part 1: 1, see"),
+        (["0", None], "same", 1, "part 1: no result: it was cut off"),
+        (["0", "0"], "different", 1, "differs or failed"),
+    ],
+)
+def test_the_report_fails_where_a_part_failed_was_cut_off_or_differs(tmp_path, codes, status, code, said):
+    for number, one in enumerate(codes):
+        if one is not None:
+            (tmp_path / f"part-{number}.code").write_text(one)
+    made = parity_reports.all_same()
+    cells = [made.cells[0], replace(made.cells[1], status=status)]
+    (tmp_path / "part-0").mkdir()
+    write_report(replace(made, cells=cells), tmp_path / "part-0" / REPORT_FILE)
+    variables = {
+        "NIGHTLY_ROLE": "report",
+        "NIGHTLY_FOLDER": str(tmp_path),
+        "NIGHTLY_PARTS": "2",
+        "PYTHON": sys.executable,
+    }
+    done = subprocess.run(
+        ["bash", "slurm/nightly.sbatch"],
+        cwd=ROOT,
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
