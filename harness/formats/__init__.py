@@ -1,4 +1,4 @@
-"""Five formats, one dataset: `open_dataset` and `open_writer`, whatever the layout on disk."""
+"""Six formats, one dataset: `open_dataset` and `open_writer`, whatever the layout on disk."""
 
 from __future__ import annotations
 

@@ -112,6 +112,12 @@ class RemoteFolder:
         return {name.partition("/")[0] for name in self._sizes}
 
     def open_unchecked(self, manifest: Manifest, format: Format) -> PackReader:
+        if not manifest.fingerprint:
+            raise FormatError(
+                "a plan over a sequence store is read from disks only",
+                where=str(self._place),
+                fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST --to parquet",
+            )
         shards = [
             ShardInfo(self._place / shard.path, num_packs=shard.num_packs, pack_size=manifest.pack_size)
             for shard in manifest.shards

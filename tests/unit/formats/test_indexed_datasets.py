@@ -16,6 +16,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
+from harness.formats.files import AtomicFile
 from harness.formats.indexed_merge import count_sequences, merge_indexed, save_counts
 from harness.formats.indexed_verify import verify_indexed
 from harness.formats.indexed_writer import IndexedWriter
@@ -101,6 +102,21 @@ def test_a_pair_that_is_there_is_kept_unless_it_is_to_be_overwritten(tmp_path: P
     assert files(tmp_path / "x") == before
     assert files(write(tmp_path / "x", dtype=INT32, overwrite=True)) != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_new_tokens_never_lie_beside_an_old_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x")
+    finish = AtomicFile.finish
+
+    def fail_for_the_index(file: AtomicFile) -> None:
+        if file.path.suffix == ".idx":
+            raise OSError(28, "No space left on device", str(file.path))
+        finish(file)
+
+    monkeypatch.setattr(AtomicFile, "finish", fail_for_the_index)
+    with pytest.raises(FormatError, match="writing failed: No space left on device"):
+        write(tmp_path / "x", dtype=INT32, overwrite=True)
+    assert [one.what for one in verify_indexed(tmp_path / "x")] == ["x.idx is missing"]
 
 
 def test_a_second_writer_of_the_same_pair_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from harness.cli import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.convert import convert
+from harness.formats.remote import RemoteFolder
+from harness.formats.uris import ObjectPath
 from harness.formats.verify import diff, verify
+from harness.formats.virtual import FORMAT
 from harness.formats.virtual_plan import open_store, write_plan
 from harness.prep.packing import plan_packs
 from harness.prep.repack import repack
@@ -201,6 +204,17 @@ def test_a_changed_token_is_named_with_its_sequence(tmp_path: Path, store: Path)
     assert [problem.what for problem in problems] == ["sequence 2 does not match its checksum"]
 
 
+def test_equally_long_sequences_that_change_places_in_a_plan_are_found(tmp_path: Path, store: Path) -> None:
+    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    file = tmp_path / "plan" / "shard_000000" / "sequence_ids.npy"
+    ids = np.load(file)
+    one, other = np.flatnonzero((ids == 1) | (ids == 4))
+    ids[[one, other]] = ids[[other, one]]
+    np.save(file, ids)
+    with pytest.raises(FormatError, match="the plan's sequences have the hash"):
+        open_dataset(tmp_path / "plan")[0]
+
+
 def test_a_plan_must_hold_each_sequence_once(tmp_path: Path, store: Path) -> None:
     found = open_store(store)
     for ids in ([0, 1, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 5]):
@@ -230,6 +244,14 @@ def test_what_cannot_be_planned_leaves_nothing(tmp_path: Path, store: Path) -> N
         repack(str(store), str(tmp_path / "plan"), pack_size=16)
     repack(str(store), str(tmp_path / "plan"), pack_size=16, overwrite=True)
     assert open_dataset(tmp_path / "plan").pack_size == 16
+
+
+def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path) -> None:
+    manifest = repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    folder = RemoteFolder(ObjectPath.parse("s3://bucket/plan"), {})
+    with pytest.raises(FormatError, match="a plan over a sequence store is read from disks only") as caught:
+        folder.open_unchecked(manifest, FORMAT)
+    assert "harness convert" in caught.value.fix
 
 
 def test_a_child_process_reads_with_files_of_its_own(tmp_path: Path, store: Path) -> None:
