@@ -96,6 +96,17 @@ def _tokens(given: Mapping[str, Any], *, quick: bool, folder: Path | None) -> Be
     return bench
 
 
+def _repack(given: Mapping[str, Any], *, quick: bool, folder: Path | None, keep: bool) -> Bench:
+    def bench(say: Say) -> Outcome:
+        from harness.report.bench.repacking import QUICK, RepackSettings, bench_repacking
+        from harness.report.bench.workspace import Workspace
+
+        with Workspace(folder, keep=keep) as workspace:
+            return bench_repacking(_with(QUICK if quick else RepackSettings(), given), workspace, say), None
+
+    return bench
+
+
 @bench_app.command(name="all")
 def bench_all(
     page: Annotated[Path, typer.Option("--page", metavar="FILE", help="the page to write")] = Path("BENCHMARKS.md"),
@@ -185,6 +196,23 @@ def bench_tokens_command(
     """Token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
     given = {"tokens": tokens, "medians": tuple(median) if median else None, "rounds": rounds}
     Output(as_json, save, check).show([_tokens(given, quick=quick, folder=folder)])
+
+
+@bench_app.command(name="repack")
+def bench_repack_command(
+    packs: Packs = None,
+    pack_size: Annotated[list[int] | None, typer.Option(min=2, help="to plan for; may be given again")] = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    check: Check = False,
+    folder: Folder = None,
+    keep: Keep = False,
+) -> None:
+    """Planning packs again over 13 million stored sequences, and reading through a plan."""
+    given = {"packs": packs, "pack_sizes": tuple(pack_size) if pack_size else None, "rounds": rounds}
+    Output(as_json, save, check).show([_repack(given, quick=quick, folder=folder, keep=keep)])
 
 
 @bench_app.command(name="loader")

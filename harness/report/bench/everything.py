@@ -66,6 +66,12 @@ SECTIONS = (
     ),
     Section("Packing", ("pack",), "Against a plain best-fit decreasing and trl's `pack_dataset`.", ("trl", "datasets")),
     Section(
+        "Planning again",
+        ("repack",),
+        "A plan over stored sequences, written in whole; and packs read through one, against the same packs in rows.",
+        has_data=True,
+    ),
+    Section(
         "Token shards",
         ("tokens",),
         "Parquet to Megatron's `.bin` and `.idx`, against Megatron-Core's `IndexedDatasetBuilder`.",

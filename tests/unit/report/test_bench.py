@@ -24,6 +24,7 @@ from harness.report.bench.loading import LoaderSettings, bench_loader
 from harness.report.bench.output import Output
 from harness.report.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
 from harness.report.bench.probe import measure_apart
+from harness.report.bench.repacking import RepackSettings, bench_repacking
 from harness.report.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
 from harness.report.bench.timing import measure_rates, take_turns
 from harness.report.bench.tokens import TokensSettings, bench_tokens
@@ -226,6 +227,19 @@ def test_token_shards_are_measured_against_megatrons_builder(tmp_path):
     ratio = report.figure("median 60: to tensors of rows")
     assert ratio.at_least == 20
     assert ratio.of == ("median 60: ours, from Parquet", "median 60: Megatron's builder, a tensor a row of Parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_planning_again_is_measured_over_links_to_one_shard(tmp_path):
+    settings = RepackSettings(packs=400, shard_packs=40, pack_size=64, pack_sizes=(64, 128), read_packs=20, rounds=2)
+    with Workspace(tmp_path) as workspace:
+        report = bench_repacking(settings, workspace, silent)
+    check(report)
+    planned = [figure for figure in report.figures if "planned and written" in figure.name]
+    assert len(planned) == 2
+    # The target is one of 13 million sequences.
+    assert [figure.met for figure in planned] == [None, None]
+    assert report.figure("plan to memmap").of == ("plan, packs at random", "memmap, packs at random")
     assert list(tmp_path.iterdir()) == []
 
 
