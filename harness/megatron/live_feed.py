@@ -48,7 +48,6 @@ class LiveFeed:
         state: go on from here; None begins with the first chunk.
         allow_other_data: go on although the stream or the tokenizer is not the one of the checkpoint.
         timeout_s: how long a rank waits for one that does not answer at all.
-        say: takes a line for the log; called on rank 0.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
@@ -65,7 +64,6 @@ class LiveFeed:
         seed: int = 0,
         allow_other_data: bool = False,
         timeout_s: float = 600.0,
-        say: Callable[[str], None] = print,
     ) -> None:
         if tokenizer is not None and config.pack_size > rows.capacity:
             raise ConfigError(
@@ -107,7 +105,8 @@ class LiveFeed:
             state=state,
             fresh=fresh,
             timeout_s=config.timeout_s,
-            say=say if self._is_rank_0 else lambda line: None,
+            # A wait is told of while it lasts, in a log too.
+            say=lambda line: print(line, flush=True) if self._is_rank_0 else None,
             tell=self._tell if self._is_rank_0 else lambda position, offers: None,
         )
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])

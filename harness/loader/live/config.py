@@ -32,7 +32,7 @@ class LiveConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     over_long: str = "drop"
     on_bad: str = "refuse"
-    open_packs: int = 32
+    open_packs: int = 16
     timeout_s: float = 1800.0
     require_ready: bool = True
     settle_s: float = 5.0

@@ -253,7 +253,7 @@ def _late(offer: Offer) -> HarnessError:
 
 def _told(offer: Offer) -> str:
     waited_s = offer.waiting.waited_s if offer.waiting is not None else 0.0
-    return f"data-parallel rank {offer.dp_rank} waits since {waited_s:.0f} s for {_chunk_of(offer)}"
+    return f"data-parallel rank {offer.dp_rank} has waited {waited_s:.0f} s for {_chunk_of(offer)}"
 
 
 def _chunk_of(offer: Offer) -> str:

@@ -43,7 +43,7 @@ class Packing:
     tokenizer: ChatTokenizer
     pack_size: int
     over_long: str = "drop"
-    open_packs: int = 32
+    open_packs: int = 16
     block: int = 64
 
 

@@ -152,7 +152,7 @@ def test_a_chunk_that_is_late_is_waited_for_and_told_of(tmp_path: Path) -> None:
     trained = train(tmp_path, dp_size=2, size=2)
     assert trained_tokens(trained).total() == sum(pack.num_sequences for pack in rows)
     assert trained.said[0].startswith(
-        "data-parallel rank 1 waits since 2 s for chunk_00001; its producer was last seen"
+        "data-parallel rank 1 has waited 2 s for chunk_00001; its producer was last seen"
     )
 
 

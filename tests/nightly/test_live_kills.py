@@ -1,0 +1,269 @@
+"""Live chunks under kills: either side, at any moment, and what is trained is what an undisturbed run trains."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from live_streams import some_chats, some_packs, train, write_stream
+
+from harness.errors import HarnessError
+from harness.formats import open_writer
+from harness.loader.live.folder import LiveFolder
+from harness.prep.bpe import train_bpe
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.report.metrics import read_metrics
+from harness.report.parity.digests import read_digests
+
+from ..distributed.conftest import ROOT, environment, launcher, run_command
+from ..integration.live_rank import SIZE
+from ..integration.test_live_processes import Side, Stream, until, write_chats
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
+KILLS, ROWS_PER_CHUNK = 50, 9
+MODEL = (
+    "model.num_layers=4",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    "loader.global_batch_size=4",
+    "schedule=as_packed",
+    "schedule.max_tokens_per_rank=256",
+    "trainer.device=cpu",
+    "trainer.record_digests=true",
+    "trainer.checkpoint_interval=4",
+    "optimizer.decay_steps=100",
+)
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Stream:
+    (tmp_path / "out").mkdir()
+    return Stream(tmp_path / "live", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, folder, vocab_size=300)
+    return folder
+
+
+def sizes(rows: int) -> list[int]:
+    return [min(ROWS_PER_CHUNK, rows - start) for start in range(0, rows, ROWS_PER_CHUNK)]
+
+
+def kill_at_random(sides: list[Side], stream: Stream, *, seed: int) -> int:
+    """SIGKILL one side or both at KILLS moments, and start it again; gives how many came before the end."""
+    draw = random.Random(seed)
+    made = 0
+    while made < KILLS and not stream.is_done:
+        # From the middle of starting up to well into a stretch of training.
+        time.sleep(draw.choice([0.3, 1.5, 4.0]) * draw.random())
+        if draw.random() < 0.7:  # at a time when something is trained
+            before = len(stream.trained())
+            until(lambda before=before: len(stream.trained()) != before or stream.is_done, timeout_s=120)
+        if stream.is_done:
+            break
+        chosen = draw.choice([sides[:1], sides[1:], sides])
+        for side in chosen:
+            side.kill()
+        made += 1
+        for side in chosen:
+            side.start()
+    return made
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("packs", 4), ("chat", 2)])
+def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: Path, kind: str, ranks: int) -> None:
+    count = 2400
+    rows = some_packs(count) if kind == "packs" else some_chats(count)
+    write_stream(tmp_path / "reference", rows, sizes(count))
+    made = ChatTokenizer(TokenizerConfig(name=str(tokenizer))) if kind == "chat" else None
+    expected = train(tmp_path / "reference", dp_size=ranks, size=SIZE, tokenizer=made)
+    source = write_chats(tmp_path / "source.jsonl", count)
+    if kind == "packs":
+        source = tmp_path / "source"
+        with open_writer(source, format="memmap", pack_size=64) as writer:
+            for pack in rows:
+                writer.append(pack)
+
+    options = ("--rows", str(ROWS_PER_CHUNK), "--max-waiting", "4", "--keep", "2")
+    producer = stream.producer(source, *options, kind=kind)
+    name = str(tokenizer) if kind == "chat" else ""
+    training = stream.ranks(ranks, interval=7, step_s=0.25 if kind == "packs" else 0.5, tokenizer=name)
+    try:
+        producer.start()
+        training.start()
+        kills = kill_at_random([producer, training], stream, seed=ranks)
+        assert training.wait(600) == [0] * ranks, training.said()[-3000:]
+        assert producer.wait() == [0], producer.said()[-3000:]
+    finally:
+        producer.kill()
+        training.kill()
+    assert kills == KILLS
+    assert "Traceback" not in producer.said()
+    assert [line["digests"] for line in stream.trained()] == expected.digests
+    assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
+    ends = [LiveFolder(folder).end() for folder in (stream.folder, tmp_path / "reference")]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert (ends[0].rows, ends[0].chain) == (ends[1].rows, ends[1].chain)
+
+
+def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_path: Path) -> None:
+    """Chunks come every three seconds; no rank times out, though each waits longer than it trains."""
+    rows = some_packs(48)
+    write_stream(tmp_path / "reference", rows, [4] * 12)
+    expected = train(tmp_path / "reference", dp_size=4, size=SIZE)
+    training = stream.ranks(4, timeout_s=20)
+    try:
+        training.start()
+        for part in range(12):
+            time.sleep(3)
+            write_stream(stream.folder, rows[4 * part : 4 * part + 4], [4], end=part == 11)
+        assert training.wait() == [0] * 4, training.said()
+    finally:
+        training.kill()
+    assert [line["digests"] for line in stream.trained()] == expected.digests
+    assert "has waited" in training.said()
+
+
+@pytest.mark.parametrize("fault", ["corrupted", "gap", "late"])
+def test_a_fault_ends_all_ranks_together_with_its_name(stream: Stream, fault: str) -> None:
+    write_stream(stream.folder, some_packs(40), [5] * 8, end=fault != "late")
+    if fault == "corrupted":
+        path = stream.folder / "chunk_00005.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    if fault == "gap":
+        LiveFolder(stream.folder).remove(stream.folder / "chunk_00005.jsonl")
+    training = stream.ranks(4, timeout_s=3)
+    try:
+        training.start()
+        assert training.wait() == [2] * 4
+    finally:
+        training.kill()
+    said = training.said()
+    expected = {
+        "corrupted": "rank 1: the chunk is damaged",
+        "gap": "data-parallel rank 1 waited 3 s for chunk_00005",
+        "late": r"waited 3 s for chunk_000(08|09|10|11); its producer was last seen",
+    }
+    assert re.search(expected[fault], said), said
+    assert "Traceback" not in said
+
+
+def test_another_run_on_the_same_chunks_is_refused(stream: Stream, tmp_path: Path) -> None:
+    write_stream(stream.folder, some_packs(8), [4, 4], end=False)
+    first = stream.ranks(1)
+    (tmp_path / "second").mkdir()
+    second = Stream(stream.folder, tmp_path / "second").ranks(2)
+    try:
+        first.start()
+        until(lambda: len(stream.trained()) > 0)
+        second.start()
+        assert second.wait() == [2, 2]
+        assert "another run trains on these chunks" in second.said()
+    finally:
+        first.kill()
+        second.kill()
+
+
+class Sft:
+    """Runs of `recipes.sft` on a stream of conversations."""
+
+    def __init__(self, stream: Stream, tokenizer: Path, folder: Path) -> None:
+        self._stream, self._tokenizer = stream, tokenizer
+        self.folder = folder
+
+    def command(self, ranks: int, *overrides: str) -> list[str]:
+        return [
+            *launcher(ranks),
+            "recipes.sft",
+            "data=live",
+            f"data.live.path={self._stream.folder}",
+            "data.live.pack_size=128",
+            "data.live.timeout_s=60",
+            "data.live.open_packs=3",
+            f"data.live.tokenizer.name={self._tokenizer}",
+            f"run_dir={self.folder}",
+            *MODEL,
+            *overrides,
+        ]
+
+
+@pytest.fixture
+def sft(stream: Stream, tokenizer: Path, tmp_path: Path) -> Sft:
+    return Sft(stream, tokenizer, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tensor_parallel_size=2"],
+        ["parallel.context_parallel_size=2"],
+        ["parallel.pipeline_parallel_size=4"],
+        ["parallel=pp2_vpp2"],
+        ["parallel=tp2_pp2"],
+    ],
+    ids=lambda layout: layout[0].partition("=")[2],
+)
+def test_ranks_that_share_rows_train_the_same_ones(sft: Sft, stream: Stream, layout: list[str]) -> None:
+    write_stream(stream.folder, some_chats(150), [50] * 3)
+    code, output = run_command(sft.command(4, *layout))
+    assert code == 0, output
+    steps = read_digests(sft.folder)
+    assert [step.disagreements for step in steps] == [[]] * len(steps)
+    ids = sorted(one for step in steps for row in step.rows for one in row.sequences.tolist())
+    assert len(ids) == len(set(ids)) == 150
+
+
+def test_a_killed_run_goes_on_with_other_ranks_and_trains_each_conversation_once(sft: Sft, stream: Stream) -> None:
+    write_stream(stream.folder, some_chats(300), [30] * 4, end=False)
+    log = (stream.out / "first.log").open("w")
+    first = subprocess.Popen(
+        sft.command(4, "trainer.steps=500"), env=environment(), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        # Until it has trained what there is, and waits with checkpoints of steps that are not the last.
+        until(lambda: _steps(sft.folder) >= 5, timeout_s=120)
+        time.sleep(4)
+    finally:
+        subprocess.run(["kill", "-9", "--", f"-{first.pid}"], check=False)
+        first.wait()
+        log.close()
+    marked = LiveFolder(stream.folder).look().completed
+    write_stream(stream.folder, some_chats(300)[120:], [60] * 3)
+    code, output = run_command(sft.command(2, "trainer.steps=500", "resume=true"))
+    assert code == 0, output
+    ids = sorted(one for step in read_digests(sft.folder) for row in step.rows for one in row.sequences.tolist())
+    assert len(ids) == len(set(ids)) == 300
+    contents = LiveFolder(stream.folder).look()
+    assert set(marked) < set(contents.completed) == set(contents.chunks) == set(range(7))
+
+
+def test_a_signal_ends_a_run_that_waits_for_data_with_a_checkpoint(sft: Sft, stream: Stream) -> None:
+    write_stream(stream.folder, some_chats(100), [50] * 2, end=False)
+    log = (stream.out / "first.log").open("w")
+    first = subprocess.Popen(sft.command(1), env=environment(), cwd=ROOT, stdout=log, stderr=log)
+    until(lambda: "has waited" in (stream.out / "first.log").read_text(), timeout_s=120)
+    first.terminate()
+    assert first.wait(60) == 75
+    log.close()
+    steps = _steps(sft.folder)
+    write_stream(stream.folder, some_chats(150)[100:], [50])
+    code, output = run_command(sft.command(1, "resume=true"))
+    assert code == 0, output
+    assert _steps(sft.folder) > steps
+    ids = sorted(one for step in read_digests(sft.folder) for row in step.rows for one in row.sequences.tolist())
+    assert len(ids) == len(set(ids)) == 150
+
+
+def _steps(folder: Path) -> int:
+    try:
+        return len(read_metrics(folder / "metrics.jsonl"))
+    except (OSError, HarnessError):
+        return 0
