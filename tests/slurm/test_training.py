@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from ..distributed.conftest import ROOT, launcher, read_metrics, run_command
@@ -48,3 +50,39 @@ def test_a_job_that_sbatch_refuses_is_told_and_leaves_no_folder(slurm, data, tmp
     )
     assert "sbatch refuses the job: sbatch: error:" in told
     assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_job_in_a_container_runs_every_step_in_it(submit, tmp_path):
+    """With an srun that takes Pyxis's options away, notes them, and runs on the node: there is no Pyxis here."""
+    noted = tmp_path / "noted"
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        f"""#!/bin/bash
+kept=() container=()
+for word in "$@"; do
+  case $word in
+    --container-workdir=*) container+=("$word") kept+=("--chdir=${{word#*=}}") ;;
+    --container-* | --no-container-*) container+=("$word") ;;
+    *) kept+=("$word") ;;
+  esac
+done
+echo "${{container[*]}} ${{kept[*]}}" >>{noted}
+exec /usr/bin/srun "${{kept[@]}}"
+"""
+    )
+    srun.chmod(0o755)
+    job = submit(
+        *("trainer.steps=2", "cluster.ranks_per_node=1", f"cluster.workdir={ROOT}", f"cluster.python={sys.executable}"),
+        *("cluster.image=/shared/x.sqsh", f"cluster.mounts=[{tmp_path}:{tmp_path}]"),
+        f"cluster.setup=['export PATH={srun.parent}:$PATH']",
+    )
+    assert job.wait() == "COMPLETED", job.log
+    steps = [line for line in noted.read_text().splitlines() if line.startswith("--container-image")]
+    # Two of the preflight on the nodes, both judged on the first one, and the ranks.
+    assert len(steps) == 5
+    assert [step for step in steps if "preflight judge" in step] == [steps[1], steps[3]]
+    assert all("--relative=0 --overlap" in steps[number] for number in (1, 3))
+    expected = f"--container-image=/shared/x.sqsh --container-workdir={ROOT} --container-mounts={tmp_path}:{tmp_path}"
+    assert all(step.startswith(f"{expected} --no-container-mount-home --container-env=MASTER_ADDR,") for step in steps)
+    assert "all-reduce by gloo over 2 ranks" in job.log
