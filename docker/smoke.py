@@ -36,7 +36,8 @@ def train_one_step() -> float:
     """The loss of one step of `recipes.sft` on a dataset made here."""
     from harness.config import compose_config
     from recipes.parity import make_dataset
-    from recipes.sft import SftConfig, main
+    from recipes.sft import main
+    from recipes.sft_config import SftConfig
 
     with tempfile.TemporaryDirectory() as folder:
         data, run = make_dataset(Path(folder) / "data"), Path(folder) / "run"

@@ -208,6 +208,20 @@ def diff(
 
 
 @app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="CKPT", help="a run's folder, or one of its checkpoints")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
+) -> None:
+    """Write a checkpoint as a folder that transformers loads: weights, config.json, and the data's tokenizer."""
+    from harness.megatron.export import export as export_weights
+
+    done = export_weights(source, out)
+    print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
+    if not done.has_tokenizer:
+        print("  without a tokenizer: the run's data does not name one, or is not on this machine")
+
+
+@app.command()
 def requeue(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")],
     exit_code: Annotated[int, typer.Option(help="that the run ended with")],

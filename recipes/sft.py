@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from harness.config import hydra_entry, to_yaml
 from harness.errors import ConfigError
 from harness.loader.blend import Blend
-from harness.loader.datasets import DataConfig, LiveData, RunData, open_datasets, open_live
+from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
 from harness.loader.live.consumer import Rows
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
@@ -29,85 +29,20 @@ from harness.megatron.checkpoint_writer import CheckpointWriter
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.feed import Feed
 from harness.megatron.live_feed import LiveFeed
-from harness.megatron.model import ModelConfig, build_model, sequence_cost, use_transformer_engine
-from harness.megatron.step import MegatronStep, OptimizerConfig
+from harness.megatron.model import build_model
+from harness.megatron.model_config import sequence_cost
+from harness.megatron.pretrained import find_pretrained
+from harness.megatron.step import MegatronStep
 from harness.megatron.stopping import StopSignals
-from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.megatron.topology import Topology, join
 from harness.megatron.watchdog import Watchdog
 from harness.report.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
 from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder
-from harness.schedule import ScheduleConfig
-from harness.train import StepRecord, TrainerConfig, train
-
-
-@dataclass
-class SftConfig:
-    """Settings of a fine-tuning run.
-
-    Attributes:
-        name: of the experiment; runs are numbered below `runs` under it.
-        run_dir: the run's folder, None for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
-        resume: false, true or auto.
-    """
-
-    data: DataConfig = field(default_factory=DataConfig)
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    name: str = "sft"
-    runs: str = "runs"
-    run_dir: str | None = None
-    resume: str = "false"
-
-    def __post_init__(self) -> None:
-        self.resume = str(self.resume).lower()
-
-
-def check(config: SftConfig, data: RunData | LiveData, world_size: int) -> int:
-    """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
-    config.model.check(config.parallel)
-    config.parallel.check(
-        world_size,
-        global_batch_size=config.loader.global_batch_size,
-        max_tokens_per_rank=config.schedule.max_tokens_per_rank,
-    )
-    if isinstance(data, RunData) and data.blend is not None:
-        data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
-    if isinstance(data, LiveData) and config.schedule.name != "as_packed":
-        raise ConfigError(
-            f"the schedule {config.schedule.name} plans with lengths that are not known yet of live chunks",
-            where="schedule.name",
-            fix="schedule=as_packed trains packs as they come",
-        )
-    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
-    for reader in (data.train, data.validation):
-        if reader is not None and reader.pack_size > config.model.max_sequence_length:
-            raise ConfigError(
-                f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "
-                f"{config.model.max_sequence_length:,}",
-                where=str(reader.path),
-                fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
-            )
-    wanted, stored = config.model.vocab_size, data.vocab_size
-    if wanted is None and stored is None:
-        raise ConfigError(
-            "the vocabulary size is not known: the dataset does not say",
-            where="model.vocab_size",
-            fix="set it to the size of the tokenizer that made the dataset",
-        )
-    if wanted is not None and stored is not None and wanted < stored:
-        raise ConfigError(
-            f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens",
-            where=str(data.train.path),
-            fix=f"set model.vocab_size to {stored} or more, or leave it null",
-        )
-    return wanted or stored or 0
+from harness.train import StepRecord, train
+from recipes.sft_config import SftConfig, check
 
 
 def make_feeds(
@@ -197,7 +132,8 @@ def main(config: SftConfig) -> int:
     """Train; gives the exit code, 75 where a signal ended the run before its last step."""
     world_size = runtime.place_in_job("WORLD_SIZE")
     data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
-    config.model.vocab_size = check(config, data, world_size)
+    pretrained = find_pretrained(config.model)
+    config.model.vocab_size = check(config, data, world_size, pretrained)
     with ExitStack() as stack:
         # The watchdog speaks first: it knows which rank the others wait for.
         patience_s = config.trainer.timeout_s + 60
@@ -209,7 +145,14 @@ def main(config: SftConfig) -> int:
         training, validation = make_feeds(config, data, topology, progress.loader if progress else None, ranks.device)
         stack.enter_context(training)
         step = MegatronStep(
-            build_model(config.model, config.parallel, vocab_size=config.model.vocab_size, device=ranks.device),
+            build_model(
+                config.model,
+                config.parallel,
+                vocab_size=config.model.vocab_size,
+                device=ranks.device,
+                # A checkpoint has the weights that these became.
+                fill=pretrained.filler(topology) if pretrained is not None and newest is None else None,
+            ),
             optimizer=config.optimizer,
             parallel=config.parallel,
             topology=topology,

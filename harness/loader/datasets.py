@@ -11,7 +11,7 @@ from harness.formats.uris import is_uri, join_path
 from harness.loader.blend import Blend, check_sources
 from harness.loader.joined import JoinedReader
 from harness.loader.live.config import LiveConfig
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize import ChatTokenizer, tokenizer_hash
 
 
 @dataclass
@@ -211,7 +211,7 @@ def _check_tokenizer(train: PackReader, name: str) -> None:
             where=str(train.path),
             fix="leave data.tokenizer empty, or prepare the dataset again",
         )
-    asked = ChatTokenizer(TokenizerConfig(name=name, mask="all")).tokenizer_hash
+    asked = tokenizer_hash(name)
     if asked != stored:
         raise ConfigError(
             f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {asked}",

@@ -22,7 +22,8 @@ from harness.loader.step import PackSource, StepBatch
 from harness.megatron import runtime
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.feed import Feed
-from harness.megatron.model import ModelConfig, build_model, sequence_cost
+from harness.megatron.model import build_model
+from harness.megatron.model_config import ModelConfig, sequence_cost
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, join
 from harness.report.bench.figures import BenchReport, Figure

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,134 +22,8 @@ from torch.nn import functional
 from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.attention import RMSNorm, VarlenAttention
+from harness.megatron.model_config import DTYPES, ModelConfig, padded_vocab_size
 from harness.megatron.topology import ParallelConfig
-from harness.schedule import SequenceCost
-
-VOCAB_MULTIPLE = 128
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class ModelConfig:
-    """A dense decoder of the Llama shape: RMSNorm, RoPE, SwiGLU, grouped-query attention, no biases.
-
-    Attributes:
-        num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
-        max_sequence_length: the longest sequence that positions are meant for, in tokens.
-        vocab_size: None for the tokenizer's; rounded up to a multiple of 128.
-        tie_embeddings: one matrix for the first and the last layer.
-        dtype: float32 or bfloat16 (with float32 master weights and gradients).
-        attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
-        seed: of the initial weights.
-    """
-
-    num_layers: int = 4
-    hidden_size: int = 128
-    ffn_hidden_size: int = 384
-    num_attention_heads: int = 4
-    num_query_groups: int = 2
-    max_sequence_length: int = 4096
-    vocab_size: int | None = None
-    tie_embeddings: bool = True
-    rotary_base: int = 10000
-    norm_epsilon: float = 1e-5
-    init_std: float = 0.02
-    dtype: str = "float32"
-    attention: str = "auto"
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"model.{name}", fix="1 or more")
-        if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads",
-                where="model.num_attention_heads",
-                fix="choose a number of heads that divides hidden_size",
-            )
-        if self.num_attention_heads % self.num_query_groups:
-            raise ConfigError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_query_groups} query groups evenly",
-                where="model.num_query_groups",
-                fix="choose a number of groups that divides num_attention_heads",
-            )
-        if (self.hidden_size // self.num_attention_heads) % 2:
-            raise ConfigError(
-                f"a head of {self.hidden_size // self.num_attention_heads} numbers cannot be rotated in pairs "
-                f"(hidden_size {self.hidden_size}, {self.num_attention_heads} attention heads)",
-                where="model.hidden_size, model.num_attention_heads",
-                fix="choose them so that hidden_size / num_attention_heads is even",
-            )
-        if not (self.init_std > 0 and self.norm_epsilon > 0 and self.max_sequence_length > 0):
-            raise ConfigError(
-                f"init_std is {self.init_std}, norm_epsilon {self.norm_epsilon}, "
-                f"max_sequence_length {self.max_sequence_length}",
-                where="model",
-                fix="numbers above 0",
-            )
-        if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"dtype {self.dtype!r} is unknown", where="model.dtype", fix=f"one of {', '.join(DTYPES)}"
-            )
-        if self.attention not in ("auto", "transformer_engine", "torch"):
-            raise ConfigError(
-                f"attention {self.attention!r} is unknown",
-                where="model.attention",
-                fix="one of auto, transformer_engine, torch",
-            )
-
-    def check(self, parallel: ParallelConfig) -> None:
-        """Refuse a layout that this model cannot be divided over; raises ConfigError with the arithmetic."""
-        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-            if getattr(self, name) % tp:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)} is not a multiple of tensor_parallel_size {tp}",
-                    where=f"model.{name}, parallel.tensor_parallel_size",
-                    fix=f"a tensor_parallel_size that divides {getattr(self, name)}",
-                )
-        if VOCAB_MULTIPLE % tp:
-            raise ConfigError(
-                f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
-                "divide evenly",
-                where="parallel.tensor_parallel_size",
-                fix="a power of two up to 128",
-            )
-        chunks = stages * (parallel.virtual_pipeline_parallel_size or 1)
-        if self.num_layers % chunks:
-            raise ConfigError(
-                f"{self.num_layers} layers cannot be cut into {chunks} equal pipeline chunks",
-                where="model.num_layers, parallel.pipeline_parallel_size",
-                fix=f"a number of layers that {chunks} divides, or fewer stages",
-            )
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of 128.
-
-    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so there
-    another layout is another loss, and a checkpoint of one does not fit the other.
-    """
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def sequence_cost(model: ModelConfig) -> SequenceCost:
-    """Forward FLOPs of one sequence, by tokens and by tokens squared.
-
-    A token costs 2 FLOPs a weight of the layers and of the output matrix; attention adds, per layer, scores and
-    weighted values of half the L x L square (it is causal): 2 * L^2 * heads * head_dim.
-
-    Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
-    without recomputation.
-    """
-    head = model.hidden_size // model.num_attention_heads
-    attention = model.hidden_size * (2 * model.hidden_size + 2 * model.num_query_groups * head)
-    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size
-    output = model.hidden_size * (model.vocab_size or 0)
-    return SequenceCost(
-        linear=2.0 * (model.num_layers * layer + output), quadratic=2.0 * model.num_layers * model.hidden_size
-    )
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
@@ -179,6 +54,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
+        kv_channels=model.head_size,
+        add_qkv_bias=model.family == "qwen2",
+        qk_layernorm=model.family == "qwen3",
         layernorm_epsilon=model.norm_epsilon,
         init_method_std=model.init_std,
         normalization="RMSNorm",
@@ -219,10 +97,11 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
 
 def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention
-    attention.submodules = replace(attention.submodules, core_attention=VarlenAttention)
+    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    attention.submodules = replace(attention.submodules, core_attention=VarlenAttention, **head_norms)
     norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
     layer = ModuleSpec(module=layer.module, submodules=replace(layer.submodules, **norms))
     stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
@@ -231,10 +110,10 @@ def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: in
     )
 
 
-def build_model(
+def build_chunks(
     model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int, device: torch.device
-) -> list[DistributedDataParallel]:
-    """This rank's chunks of the model (one, or one a virtual pipeline stage), ready to train.
+) -> list[GPTModel]:
+    """This rank's chunks of the model: one, or one a virtual pipeline stage.
 
     Args:
         vocab_size: of the tokenizer; padded here.
@@ -261,11 +140,50 @@ def build_model(
                 share_embeddings_and_output_weights=model.tie_embeddings,
                 position_embedding_type="rope",
                 rotary_base=model.rotary_base,
+                rope_scaling=model.rope_scaling == "llama3",
+                rope_scaling_factor=model.rope_scaling_factor,
+                seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
                 vp_stage=vp_stage,
             ).to(device)
         )
-    if config.bf16:
-        chunks = [chunk.bfloat16() for chunk in chunks]
+    if model.init_from is not None:
+        for chunk in chunks:
+            _hide_padding(chunk, vocab_size)
+    return [chunk.bfloat16() for chunk in chunks] if config.bf16 else chunks
+
+
+def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
+    """Keep the vocabulary's padding out of the softmax: where the weights come from, there is none."""
+    if not chunk.post_process:
+        return
+    rows = padded_vocab_size(vocab_size) // chunk.config.tensor_model_parallel_size
+    first = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * rows)
+
+    def hide(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if first < rows:
+            output[0][..., first:] = torch.finfo(output[0].dtype).min
+
+    chunk.output_layer.register_forward_hook(hide)
+
+
+def build_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    fill: Callable[[list[GPTModel]], None] | None = None,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks of the model, ready to train.
+
+    Args:
+        vocab_size: of the tokenizer; padded here.
+        fill: puts other weights in place of the drawn ones, before the optimizer copies them.
+    """
+    chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
+    if fill is not None:
+        fill(chunks)
+    config = chunks[0].config
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.distributed_optimizer,

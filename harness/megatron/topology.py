@@ -129,6 +129,7 @@ class Topology:
     pp_rank: int
     cp_rank: int
     cp_size: int
+    tp_size: int
     is_first_stage: bool
     is_last_stage: bool
 
@@ -149,6 +150,7 @@ def join(config: ParallelConfig, world_size: int) -> Topology:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=config.context_parallel_size,
+        tp_size=config.tensor_parallel_size,
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )

@@ -126,8 +126,7 @@ class ChatTokenizer:
     @property
     def tokenizer_hash(self) -> str:
         """16 hex digits over every token with its id and the roles of special ones."""
-        special = {key: str(value) for key, value in self._hf.special_tokens_map.items()}
-        return _digest(json.dumps([sorted(self._hf.get_vocab().items()), sorted(special.items())]))
+        return _hash_tokens(self._hf)
 
     @property
     def chat_template_hash(self) -> str:
@@ -255,6 +254,16 @@ def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tu
     # Its label is cut off.
     mask[-1] = 0
     return (SequenceView(ids, mask), "truncated") if mask.any() else (None, "truncated_untrained")
+
+
+def tokenizer_hash(name: str) -> str:
+    """`ChatTokenizer.tokenizer_hash` of a folder or hub id, whether it has a chat template or not."""
+    return _hash_tokens(_load(name))
+
+
+def _hash_tokens(tokenizer: Any) -> str:
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return _digest(json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items())]))
 
 
 def _load(name: str) -> Any:

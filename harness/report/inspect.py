@@ -187,8 +187,11 @@ def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
     Raises:
         ConfigError: there is none.
     """
-    if named:
-        return TokenizerFile(Path(named))
+    return TokenizerFile(Path(named) if named else find_tokenizer_folder(reader))
+
+
+def find_tokenizer_folder(reader: PackReader) -> Path:
+    """Where the tokenizer lies that a dataset's manifest names; raises ConfigError where it names none."""
     stored = reader.manifest.provenance.tokenizer if reader.manifest and not is_uri(reader.path) else ""
     if not stored:
         raise ConfigError(
@@ -198,7 +201,7 @@ def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
         )
     # Stored relative to the dataset, so that both can be moved together.
     base = Path(reader.path)
-    return TokenizerFile((base if base.is_dir() else base.parent) / stored)
+    return (base if base.is_dir() else base.parent) / stored
 
 
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:

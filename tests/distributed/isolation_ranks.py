@@ -21,11 +21,12 @@ from harness.megatron import runtime
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.isolation import IsolationCheck, Prepare
-from harness.megatron.model import ModelConfig, build_model
+from harness.megatron.model import build_model
+from harness.megatron.model_config import ModelConfig
 from harness.megatron.topology import ParallelConfig, Topology, join
 from harness.records import SequenceView
 from harness.thd import ThdBatch
-from recipes.sft import SftConfig
+from recipes.sft_config import SftConfig
 
 VOCAB = 256
 MODEL = ModelConfig(

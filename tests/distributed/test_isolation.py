@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from recipes.sft import SftConfig
+from recipes.sft_config import SftConfig
 
 from .conftest import free_ports, launcher, run_command
 

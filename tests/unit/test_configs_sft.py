@@ -10,7 +10,7 @@ import yaml
 
 from harness.config import CONFIGS, compose_config, hydra_entry, to_yaml
 from harness.errors import ConfigError
-from recipes.sft import SftConfig
+from recipes.sft_config import SftConfig
 
 CHOICES = [
     f"{group}={file.stem}"

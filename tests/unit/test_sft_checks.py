@@ -14,7 +14,8 @@ from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import LiveFolder
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from recipes.sft import SftConfig, check, main
+from recipes.sft import main
+from recipes.sft_config import SftConfig, check
 
 
 @pytest.fixture

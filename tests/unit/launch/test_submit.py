@@ -10,7 +10,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.launch.submit import dataset_paths, next_run_dir, split_overrides
-from recipes.sft import SftConfig
+from recipes.sft_config import SftConfig
 
 
 @pytest.mark.parametrize("name", [file.stem for file in sorted((CONFIGS / "experiment").glob("*.yaml"))])

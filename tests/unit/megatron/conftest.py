@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from harness.megatron import runtime
-from harness.megatron.model import ModelConfig, build_model
+from harness.megatron.model import build_model
+from harness.megatron.model_config import ModelConfig
 from harness.megatron.topology import ParallelConfig, join
 from harness.records import SequenceView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import ConfigError
-from harness.megatron.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.megatron.model_config import ModelConfig, padded_vocab_size, sequence_cost
 from harness.megatron.topology import ParallelConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.report.parity.cells import parse_case
 from recipes.parity import ParityConfig
-from recipes.sft import SftConfig
+from recipes.sft_config import SftConfig
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
 

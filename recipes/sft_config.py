@@ -1,0 +1,88 @@
+"""Settings of a fine-tuning run, and what is refused of them before any rank waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.errors import ConfigError
+from harness.loader.datasets import DataConfig, LiveData, RunData
+from harness.loader.loader import LoaderConfig
+from harness.megatron import runtime
+from harness.megatron.model import use_transformer_engine
+from harness.megatron.model_config import ModelConfig
+from harness.megatron.pretrained import Pretrained
+from harness.megatron.step import OptimizerConfig
+from harness.megatron.topology import ParallelConfig
+from harness.schedule import ScheduleConfig
+from harness.train import TrainerConfig
+
+
+@dataclass
+class SftConfig:
+    """Settings of a fine-tuning run.
+
+    Attributes:
+        name: of the experiment; runs are numbered below `runs` under it.
+        run_dir: the run's folder, None for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
+        resume: false, true or auto.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    name: str = "sft"
+    runs: str = "runs"
+    run_dir: str | None = None
+    resume: str = "false"
+
+    def __post_init__(self) -> None:
+        self.resume = str(self.resume).lower()
+
+
+def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:
+    """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
+    config.model.check(config.parallel)
+    config.parallel.check(
+        world_size,
+        global_batch_size=config.loader.global_batch_size,
+        max_tokens_per_rank=config.schedule.max_tokens_per_rank,
+    )
+    if isinstance(data, RunData) and data.blend is not None:
+        data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
+    if isinstance(data, LiveData) and config.schedule.name != "as_packed":
+        raise ConfigError(
+            f"the schedule {config.schedule.name} plans with lengths that are not known yet of live chunks",
+            where="schedule.name",
+            fix="schedule=as_packed trains packs as they come",
+        )
+    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
+    for reader in (data.train, data.validation):
+        if reader is not None and reader.pack_size > config.model.max_sequence_length:
+            raise ConfigError(
+                f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "
+                f"{config.model.max_sequence_length:,}",
+                where=str(reader.path),
+                fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
+            )
+    wanted, stored = config.model.vocab_size, data.vocab_size
+    if pretrained is not None:
+        hash = data.tokenizer_hash if isinstance(data, RunData) else data.tokenizer and data.tokenizer.tokenizer_hash
+        pretrained.check_data(vocab_size=stored, dataset_tokenizer=hash or "", where=str(data.train.path))
+        return pretrained.vocab_size
+    if wanted is None and stored is None:
+        raise ConfigError(
+            "the vocabulary size is not known: the dataset does not say",
+            where="model.vocab_size",
+            fix="set it to the size of the tokenizer that made the dataset",
+        )
+    if wanted is not None and stored is not None and wanted < stored:
+        raise ConfigError(
+            f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens",
+            where=str(data.train.path),
+            fix=f"set model.vocab_size to {stored} or more, or leave it null",
+        )
+    return wanted or stored or 0

@@ -1,0 +1,220 @@
+"""Weights from Hugging Face: the same logits at any layout, and the same bits back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.config import to_plain
+from harness.errors import HarnessError
+from harness.megatron.hf_config import read_hf_config
+from harness.megatron.model_config import ModelConfig
+from harness.megatron.pretrained import find_pretrained
+from harness.megatron.weights import HfWeights, check_weights
+
+from .conftest import command, free_ports, launcher, run_command
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    # Megatron pads it to 384, of which a second rank holds padding and words.
+    "vocab_size": 300,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+MODELS = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
+# Of one row; what is asked of each is the logits of all but its last token.
+SEQUENCES = [list(range(3, 40)), [299, 5, 7, 11], list(range(280, 260, -1))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random model of each kind, saved as transformers saves it."""
+    import transformers
+
+    place = tmp_path_factory.mktemp("models")
+    for name, (family, settings) in MODELS.items():
+        torch.manual_seed(len(name))
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name or "bias" in parameter_name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))  # drawn as ones and zeros, which hide a mistake
+        # Several files, with an index, as large models have.
+        model.save_pretrained(place / name, max_shard_size="40KB")
+    return {name: place / name for name in MODELS}
+
+
+def expected(folder: Path) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([ids[:-1]])).logits[0] for ids in SEQUENCES]).numpy()
+
+
+def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models, tmp_path) -> None:
+    for ranks in (1, 2):
+        jobs = [
+            [f"{name}-{layout}", str(folder), *LAYOUTS[layout], SEQUENCES]
+            for name, folder in models.items()
+            for layout in LAYOUTS
+            if LAYOUTS[layout][0] * LAYOUTS[layout][1] == ranks
+        ]
+        listed = tmp_path / f"jobs{ranks}.json"
+        listed.write_text(json.dumps([[port, *job] for port, job in zip(free_ports(len(jobs)), jobs, strict=True)]))
+        code, output = run_command([*launcher(ranks), "tests.distributed.weights_ranks", str(listed), str(tmp_path)])
+        assert code == 0, output
+    for name, folder in models.items():
+        right = expected(folder)
+        assert right.std() > 0.3
+        for layout in LAYOUTS:
+            found = np.load(tmp_path / f"{name}-{layout}.npy")
+            np.testing.assert_allclose(found, right, atol=1e-4, rtol=0, err_msg=f"{name} on {layout}")
+
+
+def settings_of(folder: Path) -> list[str]:
+    found = read_hf_config(folder)
+    texts = {name: "null" if value is None else str(value).lower() for name, value in found.settings.items()}
+    return [
+        f"model.init_from={folder}",
+        "model.max_sequence_length=1024",
+        *(f"model.{name}={text}" for name, text in texts.items()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [
+        ("qwen3", 2, "tp2"),
+        pytest.param("llama3_tied", 2, "pp2", marks=pytest.mark.nightly),
+        pytest.param("qwen2", 2, "tp2", marks=pytest.mark.nightly),
+        pytest.param("mistral", 1, "data", marks=pytest.mark.nightly),
+    ],
+)
+def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
+    models, dataset, tmp_path, name, ranks, parallel
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    # So small a learning rate that no weight moves: the loss, the optimizer and the checkpoint are real.
+    still = ["optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer.weight_decay=0", "optimizer.warmup_steps=0"]
+    code, output = run_command(
+        [
+            *command(dataset, tmp_path / "run", "trainer.steps=1", f"parallel={parallel}", *still, ranks=ranks),
+            *settings_of(models[name]),
+        ]
+    )
+    assert code == 0, output
+    code, output = run_command(
+        [sys.executable, "-m", "harness.cli", "export", str(tmp_path / "run"), str(tmp_path / "out")]
+    )
+    assert code == 0, output
+    assert "without a tokenizer" in output
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+    before, after = tensors(models[name]), tensors(tmp_path / "out")
+    assert set(after) == set(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert (tmp_path / "out" / "config.json").read_text() == (models[name] / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = torch.cat([again(torch.tensor([ids[:-1]])).logits[0] for ids in SEQUENCES]).numpy()
+    np.testing.assert_array_equal(logits, expected(models[name]))
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, tmp_path) -> None:
+    found = read_hf_config(models["qwen3"])
+    model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "init_from": str(models["qwen3"])})
+    model.max_sequence_length = 512
+    assert find_pretrained(model) is not None
+    for name, value, told in (
+        ("num_layers", 3, "num_layers 3 (the weights have 2)"),
+        ("head_dim", None, "head_dim None (the weights have 16)"),
+        ("rotary_base", 500, "rotary_base 500 (the weights have 10000)"),
+        ("family", "qwen2", "family qwen2 (the weights have qwen3)"),
+        ("max_sequence_length", 4096, "the weights were trained for positions up to 1,024"),
+        ("vocab_size", 301, "model.vocab_size is 301, and the weights have 300 rows"),
+    ):
+        with pytest.raises(HarnessError) as refused:
+            find_pretrained(ModelConfig(**{**to_plain(model), name: value}))
+        assert told in str(refused.value)
+
+    pretrained = find_pretrained(model)
+    assert pretrained is not None
+    with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, and the weights know 300"):
+        pretrained.check_data(vocab_size=301, dataset_tokenizer="", where="data")
+    with HfWeights(models["qwen3"]) as weights:
+        check_weights(weights, model, 300)
+        with pytest.raises(HarnessError, match=r"model.embed_tokens.weight is \[300, 32\], and config.json asks for"):
+            check_weights(weights, model, 400)
+        model.family = "llama"
+        with pytest.raises(HarnessError, match=r"hold unknown model.layers.0.self_attn.k_norm.weight and 3 more"):
+            check_weights(weights, model, 300)
+    model.num_layers = 3
+    with HfWeights(models["llama"]) as weights, pytest.raises(HarnessError, match="the weights lack"):
+        check_weights(weights, model, 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "gemma"}, "a model of type 'gemma' cannot be trained here"),
+        ({"attention_bias": True}, "attention_bias is set"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "limited to a window of 8 tokens"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope scaling 'yarn'"),
+        (
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+            "with low_freq_factor 2.0: Megatron-Core has it with 1",
+        ),
+        ({"quantization_config": {"bits": 4}}, "the weights are quantized"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu' is not offered"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_models_that_cannot_be_trained_here_are_refused_by_name(models, tmp_path, change, told) -> None:
+    config = json.loads((models["qwen3"] / "config.json").read_text())
+    config.update(change)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(HarnessError) as refused:
+        read_hf_config(tmp_path)
+    assert told in str(refused.value)
+
+
+def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) -> None:
+    for name, content in (("model.safetensors", b"\x00" * 9), ("model.safetensors.index.json", b"{")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(HarnessError, match="the weights cannot be read") as refused:
+            HfWeights(tmp_path)
+        assert str(tmp_path) in str(refused.value)
+    with pytest.raises(HarnessError, match=r"no \*.safetensors"):
+        HfWeights(tmp_path / "nothing")
