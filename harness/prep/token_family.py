@@ -29,7 +29,8 @@ from harness.formats.indexed_verify import verify_indexed
 from harness.formats.indexed_writer import IndexedWriter
 from harness.formats.megatron_index import BIN, IDX, with_suffix
 from harness.formats.verify import Problem
-from harness.prep.token_shards import TokenBatch, list_shards
+from harness.prep.token_batches import TokenBatch
+from harness.prep.token_shards import list_shards
 from harness.prep.tokens_to_binidx import IndexedReport, TokenSource, report_of
 
 # As Megatron calls them.

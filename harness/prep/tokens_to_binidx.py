@@ -16,7 +16,8 @@ from harness.errors import ConfigError, PrepError
 from harness.formats.indexed_writer import IndexedWriter
 from harness.formats.megatron_index import prefix_of, smallest_dtype
 from harness.prep.checks import require_at_least
-from harness.prep.token_shards import TokenBatch, list_shards, read_shards
+from harness.prep.token_batches import TokenBatch
+from harness.prep.token_shards import list_shards, read_shards
 from harness.records import MAX_TOKEN_ID
 
 

@@ -19,8 +19,8 @@ from harness.errors import ConfigError, FormatError, HarnessError, PrepError
 from harness.formats.indexed_verify import verify_indexed
 from harness.formats.megatron_index import MappedIndex
 from harness.prep import token_shards
+from harness.prep.token_batches import batch_of
 from harness.prep.token_family import TokenFamily, verify_family, write_family
-from harness.prep.token_shards import batch_of
 from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
