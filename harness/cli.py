@@ -222,6 +222,25 @@ def export(
 
 
 @app.command()
+def chat(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, a checkpoint, or an exported model")],
+    prompt: Annotated[str | None, typer.Option(help="ask this alone; without it, ask in the terminal")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+) -> None:
+    """Talk to the model of a run."""
+    from harness.megatron.chat import Chat, exported, talk
+
+    with exported(source) as folder:
+        conversation = Chat(folder, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        if prompt is None:
+            talk(conversation)
+        else:
+            print(conversation.answer(prompt))
+
+
+@app.command()
 def requeue(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")],
     exit_code: Annotated[int, typer.Option(help="that the run ended with")],

@@ -1,0 +1,73 @@
+"""Talking to an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.megatron.chat import Chat, exported
+from harness.prep.bpe import train_bpe
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 128 positions with a tokenizer that has a chat template."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    train_bpe(TEXTS, vocab_size=280, folder=folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=280,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_likeliest_tokens_are_the_answer_and_it_is_the_same_again(model: Path, capsys) -> None:
+    with exported(model) as folder:
+        assert folder == model
+    first = Chat(model, max_tokens=12)
+    said = first.answer("jumps", live=True)
+    assert said
+    assert capsys.readouterr().out.strip() == said.strip()
+    assert Chat(model, max_tokens=12).answer("jumps") == said
+    # What was said before is part of the next question.
+    assert first.answer("fox") != Chat(model, max_tokens=12).answer("fox")
+
+
+def test_a_seed_decides_what_is_drawn(model: Path) -> None:
+    drawn = [Chat(model, max_tokens=12, temperature=1.0, seed=seed).answer("fox") for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_old_turns_are_forgotten_and_what_never_fits_is_refused(model: Path) -> None:
+    chat = Chat(model, max_tokens=8)
+    for _ in range(9):
+        chat.answer("the lazy dog")
+    assert 2 <= len(chat._messages) < 18
+    with pytest.raises(ConfigError, match="tokens, and there is room for 120"):
+        chat.answer("box " * 190)
+    with pytest.raises(ConfigError, match="leave no room in 128 positions"):
+        Chat(model, max_tokens=128)
+
+
+def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    with pytest.raises(ConfigError, match="no tokenizer with a chat template"):
+        Chat(tmp_path)
+    with pytest.raises(ConfigError, match="this is no run"), exported(tmp_path / "nothing"):
+        pass
