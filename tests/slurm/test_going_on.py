@@ -15,7 +15,11 @@ from .conftest import SETTINGS, SlurmJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 # Long enough to be disturbed in the middle, on any machine.
-LONG = ("trainer.steps=150", "trainer.checkpoint_interval=20", "cluster.ranks_per_node=1")
+LONG = (
+    *("trainer.steps=150", "trainer.checkpoint_interval=20"),
+    # Which costs as much as these runs do, and has tests of its own.
+    *("cluster.ranks_per_node=1", "cluster.preflight.enabled=false"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,7 @@ def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(submit, slurm, undis
 
 
 def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
-    job = submit(*LONG[:2], "cluster.ranks_per_node=2")
+    job = submit(*LONG, "cluster.ranks_per_node=2")
     wait_for_step(job, 25)
     job.signal("USR2")
     job.wait_for(lambda: (job.run_dir / "attempts.jsonl").exists(), "stop")

@@ -74,7 +74,8 @@ def test_every_dataset_of_a_run_is_checked():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sft", "trainer.steps=0"], "ConfigError: steps is 0\n  where: trainer.steps\n  fix:"),
+        (["prepare", "data.pack_size=0"], "ConfigError: 0 is too small\n  where: data.pack_size\n  fix:"),
+        (["prepare", "data.path=x"], "does not give the settings of a run"),
         (["nothing"], "No module named recipes.nothing"),
         (["sft_tiny", "--cluster", "nowhere"], "Could not find 'cluster/nowhere'"),
     ],
