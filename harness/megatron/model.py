@@ -92,6 +92,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         # Gloo may still read a tensor that is being sent.
         deallocate_pipeline_outputs=pipelined and device.type == "cuda",
         calculate_per_token_loss=True,
+        recompute_granularity=None if model.recompute == "none" else model.recompute,
+        recompute_method="uniform" if model.recompute == "full" else None,
+        recompute_num_layers=1 if model.recompute == "full" else None,
     )
 
 

@@ -16,6 +16,7 @@ _CHOICES = {
     "family": ("llama", "mistral", "qwen2", "qwen3"),
     "rope_scaling": ("none", "llama3", "linear"),
     "dtype": tuple(DTYPES),
+    "recompute": ("none", "selective", "full"),
     "attention": ("auto", "transformer_engine", "torch"),
 }
 
@@ -35,6 +36,8 @@ class ModelConfig:
         rotary_base: of the positions' angles.
         rope_scaling: none, llama3 or linear, by rope_scaling_factor.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
+        recompute: activations of the backward pass: `none` are computed again, `selective` those of attention, `full`
+            those of whole layers.
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
         seed: of the initial weights.
     """
@@ -56,6 +59,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
     dtype: str = "float32"
+    recompute: str = "none"
     attention: str = "auto"
     seed: int = 1234
 
