@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.launch.blocks import MEETING_POINT
+from harness.launch.blocks import FORWARDING, MEETING_POINT
 from harness.launch.cluster import ClusterConfig, SubmitConfig
 from harness.launch.script import Job, render
 
@@ -105,6 +107,17 @@ def test_a_mistake_in_a_clusters_settings_is_told(override, said):
         cluster_of("cluster=h100_ib", override)
 
 
+@pytest.mark.parametrize("name", ["USR2", "TERM"])
+def test_a_job_told_to_stop_before_its_ranks_have_begun_goes_back_into_the_queue(tmp_path, name):
+    """A `scontrol` in place of Slurm's: it notes what it is asked, and ends the script as a requeue does."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\nkill -KILL $PPID\n')
+    scontrol.chmod(0o755)
+    done = run_bash(f"{FORWARDING}\nkill -{name} $$\n", PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="42")
+    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert (done.returncode, done.stdout.split()[0]) == (-signal.SIGKILL, name)
+
+
 PORT = MEETING_POINT.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
 
 
@@ -132,12 +145,14 @@ def test_a_port_that_somebody_listens_on_is_left_alone():
         assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free
 
 
-def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path):
+@pytest.mark.parametrize("tell", [os.kill, os.killpg])  # Slurm may tell the first process alone, or all of a step
+def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path, tell):
     """The part that runs on every node, around a program that starts two others as the agent does."""
     text = render(JOB, cluster_of("cluster=local_cpu", "cluster.launcher=torchrun"))
     start_node = text.partition("start_node='")[2].partition("'\n")[0]
-    rank = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(75)); print('ready', flush=True); "
-    rank += "time.sleep(60)"
+    # Told twice, it ends once.
+    rank = "import os, signal, time; signal.signal(signal.SIGUSR2, lambda *_: os._exit(75)); "
+    rank += "print('ready', flush=True); time.sleep(60)"
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import subprocess, sys\n"
@@ -157,8 +172,9 @@ def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path
         env=variables,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert [node.stdout.readline().strip() for _ in range(2)] == ["ready", "ready"]
-    node.send_signal(12)
+    tell(node.pid, signal.SIGUSR2)
     said, _ = node.communicate(timeout=20)
     assert (said.strip(), node.returncode) == ("[75, 75]", 3)
