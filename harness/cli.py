@@ -370,7 +370,8 @@ def submit(
     from harness.launch.submit import submit as submit_job
 
     of_cluster, of_recipe = split_overrides(overrides or [])
-    chosen = compose_config("submit", SubmitConfig, [f"cluster={cluster}", *of_cluster]).cluster
+    shown = "configs/cluster has a file a cluster, harness/launch/cluster.py says what each setting means"
+    chosen = compose_config("submit", SubmitConfig, [f"cluster={cluster}", *of_cluster], fix=shown).cluster
     experiments = CONFIGS / "experiment"
     job = plan_job(experiment, of_recipe, nodes=nodes, cluster=chosen, experiments=experiments, run_dir=run_dir)
     text = render(job, chosen)

@@ -30,10 +30,13 @@ T = TypeVar("T")
 _HYDRAS_OWN = ("full_key", "object_type", "To append to your config")
 
 
-def compose_config(name: str, schema: type[T], overrides: list[str] | None = None) -> T:
+def compose_config(name: str, schema: type[T], overrides: list[str] | None = None, *, fix: str | None = None) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
     Only the root is registered (as `<name>_schema`), so that a misspelt key anywhere is refused.
+
+    Args:
+        fix: where the keys are shown; None where `name` is a recipe, which prints them.
 
     Raises:
         ConfigError: unknown key or group, a value of another type, or one that a dataclass refuses.
@@ -57,7 +60,7 @@ def compose_config(name: str, schema: type[T], overrides: list[str] | None = Non
         raise ConfigError(
             "; ".join(told) or type(error).__name__,
             where=f"configs/{name}.yaml" + (f", key {keys[0]}" if keys and keys[0] else "") + _shown(overrides),
-            fix=f"`python -m recipes.{name} --cfg` prints every key with its value",
+            fix=fix or f"`python -m recipes.{name} --cfg` prints every key with its value",
         ) from error
 
 
