@@ -93,8 +93,7 @@ class IndexedWriter:
             if not self._can_widen or largest > np.iinfo(INT32).max:
                 what = f"a token is negative or above {min(np.iinfo(self.dtype).max, np.iinfo(INT32).max):,}"
                 raise FormatError(what, where=str(self.prefix), fix="mend the tokens, or name a wider dtype")
-            with self._explained():
-                self._widen()
+            self.widen()
         with self._explained():
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.num_tokens += len(tokens)
@@ -129,8 +128,12 @@ class IndexedWriter:
                     spool.close()
             self._marker.release(remove=True)
 
+    def widen(self) -> None:
+        """Write the tokens again as int32, and go on so."""
+        with self._explained():
+            self._widen()
+
     def _widen(self) -> None:
-        """Write the tokens again as int32."""
         self._bin.flush()
         with self._bin.temporary_path.open("rb") as narrow:
             # The open file keeps the bytes of the name that is dropped.

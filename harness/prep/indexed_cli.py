@@ -67,11 +67,14 @@ def convert(
 
 @indexed_app.command()
 def family(
-    sources: Shards,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder of the family")],
     name: Annotated[str, typer.Option(help="part of every file's name")],
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SRC]...", help="shards to split by hash")] = None,
     split: Annotated[
         list[str] | None, typer.Option(metavar="SPLIT=PART", help="train=98, valid=1, test=1; default: all is train")
+    ] = None,
+    shards: Annotated[
+        list[str] | None, typer.Option(metavar="SPLIT=SRC", help="shards of one split; instead of SRC and --split")
     ] = None,
     column: Column = "input_ids",
     eod: Eod = None,
@@ -85,9 +88,13 @@ def family(
     from harness.prep.tokens_to_binidx import TokenSource
 
     source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
-    made = TokenFamily(name=name, splits=_parts(split or ["train=1"]), source=source)
+    if bool(sources) == bool(shards) or (shards and split):
+        raise ConfigError("the shards of each split are not clear", where="SRC", fix="give SRC, or --shards SPLIT=SRC")
+    named = _named_shards(shards or [])
+    parts = dict.fromkeys(named, 1.0) or _parts(split or ["train=1"])
+    made = TokenFamily(name=name, splits=parts, source=source)
     with _bar("converting", quiet=as_json) as progress:
-        report = write_family(sources, out, made, overwrite=overwrite, progress=progress)
+        report = write_family(named or sources or [], out, made, overwrite=overwrite, progress=progress)
     _say(list(report.splits.values()), as_json=as_json)
 
 
@@ -114,6 +121,8 @@ def counts(
     """Write the numbers of sequences of many prefixes for Megatron's --per-dataset-sequences-path."""
     found = count_sequences(prefixes, vocab_size=vocab_size)
     save_counts(found, to)
+    if vocab_size is None:
+        print("dtypes were not checked: Megatron will take them from the tokenizer's vocabulary (--vocab-size checks)")
     print(f"{to}: {len(found):,} prefixes, {sum(count for count, _ in found.values()):,} sequences")
 
 
@@ -126,6 +135,16 @@ def find_check(path: str) -> Callable[..., list[Problem]] | None:
     prefix = prefix_of(path)
     there = [with_suffix(prefix, suffix).is_file() for suffix in (BIN, IDX, LOSS_BIN)]
     return verify_indexed if any(there[:2]) and not there[2] else None
+
+
+def _named_shards(given: list[str]) -> dict[str, list[str]]:
+    named: dict[str, list[str]] = {}
+    for one in given:
+        name, _, source = one.partition("=")
+        if not source:
+            raise ConfigError(f"{one!r} names no shards", where="--shards", fix="write --shards valid=PATH")
+        named.setdefault(name, []).append(source)
+    return named
 
 
 def _parts(given: list[str]) -> dict[str, float]:

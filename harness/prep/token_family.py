@@ -1,16 +1,19 @@
 """The output family of one corpus: names, splits and layout around pairs that `tokens_to_binidx` fills.
 
-OUT/NAME_train.bin, .idx        and so on, a pair a split
-OUT/NAME_sequences.json         for Megatron's --per-dataset-sequences-path
-OUT/NAME_splits.json            for Megatron's --per-split-data-args-path
-OUT/NAME.json                   what was written from what, with a hash of every file; written last
+    OUT/NAME_train.bin, .idx        and so on, a pair a split
+    OUT/NAME_sequences.json         for Megatron's --per-dataset-sequences-path
+    OUT/NAME_splits.json            for Megatron's --per-split-data-args-path
+    OUT/NAME.json                   what was written from what, with a hash of every file; written last
+
+With counts of sequences Megatron takes the tokens' dtype from its tokenizer's vocabulary and not from the pairs: they
+are written only where that is known here too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -18,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from harness.errors import ConfigError, PrepError
@@ -27,7 +29,7 @@ from harness.formats.files import write_atomically
 from harness.formats.indexed_merge import count_sequences, save_counts
 from harness.formats.indexed_verify import verify_indexed
 from harness.formats.indexed_writer import IndexedWriter
-from harness.formats.megatron_index import BIN, IDX, with_suffix
+from harness.formats.megatron_index import BIN, IDX, INT32, with_suffix
 from harness.formats.verify import Problem
 from harness.prep.token_batches import TokenBatch
 from harness.prep.token_shards import list_shards
@@ -83,7 +85,7 @@ class FamilyReport:
 
 
 def write_family(
-    sources: Sequence[str],
+    sources: Sequence[str] | Mapping[str, Sequence[str]],
     folder: Path,
     family: TokenFamily,
     *,
@@ -93,7 +95,7 @@ def write_family(
     """Write token shards as the pairs of a family, and what Megatron reads beside them.
 
     Args:
-        sources: Parquet files, folders or patterns.
+        sources: Parquet files, folders or patterns; or those of each split, which then are not split by hash.
         folder: OUT. Prefixes in the JSON files begin with it as it is named here.
         family: names and splits.
         overwrite: replace a family of that name.
@@ -102,7 +104,11 @@ def write_family(
     Raises:
         PrepError, FormatError: as `convert_tokens`; or a split would have no document.
     """
-    paths = list_shards(sources)
+    given = sources if isinstance(sources, Mapping) else {"": sources}
+    if isinstance(sources, Mapping) and set(sources) != set(family.parts):
+        what = f"there are shards for {', '.join(sources)} and splits {', '.join(family.parts)}"
+        raise ConfigError(what, where="splits", fix="name shards for each split, and no others")
+    shards = {name: list_shards(some) for name, some in given.items()}
     record = folder / f"{family.name}.json"
     if record.exists() and not overwrite:
         raise PrepError("the family is there already", where=str(record), fix="name another, or overwrite it")
@@ -114,14 +120,13 @@ def write_family(
             name: stack.enter_context(IndexedWriter(prefix, dtype=family.source.dtype, overwrite=overwrite))
             for name, prefix in prefixes.items()
         }
-        for batch in family.source.batches(paths):
-            chosen = _split_of(batch, family.parts)
-            for number, writer in enumerate(writers.values()):
-                part = batch if len(writers) == 1 else batch.select(chosen == number)
-                writer.append(part.tokens, part.lengths, part.documents)
-            empty += batch.empty_documents
-            if progress is not None:
-                progress(len(batch.documents))
+        for split, paths in shards.items():
+            for batch in family.source.batches(paths):
+                for name, part in [(split, batch)] if split else _split(batch, family.parts):
+                    writers[name].append(part.tokens, part.lengths, part.documents)
+                empty += batch.empty_documents
+                if progress is not None:
+                    progress(len(batch.documents))
         for name, writer in writers.items():
             if writer.num_documents == 0:
                 raise PrepError(
@@ -129,8 +134,13 @@ def write_family(
                     where=str(folder),
                     fix="give it a larger part, leave it out, or read more documents",
                 )
+        if any(writer.dtype == INT32 for writer in writers.values()):
+            # One tokenizer made all of them, and Megatron may take their dtype from it.
+            for writer in writers.values():
+                if writer.dtype != INT32:
+                    writer.widen()
     reports = {name: report_of(writer) for name, writer in writers.items()}
-    _write_companions(folder, family, prefixes, reports, paths, empty)
+    _write_companions(folder, family, prefixes, reports, [path for paths in shards.values() for path in paths], empty)
     return FamilyReport(family.name, reports)
 
 
@@ -175,16 +185,19 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def _split_of(batch: TokenBatch, parts: Mapping[str, float]) -> npt.NDArray[np.int64]:
-    """int64 [documents]: number of the split of each."""
+def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str, TokenBatch]]:
+    """The documents of each split."""
     if len(parts) == 1:
-        return np.zeros(len(batch.documents), np.int64)
+        yield next(iter(parts)), batch
+        return
     # As int32, so that the type in which a shard stores a document does not move it.
     tokens = np.ascontiguousarray(batch.tokens, np.int32)
     ends = np.concatenate([[0], np.cumsum(batch.document_tokens())]).tolist()
     hashes = np.array([_xxh3(tokens[begin:end]) for begin, end in pairwise(ends)], np.uint64)
     bounds = np.cumsum(list(parts.values()))[:-1]
-    return np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, "right").astype(np.int64)
+    chosen = np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, "right")
+    for number, name in enumerate(parts):
+        yield name, batch.select(chosen == number)
 
 
 def _write_companions(
@@ -196,8 +209,9 @@ def _write_companions(
     empty_documents: int,
 ) -> None:
     """What Megatron reads beside the pairs, and the record of the family."""
-    counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
-    save_counts(counts, folder / f"{family.name}_sequences.json")
+    if family.source.vocab_size is not None:
+        counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
+        save_counts(counts, folder / f"{family.name}_sequences.json")
     # Megatron asks for every split; one without data is null.
     splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
     write_atomically(folder / f"{family.name}_splits.json", _json(splits))

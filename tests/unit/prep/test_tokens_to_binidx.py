@@ -210,7 +210,7 @@ def test_a_changed_byte_of_a_shard_is_an_error_or_changes_nothing(tmp_path: Path
 def test_a_family_has_a_pair_a_split_and_what_megatron_reads(tmp_path: Path) -> None:
     rows = [[number, number + 1] for number in range(1000)]
     source = shard(tmp_path / "s.parquet", rows)
-    family = TokenFamily("corpus-1", {"train": 80, "test": 20}, TokenSource(eod=7))
+    family = TokenFamily("corpus-1", {"train": 80, "test": 20}, TokenSource(eod=7, vocab_size=2000))
     report = write_family([source], tmp_path / "out", family)
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == [
@@ -228,6 +228,19 @@ def test_a_family_has_a_pair_a_split_and_what_megatron_reads(tmp_path: Path) -> 
     counts = json.loads((tmp_path / "out" / "corpus-1_sequences.json").read_text())
     assert counts == {prefixes[name]: [len(found[name]), len(found[name]) + 1] for name in found}
     assert report.splits["train"].num_documents == len(found["train"])
+
+
+def test_splits_may_have_shards_of_their_own(tmp_path: Path) -> None:
+    sources = {"train": [shard(tmp_path / "a.parquet", ROWS)], "valid": [shard(tmp_path / "b.parquet", [[70_000]])]}
+    report = write_family(sources, tmp_path / "out", TokenFamily("c", {"train": 1, "valid": 1}))
+    assert sequences_of(tmp_path / "out" / "c_train") == ROWS
+    assert sequences_of(tmp_path / "out" / "c_valid") == [[70_000]]
+    # One tokenizer made them, and Megatron may take their dtype from it.
+    assert [one.dtype for one in report.splits.values()] == ["int32", "int32"]
+    # Which it does with counts; whether that is right is known with the vocabulary only.
+    assert not (tmp_path / "out" / "c_sequences.json").exists()
+    with pytest.raises(ConfigError, match="there are shards for train, valid and splits train"):
+        write_family(sources, tmp_path / "out", TokenFamily("c"))
 
 
 def test_a_document_stays_in_its_split_in_other_company_and_types(tmp_path: Path) -> None:
@@ -293,7 +306,9 @@ def test_commands_convert_join_count_and_verify(tmp_path: Path, monkeypatch: pyt
     assert (
         json.loads(says("indexed", "family", "s.parquet", "--out", "f", "--name", "c", "--json"))[0]["num_tokens"] == 8
     )
-    for path in ("x", "x.idx", "xx.bin", "f/c.json"):
+    says("indexed", "family", "--shards", "train=s.parquet", "--shards", "valid=s.parquet", "--out", "g", "--name", "c")
+    assert sequences_of(Path("g/c_train")) == sequences_of(Path("g/c_valid")) == ROWS
+    for path in ("x", "x.idx", "xx.bin", "f/c.json", "g/c.json"):
         assert says("verify", path) == f"{path}: nothing wrong\n"
     Path("xx.bin").unlink()
     assert "xx.bin is missing" in says("verify", "xx.idx", code=1)
