@@ -91,7 +91,7 @@ import sys
 for name in {blocked!r}:
     sys.modules[name] = None
 import harness.cli, harness.formats.convert, harness.formats.verify, harness.prep.packing, harness.thd
-import harness.schedule.imbalance, harness.loader.order, harness.loader.state
+import harness.schedule.imbalance, harness.loader.order, harness.loader.state, harness.loader.live.produce
 from harness.formats import FORMATS, load_format
 for name in FORMATS:
     load_format(name)
