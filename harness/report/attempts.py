@@ -85,6 +85,9 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3) -> Decision:
     if exit_code == 0:
         return Decision(False, "the run is finished")
     stop = _read_stop(folder)
+    if stop is None and exit_code == EXIT_STOPPED:
+        # A launcher that ends all ranks when the first one leaves may have ended the one that writes it down.
+        stop = Stop(_steps_done(folder), "signal", "the ranks were told")
     if stop is None:
         refused = exit_code == EXIT_REFUSED
         told = "the run refused its input" if refused else f"the run ended with exit code {exit_code} and said no more"

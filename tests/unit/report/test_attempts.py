@@ -25,6 +25,14 @@ def test_a_run_that_was_asked_to_stop_goes_on_however_often(tmp_path: Path) -> N
     assert len((tmp_path / ATTEMPTS_FILE).read_text().splitlines()) == 9
 
 
+def test_a_stop_that_nobody_had_the_time_to_write_down_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    for _ in range(3):
+        decision = decide(tmp_path, exit_code=75, max_same=2)
+        assert decision.requeue
+    assert decision.message == "asked to stop after step 2: the ranks were told; it goes on from its checkpoint"
+
+
 def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
     answers = []
     for _ in range(3):
