@@ -56,13 +56,15 @@ def merge_indexed(
         raise ConfigError("there is nothing to merge", where=prefix, fix="name pairs")
     if destination.resolve() in {one.resolve() for one in found}:
         raise ConfigError("the destination is one of the sources", where=prefix, fix="name another destination")
-    indices = [_open_whole(one) for one in found]
-    dtype = UINT16 if all(index.header.dtype == UINT16 for index in indices) else INT32
-    total = sum(
-        with_suffix(one, BIN).stat().st_size // i.header.dtype.itemsize for one, i in zip(found, indices, strict=True)
-    )
+    # One is open at a time: a map holds a file open, and there may be thousands of pairs.
+    dtype, total = UINT16, 0
+    for one in found:
+        index = _open_whole(one)
+        dtype = dtype if index.header.dtype == UINT16 else INT32
+        total += int(index.lengths.sum(dtype=np.int64))
     with IndexedWriter(destination, dtype=dtype, overwrite=overwrite) as writer:
-        for one, index in zip(found, indices, strict=True):
+        for one in found:
+            index = MappedIndex(with_suffix(one, IDX))
             with with_suffix(one, BIN).open("rb") as file:
                 while block := file.read(_BLOCK_TOKENS * index.header.dtype.itemsize):
                     writer.append_tokens(np.frombuffer(block, index.header.dtype))

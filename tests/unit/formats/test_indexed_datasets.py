@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -254,6 +255,18 @@ def test_pairs_of_two_dtypes_make_int32(tmp_path: Path) -> None:
     assert merge_indexed([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "ab")).dtype == INT32
     theirs = built_by_megatron(tmp_path / "c", dtype=np.int32, tokens=[*TOKENS, [70_000]], documents=[*DOCUMENTS, 1])
     assert files(tmp_path / "ab") == files(theirs)
+
+
+def test_more_pairs_are_joined_than_files_can_be_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    prefix = str(write(tmp_path / "a"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 12, hard))  # noqa: PTH208
+    try:
+        assert merge_indexed([prefix] * 50, str(tmp_path / "all")).num_documents == 150
+        assert len(count_sequences([prefix] * 50)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert verify_indexed(tmp_path / "all") == []
 
 
 def test_damaged_packed_and_own_sources_are_not_merged(tmp_path: Path) -> None:
