@@ -110,6 +110,7 @@ class LiveFeed:
             tell=self._tell if self._is_rank_0 else lambda position, offers: None,
         )
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+        self._told: dict[str, Any] = {}
         self._told_at, self._told_waits = 0.0, [-1]
         if state is not None:
             self.trained(state)
@@ -134,6 +135,8 @@ class LiveFeed:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._loader.close()
+        if error is None and self._is_rank_0:
+            self._note({**self._told, "state": "ended"})
         self._mark.release(remove=False)
 
     def _lock(self) -> None:
@@ -167,7 +170,7 @@ class LiveFeed:
         self._told_at, self._told_waits = now, waits
         (began, packs_then, tokens_then), (_, packs, tokens) = self._trained[0], self._trained[-1]
         seconds = max(now - began, 1e-9)
-        told = {
+        self._told = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "steps": position.steps,
@@ -188,6 +191,9 @@ class LiveFeed:
                 for offer in offers
             ],
         }
+        self._note(self._told)
+
+    def _note(self, told: dict[str, Any]) -> None:
         with suppress(OSError):  # a full disk is the producer's to tell of
             self._mark.write(json.dumps(told).encode())
 

@@ -129,6 +129,8 @@ def _state(folder: LiveFolder, who: str) -> str:
     if seen_s is None:
         return "none"
     told = folder.told(who)
+    if told.get("state") == "ended":
+        return "ended"
     if told.get("host") == socket.gethostname() and not _lives(told.get("pid")):
         return "gone"
     return "alive" if seen_s < _ALIVE_S else "silent"

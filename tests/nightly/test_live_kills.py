@@ -56,11 +56,10 @@ def sizes(rows: int) -> list[int]:
     return [min(ROWS_PER_CHUNK, rows - start) for start in range(0, rows, ROWS_PER_CHUNK)]
 
 
-def kill_at_random(sides: list[Side], stream: Stream, *, seed: int) -> int:
-    """SIGKILL one side or both at KILLS moments, and start it again; gives how many came before the end."""
-    draw = random.Random(seed)
+def kill_at_random(sides: list[Side], stream: Stream, draw: random.Random, *, kills: int = KILLS) -> int:
+    """SIGKILL one side or both at so many moments, and start it again; gives how many came before the end."""
     made = 0
-    while made < KILLS and not stream.is_done:
+    while made < kills and not stream.is_done:
         # From the middle of starting up to well into a stretch of training.
         time.sleep(draw.choice([0.3, 1.5, 4.0]) * draw.random())
         if draw.random() < 0.7:  # at a time when something is trained
@@ -98,7 +97,7 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
     try:
         producer.start()
         training.start()
-        kills = kill_at_random([producer, training], stream, seed=ranks)
+        kills = kill_at_random([producer, training], stream, random.Random(ranks))
         assert training.wait(600) == [0] * ranks, training.said()[-3000:]
         assert producer.wait() == [0], producer.said()[-3000:]
     finally:
@@ -112,6 +111,34 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
     assert ends[0] is not None
     assert ends[1] is not None
     assert (ends[0].rows, ends[0].chain) == (ends[1].rows, ends[1].chain)
+
+
+def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
+    stream: Stream, tokenizer: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+
+    class AnyRanks(Side):
+        def start(self) -> None:
+            self.commands = stream.ranks(
+                draw.choice([1, 2, 4]), interval=5, step_s=0.2, tokenizer=str(tokenizer)
+            ).commands
+            super().start()
+
+    source = write_chats(tmp_path / "source.jsonl", 1500)
+    producer = stream.producer(source, "--rows", str(ROWS_PER_CHUNK), "--max-waiting", "4", "--keep", "0")
+    training = AnyRanks([], stream.out / "ranks.log")
+    try:
+        producer.start()
+        training.start()
+        assert kill_at_random([producer, training], stream, draw, kills=20) == 20
+        assert set(training.wait(600)) == {0}, training.said()[-3000:]
+        assert producer.wait() == [0], producer.said()[-3000:]
+    finally:
+        producer.kill()
+        training.kill()
+    ids = [id for line in stream.trained() for id in line["ids"]]
+    assert len(ids) == len(set(ids)) == 1500
 
 
 def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_run_on_live_chunks_ends_with_them_and_marks_them_once_a_checkpoint_is
         "step-00000005",
     ]
     assert sorted(LiveFolder(tmp_path / "live").look().completed) == [0, 1, 2]
+    assert LiveFolder(tmp_path / "live").told("_consumer")["state"] == "ended"
     assert "live chunks in" in (tmp_path / "run" / "report.md").read_text()
 
 

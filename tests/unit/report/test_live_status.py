@@ -109,6 +109,8 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
     code, out, _ = harness("live", "status", tmp_path, "--json")
     assert code == 0
     assert json.loads(out)["consumer_told"]["ranks"] == ranks
+    train_somewhere(tmp_path, state="ended")
+    assert live_status(tmp_path).consumer == "ended"
 
 
 def test_watching_refreshes_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
