@@ -84,14 +84,13 @@ class PackReader:
 
         Where no manifest has it all packs are read for it once; that of a plan is then kept beside the plan.
         """
-        if self._fingerprint is None and self._kept_fingerprint is not None:
-            self._fingerprint = self._kept_fingerprint.load()
         if self._fingerprint is None:
-            digests = (np.array([pack_digest(pack)], np.uint64) for pack in self)
-            self._fingerprint = dataset_fingerprint(digests)
-            if self._kept_fingerprint is not None:
-                self._kept_fingerprint.save(self._fingerprint)
+            kept = self._kept_fingerprint
+            self._fingerprint = self._digest_packs() if kept is None else kept.take(self._digest_packs)
         return self._fingerprint
+
+    def _digest_packs(self) -> str:
+        return dataset_fingerprint(np.array([pack_digest(pack)], np.uint64) for pack in self)
 
     def __getitem__(self, index: int) -> Pack:
         """The pack at `index`, counted from the end where negative.

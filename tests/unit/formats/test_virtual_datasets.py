@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from harness.cli import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.convert import convert
+from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.remote import RemoteFolder
 from harness.formats.uris import ObjectPath
 from harness.formats.verify import diff, verify
@@ -130,6 +132,29 @@ def test_the_fingerprint_is_taken_once_and_kept(tmp_path: Path, store: Path) -> 
     (path / "fingerprint.json").write_text(json.dumps(repack_over | {"manifest_xxh3": "0" * 16}))
     with pytest.raises(FormatError, match="cannot be read"):
         _ = open_dataset(path).fingerprint
+
+
+def test_of_several_processes_one_takes_the_fingerprint(tmp_path: Path, store: Path) -> None:
+    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    kept = KeptFingerprint(tmp_path / "plan")
+
+    def take(number: int) -> str:
+        with (tmp_path / "computed").open("a") as file:
+            file.write("x")
+        time.sleep(0.2)
+        return f"{number:032x}"
+
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            kept.take(lambda number=number: take(number))
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "computed").read_text() == "x"
+    assert kept.load() is not None
 
 
 def test_a_fingerprint_that_is_not_that_of_the_packs_is_reported(tmp_path: Path, store: Path) -> None:
