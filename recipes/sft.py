@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
 from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder
-from harness.train import StepRecord, train
+from harness.train import OWN_VALIDATION, StepRecord, train
 from recipes.sft_config import SftConfig, check
 
 
@@ -51,8 +52,8 @@ def make_feeds(
     topology: Topology,
     state: LoaderState | None,
     device: torch.device,
-) -> tuple[Feed | LiveFeed, Feed | None]:
-    """The training batches from `state` on, and the ones that go through the validation set once each time."""
+) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
+    """The training batches from `state` on, and those that go through each validation set once each time, by name."""
 
     def feed(
         reader: PackSource,
@@ -86,11 +87,10 @@ def make_feeds(
         if isinstance(data, LiveData)
         else feed(data.train, config.loader, start=state, blend=data.blend)
     )
-    if data.validation is None:
-        return training, None
+    sets = {**({OWN_VALIDATION: data.validation} if data.validation is not None else {}), **data.evaluation}
     # Validation is short and rare: workers of its own would cost more than they save.
     once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
-    return training, feed(data.validation, once, epochs=1)
+    return training, {name: feed(reader, once, epochs=1) for name, reader in sets.items()}
 
 
 def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: LoaderState | None) -> LiveFeed:
@@ -176,6 +176,7 @@ def main(config: SftConfig) -> int:
         told = to_yaml(replace(config, trainer=replace(config.trainer, device=ranks.device.type)))
         opened = open_run_folder(folder, settings=told, goes_on=config.resume != "false")
         runtime.on_rank_0(lambda: stack.enter_context(opened))
+        validated = runtime.on_rank_0(lambda: _validated(folder, first_step))
         speaks = ranks.rank == 0
         writer = MetricsWriter(folder, first_step=first_step) if speaks else None
         records = config.trainer.record_digests or config.trainer.record_batches
@@ -220,9 +221,8 @@ def main(config: SftConfig) -> int:
             checkpoints.poll()
             return signals.agreed()
 
-        def validate() -> Iterable[StepBatch]:
-            assert validation is not None
-            return shown.doing_each("validating", _first(iter(validation), config.trainer.eval_batches))
+        def validate(batches: Feed) -> Iterable[StepBatch]:
+            return shown.doing_each("validating", _first(iter(batches), config.trainer.eval_batches))
 
         with Watchdog(folder, limit_s=config.trainer.timeout_s) as watchdog:
 
@@ -236,12 +236,14 @@ def main(config: SftConfig) -> int:
                 iter(training),
                 step,
                 config.trainer,
-                validation=validate if validation is not None else None,
+                validation={name: partial(validate, batches) for name, batches in validation.items()},
                 save=save,
                 record=record,
                 stop=stop,
                 at=watchdog.at,
+                say=shown.say,
                 first_step=first_step,
+                validated=validated,
             )
             checkpoints.finish()
         if writer is not None:
@@ -250,8 +252,8 @@ def main(config: SftConfig) -> int:
             digests.close()
         if reason is not None:
             done = watchdog.step
-            if speaks:
-                write_stop(folder, Stop(done, "signal", f"{reason} came"))
+            # Every rank, the first of them counts: srun ends the others as soon as one has left.
+            write_stop(folder, Stop(done, "signal", f"{reason} came"))
             shown.say(f"{reason} came: stopped after step {done}, run_dir={folder} resume=true goes on")
             return EXIT_STOPPED
         if writer is not None:
@@ -271,6 +273,13 @@ def _choose_folder(config: SftConfig) -> tuple[Path, Path | None]:
     for error in passed_over:
         print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
     return folder, newest
+
+
+def _validated(folder: Path, first_step: int) -> list[float]:
+    """Losses of the validations before `first_step`."""
+    path = folder / METRICS_FILE
+    steps = read_metrics(path) if path.exists() else []
+    return [one.validation_loss for one in steps if one.step < first_step and one.validation_loss is not None]
 
 
 def _first(batches: Iterator[StepBatch], count: int | None) -> Iterator[StepBatch]:
