@@ -6,14 +6,18 @@ It knows nothing of Megatron: the step and the checkpoint are handed in, so that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader.state import LoaderState
 from harness.loader.step import StepBatch
+
+# The validation set beside the training set, by which a run is judged.
+OWN_VALIDATION = "validation"
+_LEAST = {"steps": 1, "eval_interval": 0, "early_stop": 0, "checkpoint_interval": 0, "keep_checkpoints": 1}
 
 
 @dataclass
@@ -25,6 +29,7 @@ class TrainerConfig:
         eval_interval: steps between validations, 0 for none; the last step is always validated.
         eval_batches: global batches of one validation, None for the whole validation set.
         checkpoint_interval: steps between checkpoints, 0 for only the last.
+        early_stop: stop after so many validations in a row without a lower loss than the lowest before, 0 for never.
         keep_checkpoints: how many of the newest to keep.
         background_checkpoints: train on while a checkpoint is written; the next one waits for it.
         device: auto, cpu or cuda.
@@ -36,6 +41,7 @@ class TrainerConfig:
     steps: int = 60
     eval_interval: int = 20
     eval_batches: int | None = None
+    early_stop: int = 0
     checkpoint_interval: int = 20
     keep_checkpoints: int = 2
     background_checkpoints: bool = True
@@ -45,7 +51,7 @@ class TrainerConfig:
     record_batches: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in {"steps": 1, "eval_interval": 0, "checkpoint_interval": 0, "keep_checkpoints": 1}.items():
+        for name, low in _LEAST.items():
             if getattr(self, name) < low:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix=f"a number of {low} or more"
@@ -92,6 +98,7 @@ class StepRecord:
     Attributes:
         step: 1 for the first.
         validation: None where this step was not followed by one.
+        evaluations: those of further sets, by name.
         step_s: seconds from the end of the last step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of them spent waiting for the loader.
     """
@@ -102,6 +109,7 @@ class StepRecord:
     validation: Evaluation | None
     step_s: float
     data_wait_s: float
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 class Step(Protocol):
@@ -115,31 +123,37 @@ def train(
     step: Step,
     config: TrainerConfig,
     *,
-    validation: Callable[[], Iterable[StepBatch]] | None,
+    validation: Mapping[str, Callable[[], Iterable[StepBatch]]],
     save: Callable[[int, LoaderState], None],
     record: Callable[[StepRecord], None],
     stop: Callable[[], str | None] = lambda: None,
     at: Callable[[int, str], None] = lambda step, doing: None,
+    say: Callable[[str], None] = lambda line: None,
     first_step: int = 1,
+    validated: Iterable[float] = (),
 ) -> str | None:
     """Train from `first_step` to `config.steps`.
 
     Args:
         batches: global batches in order, the first one for `first_step`. Where they end before `config.steps`, what was
             trained is saved.
-        validation: gives the validation batches anew each time, None where there is no validation set.
+        validation: by name of a validation set, what gives its batches anew each time; the one called `validation` is
+            the run's own.
         save: writes a checkpoint of the given step and loader state.
         record: called once a step on every rank.
         stop: called after each step; a reason to stop, the same on every rank, makes it the last one, and it is saved.
         at: told the step and what is being done in it, whenever that changes.
+        say: takes a line for the reader of the log.
+        validated: losses of the run's validations before `first_step`, for `early_stop`.
 
     Returns:
-        Why it stopped before `config.steps`, None where it did not.
+        The reason that `stop` gave before `config.steps`, None where it gave none.
 
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
     unsaved: LoaderState | None = None
+    losses = list(validated)
     for number in range(first_step, config.steps + 1):
         at(number, "reading data")
         began = time.perf_counter()
@@ -160,19 +174,33 @@ def train(
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
             )
         took = time.perf_counter() - began
-        evaluation = None
-        if validation is not None and _due(number, config.eval_interval, config.steps):
-            evaluation = step.evaluate(_told(validation(), partial(at, number, "validating")))
-        record(StepRecord(number, batch, result, evaluation, took, waited))
+        evaluations = {}
+        if _due(number, config.eval_interval, config.steps):
+            evaluations = {
+                name: step.evaluate(_told(batches_of(), partial(at, number, "validating")))
+                for name, batches_of in validation.items()
+            }
+        own = evaluations.pop(OWN_VALIDATION, None)
+        record(StepRecord(number, batch, result, own, took, waited, evaluations))
+        losses += [] if own is None else [own.loss]
+        is_over = own is not None and number < config.steps and _stands_still(losses, config.early_stop)
         reason = stop()
-        saves = reason is not None or _due(number, config.checkpoint_interval, config.steps)
+        saves = reason is not None or is_over or _due(number, config.checkpoint_interval, config.steps)
         if saves:
             at(number, "writing a checkpoint")
             save(number, batch.state)
         unsaved = None if saves else batch.state
         if reason is not None and number < config.steps:
             return reason
+        if is_over:
+            say(f"stopped early after step {number}: {config.early_stop} validations without a lower loss")
+            break
     return None
+
+
+def _stands_still(losses: list[float], patience: int) -> bool:
+    """True where none of the last `patience` losses is lower than all before them."""
+    return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 def _told(batches: Iterable[StepBatch], tell: Callable[[], None]) -> Iterator[StepBatch]:

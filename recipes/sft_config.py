@@ -59,8 +59,14 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
             where="schedule.name",
             fix="schedule=as_packed trains packs as they come",
         )
+    if config.trainer.early_stop and (data.validation is None or not config.trainer.eval_interval):
+        raise ConfigError(
+            "early_stop asks for validations, and there are none before the last step",
+            where="trainer.early_stop",
+            fix="set trainer.eval_interval, and data.validation_path where the data has no validation set",
+        )
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
-    for reader in (data.train, data.validation):
+    for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(
                 f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "

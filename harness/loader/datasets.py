@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from harness.loader.blend import Blend, check_sources
 from harness.loader.joined import JoinedReader
 from harness.loader.live.config import LiveConfig
 from harness.prep.tokenize import ChatTokenizer, tokenizer_hash
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass
@@ -51,16 +54,25 @@ class DataConfig:
         blend: several datasets, their packs interleaved by weight (`harness.loader.blend`); their formats may differ.
         validation_path: another validation set; None for the `validation` beside `train`, where there is one; of a
             blend, all of these one after the other.
+        evaluation: more validation sets, by name; their losses and perplexities are told beside that of the first.
         tokenizer: a tokenizer folder or hub id that the datasets must have been made with; empty asks nothing.
     """
 
     path: str = "data/pydoc"
     validation_path: str | None = None
+    evaluation: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""
     blend: list[BlendSource] = field(default_factory=list)
     live: LiveConfig = field(default_factory=LiveConfig)
 
     def __post_init__(self) -> None:
+        for name in self.evaluation:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} cannot name a validation set",
+                    where="data.evaluation",
+                    fix="lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
+                )
         if self.live.path and self.blend:
             raise ConfigError(
                 "live chunks are not blended with datasets",
@@ -81,6 +93,7 @@ class LiveData:
     train: LiveConfig
     tokenizer: ChatTokenizer | None
     validation: PackReader | None
+    evaluation: dict[str, PackReader] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int | None:
@@ -101,6 +114,7 @@ class RunData:
         vocab_size: of the tokenizer, None where the datasets do not say.
         tokenizer_hash: of what made `train`; empty where it does not say.
         blend: how the packs of `train`, which then is a JoinedReader, are drawn; None where they are one dataset.
+        evaluation: more validation sets by name.
     """
 
     train: PackReader | JoinedReader
@@ -108,6 +122,7 @@ class RunData:
     vocab_size: int | None
     tokenizer_hash: str = ""
     blend: Blend | None = None
+    evaluation: dict[str, PackReader] = field(default_factory=dict)
 
     def describe(self) -> str:
         """What is trained on, in words."""
@@ -134,7 +149,8 @@ def open_datasets(config: DataConfig) -> RunData:
     if config.validation_path is not None:
         besides = [config.validation_path]
     validations = [open_dataset(path) for path in besides]
-    for validation in validations:
+    evaluation = _open_evaluation(config)
+    for validation in (*validations, *evaluation.values()):
         for one in trains:
             _check_same_tokenizer(one, validation)
     if config.tokenizer:
@@ -144,7 +160,8 @@ def open_datasets(config: DataConfig) -> RunData:
     vocab_size = max((size for size in sizes if size is not None), default=None)
     joined = JoinedReader(validations) if len(validations) > 1 else None
     tokenizer_hash = next((hash for hash, _ in map(_hashes, trains) if hash), "")
-    return RunData(train, joined or (validations[0] if validations else None), vocab_size, tokenizer_hash, blend)
+    validation_set = joined or (validations[0] if validations else None)
+    return RunData(train, validation_set, vocab_size, tokenizer_hash, blend, evaluation)
 
 
 def open_live(config: DataConfig) -> LiveData:
@@ -157,9 +174,20 @@ def open_live(config: DataConfig) -> LiveData:
     name = settings.name or config.tokenizer
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(config.validation_path) if config.validation_path is not None else None
-    if validation is not None and name:
-        _check_tokenizer(validation, name)
-    return LiveData(config.live, tokenizer, validation)
+    evaluation = _open_evaluation(config)
+    for one in (validation, *evaluation.values()):
+        if one is not None and name:
+            _check_tokenizer(one, name)
+    return LiveData(config.live, tokenizer, validation, evaluation)
+
+
+def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
+    """Validation sets by name; of a folder with several splits, its `validation`."""
+    opened = {}
+    for name, path in config.evaluation.items():
+        inner = join_path(path, "validation")
+        opened[name] = open_dataset(inner if _is_folder(inner) and not holds_manifest(path) else path)
+    return opened
 
 
 def _open_train(path: str) -> tuple[PackReader, str | None]:

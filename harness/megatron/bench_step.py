@@ -182,7 +182,7 @@ def _run(
     def save(number: int, state: LoaderState) -> None: ...
 
     config = TrainerConfig(steps=settings.warm_up + settings.steps, eval_interval=0, checkpoint_interval=0)
-    train(batches, step, config, validation=None, save=save, record=record)
+    train(batches, step, config, validation={}, save=save, record=record)
 
 
 def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +35,7 @@ class StepMetrics:
         imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
             1 is even.
         packs_consumed: of this epoch, after this step.
+        evaluation_losses: as validation_loss, of further validation sets by name.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepMetrics:
     imbalance_tokens: float
     imbalance_cost: float
     packs_consumed: int
+    evaluation_losses: dict[str, float] = field(default_factory=dict)
 
 
 def step_metrics(record: StepRecord) -> StepMetrics:
@@ -75,6 +77,7 @@ def step_metrics(record: StepRecord) -> StepMetrics:
         imbalance_tokens=batch.imbalance.token_ratio,
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
+        evaluation_losses={name: one.loss for name, one in record.evaluations.items()},
     )
 
 
@@ -105,7 +108,9 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(whole) + "\n")
         self._file.flush()
-        for key, value in values.items():
+        named = values.pop("evaluation_losses")
+        shown = {**values, **{f"{name}_loss": loss for name, loss in named.items()}}
+        for key, value in shown.items():
             if key != "step" and value is not None:
                 self._events.add_scalar(f"train/{key}", value, metrics.step)
 
@@ -157,12 +162,26 @@ def plot_loss(steps: list[StepMetrics], path: Path) -> None:
     if validated:
         xs, ys = zip(*validated, strict=True)
         axes.plot(xs, ys, "o--", label="validation", color="#d1570c", markersize=5)
+    for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses):
+        points = [(s.step, s.evaluation_losses[name]) for s in steps if name in s.evaluation_losses]
+        axes.plot(*zip(*points, strict=True), "o:", label=name, markersize=4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per trained token)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
+
+
+def _told(losses: Mapping[int, float]) -> str:
+    """First, lowest and last of the losses by step, and the last as a perplexity."""
+    if not losses:
+        return "not measured"
+    steps = list(losses)
+    shown = sorted({steps[0], min(steps, key=losses.__getitem__), steps[-1]}) if len(steps) > 4 else steps
+    last = losses[steps[-1]]
+    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "beyond count"
+    return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
 
 
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
@@ -176,9 +195,11 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     seconds = sum(s.step_s for s in steps)
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
-        "validation loss": (
-            ", ".join(f"{s.validation_loss:.4f} at step {s.step}" for s in validated) if validated else "not measured"
-        ),
+        "validation loss": _told({s.step: s.validation_loss for s in validated if s.validation_loss is not None}),
+        **{
+            f"{name} loss": _told({s.step: s.evaluation_losses[name] for s in steps if name in s.evaluation_losses})
+            for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses)
+        },
         "tokens": f"{sum(s.tokens for s in steps):,}, of them {sum(s.trained_tokens for s in steps):,} trained",
         "tokens per second": f"{sum(s.tokens for s in steps) / seconds:,.0f}",
         "fill of rows": f"{sum(s.fill for s in steps) / len(steps):.1%}",

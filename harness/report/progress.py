@@ -68,7 +68,10 @@ class RunProgress:
             return
         told = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s"
         if metrics.validation_loss is not None:
-            self.say(f"step {metrics.step}: loss {metrics.loss:.4f}, validation loss {metrics.validation_loss:.4f}")
+            named = "".join(f", {name} loss {loss:.4f}" for name, loss in metrics.evaluation_losses.items())
+            self.say(
+                f"step {metrics.step}: loss {metrics.loss:.4f}, validation loss {metrics.validation_loss:.4f}{named}"
+            )
         self._progress.update(self._task, completed=metrics.step, description=f"training: {told}")
         every = max(1, self._steps // LOG_LINES)
         if not self._live and metrics.validation_loss is None and (metrics.step % every == 0 or metrics.step == 1):

@@ -117,3 +117,19 @@ def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):
     write_stream(tmp_path / "live", some_chats(3), [3])
     with pytest.raises(ConfigError, match="the chunk holds conversations, and no tokenizer is named"):
         main(live_config(tmp_path))
+
+
+def test_stopping_early_without_a_validation_is_refused_and_further_sets_are_checked_too(tmp_path, data):
+    made = config()
+    made.trainer.early_stop = 3
+    with pytest.raises(ConfigError, match="early_stop asks for validations"):
+        check(made, data(), 1)
+    small, large = data(), data(pack_size=128)
+    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
+        check(
+            config(max_sequence_length=100),
+            open_datasets(DataConfig(path=str(small.train.path), evaluation={"large": str(large.train.path)})),
+            1,
+        )
+    with pytest.raises(ConfigError, match="'a set' cannot name a validation set"):
+        DataConfig(evaluation={"a set": "x"})

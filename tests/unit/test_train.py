@@ -31,16 +31,17 @@ def batches(first: int = 1):
     return (SimpleNamespace(state=number, epoch=0, step_in_epoch=number) for number in itertools.count(first))
 
 
-def run(config: TrainerConfig, step: LinearLoss, *, first_step: int = 1, validation=lambda: [1, 2, 3]):
+def run(config: TrainerConfig, step: LinearLoss, *, first_step: int = 1, validation=lambda: [1, 2, 3], **more):
     saved, records = [], []
     train(
         batches(first_step),
         step,
         config,
-        validation=validation,
+        validation={} if validation is None else {"validation": validation},
         save=lambda number, state: saved.append((number, state)),
         record=records.append,
         first_step=first_step,
+        **more,
     )
     return saved, records
 
@@ -71,6 +72,46 @@ def test_a_resumed_run_trains_the_steps_that_are_left():
 def test_without_a_validation_set_nothing_is_validated():
     _, records = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation=None)
     assert [record.validation for record in records] == [None, None]
+
+
+def test_further_validation_sets_are_recorded_by_name_beside_the_runs_own():
+    records = []
+    train(
+        batches(),
+        LinearLoss(),
+        TrainerConfig(steps=2, eval_interval=2),
+        validation={"validation": lambda: [1], "code": lambda: [1, 2], "math": lambda: [1, 2, 3]},
+        save=lambda number, state: None,
+        record=records.append,
+    )
+    assert records[0].evaluations == {}
+    assert records[1].validation == Evaluation(1.0, 5)
+    assert records[1].evaluations == {"code": Evaluation(2.0, 5), "math": Evaluation(3.0, 5)}
+
+
+class Plateau(LinearLoss):
+    """Validation losses that are given."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = iter(losses)
+
+    def evaluate(self, batches) -> Evaluation:
+        return Evaluation(next(self.losses), 5)
+
+
+def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
+    config = TrainerConfig(steps=20, eval_interval=2, checkpoint_interval=100, early_stop=2)
+    said = []
+    saved, records = run(config, Plateau([5.0, 4.0, 4.0, 4.5]), say=said.append)
+    assert saved == [(8, 8)]
+    assert records[-1].step == 8
+    assert said == ["stopped early after step 8: 2 validations without a lower loss"]
+    # A lower loss in between begins the count anew, and the losses of before a resume count.
+    saved, _ = run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))
+    assert saved == [(12, 12)]
+    saved, _ = run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])
+    assert saved == [(8, 8)]
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():

@@ -203,6 +203,27 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
     assert trained_tokens(trained).total() == 18
 
 
+def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    def write_slowly() -> None:
+        for index in range(2):
+            with (tmp_path / f"chunk_{index:05d}.jsonl").open("w") as file:
+                for number, chat in enumerate(some_chats(6, seed=index)):
+                    file.write(json.dumps(chat) + "\n")
+                    if number == 2:
+                        file.flush()
+                        time.sleep(0.5)
+        with LiveProducer(tmp_path) as producer:
+            producer.end()
+
+    writing = threading.Thread(target=write_slowly)
+    writing.start()
+    trained = train(tmp_path, size=2, tokenizer=tokenizer, require_ready=False, settle_s=2.0)
+    writing.join()
+    assert trained_tokens(trained).total() == 12
+
+
 def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
     (tmp_path / "chunk_0.jsonl").write_text("{}\n")
     with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names have five digits"):

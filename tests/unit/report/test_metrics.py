@@ -85,7 +85,20 @@ def test_the_plot_is_a_png_and_the_report_leads_with_the_result(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     text = write_report(tmp_path, steps, {"dataset": "data/x"}).read_text()
     assert "| training loss | 3.0000 at step 1, 2.5000 at step 2 |" in text
-    assert "| validation loss | 2.7500 at step 2 |" in text
+    assert "| validation loss | 2.7500 at step 2; perplexity 15.6 |" in text
     assert "| tokens | 2,000, of them 1,200 trained |" in text
     assert "| tokens per second | 500 |" in text
     assert "| dataset | data/x |" in text
+
+
+def test_further_validation_sets_are_written_drawn_and_reported(tmp_path):
+    losses = [3.0, 2.75, 1.5, 2.0, 2.5]
+    steps = [metrics(number, evaluation_losses={"code": loss}) for number, loss in enumerate(losses, start=1)]
+    write(tmp_path, steps)
+    assert read_metrics(tmp_path / "metrics.jsonl") == steps
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/code_loss")] == losses
+    plot_loss(steps, tmp_path / "loss.png")
+    report = write_report(tmp_path, steps, {}).read_text()
+    assert "| code loss | 3.0000 at step 1, 1.5000 at step 3, 2.5000 at step 5; perplexity 12.2 |" in report
