@@ -120,7 +120,7 @@ def test_a_glob_a_bare_object_and_a_folder_without_manifest_open(proxy: Any, buc
     assert "no object matches" in error_of(lambda: open_dataset(f"{folder}/*.pq")).what
 
 
-@pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy"])
+@pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])
 def test_other_formats_are_read_from_one_local_copy(
     proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
 ) -> None:
