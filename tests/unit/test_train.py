@@ -69,6 +69,22 @@ def test_a_resumed_run_trains_the_steps_that_are_left():
     assert saved == [(5, 5), (6, 6)]
 
 
+@pytest.mark.parametrize(("made", "saves"), [(4, [2, 4]), (5, [2, 4, 5]), (0, [])])
+def test_a_stream_that_ends_before_the_steps_is_saved_once_and_gives_the_reason_to_stop(made, saves):
+    saved: list[int] = []
+    reason = train(
+        itertools.islice(batches(), made),
+        LinearLoss(),
+        TrainerConfig(steps=100, checkpoint_interval=2),
+        validation={},
+        save=lambda number, state: saved.append(number),
+        record=lambda record: None,
+        # A wait for data is left for a signal; steps before it saw none.
+        stop=iter([*[None] * made, "SIGTERM"]).__next__,
+    )
+    assert (saved, reason) == (saves, "SIGTERM")
+
+
 def test_without_a_validation_set_nothing_is_validated():
     _, records = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation=None)
     assert [record.validation for record in records] == [None, None]
