@@ -102,9 +102,7 @@ def render_status(status: LiveStatus) -> RenderableType:
     table.add_row("producer", f"{_who(status.producer, status.producer_told, status.producer_seen_s)}{doing}")
     table.add_row("made", f"{status.chunks:,} chunks{_amount(status)}" + (", ended" if status.ended else ""))
     table.add_row("rate", rates or "not known yet")
-    table.add_row(
-        "backlog", f"{status.waiting:,} chunks wait to be read, {status.completed:,} completed are not deleted yet"
-    )
+    table.add_row("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}")
     table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
     table.add_row("training", _who(status.consumer, status.consumer_told, status.consumer_seen_s))
     told = status.consumer_told

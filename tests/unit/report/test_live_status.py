@@ -103,7 +103,7 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
         ranks=ranks,
     )
     _, out, _ = harness("live", "status", tmp_path)
-    assert "1 chunks wait to be read" in out
+    assert "chunks to read: 1, completed and not deleted yet: 0" in out
     assert "5 rows read in 7 steps, 2.5 packs/s, 80 tokens/s" in out
     assert "chunk 3 since 12 s" in out
     code, out, _ = harness("live", "status", tmp_path, "--json")
