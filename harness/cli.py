@@ -222,6 +222,33 @@ def export(
 
 
 @app.command()
+def plan(
+    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or sft")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="settings of the recipe")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs of all nodes together")] = 8,
+    gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU: exit code 1 where the run does not fit")] = 80,
+    peak_tflops: Annotated[float, typer.Option(help="of a GPU, dense; 989 is an H100's in bfloat16")] = 989,
+    mfu: Annotated[
+        float, typer.Option(help="share of the peak that training reaches; measure it on your cluster")
+    ] = 0.4,
+) -> None:
+    """Say what a run would take, before anyone books a node: memory, microbatches, tokens, time."""
+    from harness.config import CONFIGS
+    from harness.launch.submit import recipe_settings
+    from harness.megatron.plan import ROOM, plan_run
+
+    is_file = (CONFIGS / "experiment" / f"{experiment}.yaml").exists()
+    module = "recipes.sft" if is_file else f"recipes.{experiment}"
+    named = [f"experiment={experiment}"] if is_file else []
+    settings = recipe_settings(module, [*named, *(overrides or [])])
+    planned = plan_run(settings, ranks=ranks, flops_per_s=peak_tflops * 1e12 * mfu)
+    gpu_bytes = None if gpu_gib is None else gpu_gib * 2**30
+    Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes))
+    fits = gpu_bytes is None or planned.memory.total <= (1 - ROOM) * gpu_bytes
+    raise typer.Exit(0 if fits else 1)
+
+
+@app.command()
 def chat(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, a checkpoint, or an exported model")],
     prompt: Annotated[str | None, typer.Option(help="ask this alone; without it, ask in the terminal")] = None,

@@ -1,0 +1,200 @@
+"""What a run is said to take is what PyTorch takes."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from harness.config import compose_config, to_plain
+from harness.errors import ConfigError
+from harness.formats import open_writer
+from harness.megatron import runtime
+from harness.megatron.batch import to_device
+from harness.megatron.model import build_model
+from harness.megatron.model_config import ModelConfig
+from harness.megatron.plan import count_weights, layer_activation_bytes, plan_memory, plan_run, plan_work
+from harness.megatron.step import MegatronStep, OptimizerConfig
+from harness.megatron.topology import ParallelConfig, join
+from harness.records import Pack, SequenceView
+from harness.thd import build_thd_batch
+from recipes.sft_config import SftConfig
+
+TOKENS, VOCAB = 512, 300
+ONE = ParallelConfig()
+CPU = torch.device("cpu")
+
+
+def model_of(**settings) -> ModelConfig:
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 24,
+    }
+    return ModelConfig(**{**sizes, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "recompute": "selective", "num_query_groups": 1},
+        {"dtype": "bfloat16", "recompute": "full"},
+        {"family": "qwen2", "tie_embeddings": False},
+        {"family": "qwen3", "dtype": "bfloat16"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "float32",
+)
+def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
+    model = model_of(**settings)
+    planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, row_tokens=TOKENS)
+    with runtime.start("cpu"):
+        topology = join(ONE, 1)
+        chunks = build_model(model, ONE, vocab_size=VOCAB, device=CPU)
+        step = MegatronStep(
+            chunks,
+            optimizer=OptimizerConfig(),
+            parallel=ONE,
+            topology=topology,
+            device=CPU,
+            vocab_size=VOCAB,
+            decay_steps=9,
+        )
+        parameters = list(chunks[0].parameters())
+        assert planned.weights == sum(one.numel() * one.element_size() for one in parameters)
+        assert planned.gradients == sum(one.main_grad.numel() * one.main_grad.element_size() for one in parameters)
+
+        own = {one.untyped_storage().data_ptr() for one in parameters}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = tensor
+            return tensor
+
+        ids = np.arange(TOKENS + 1, dtype=np.int32) % VOCAB
+        row = to_device(build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses = chunks[0](
+                input_ids=row.tokens,
+                position_ids=row.position_ids,
+                attention_mask=None,
+                labels=row.labels,
+                packed_seq_params=row.packed_seq_params,
+            )
+        found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        if model.recompute == "full":  # the one layer that is computed again comes in the backward pass
+            found += TOKENS * layer_activation_bytes(model_of(**{**settings, "recompute": "none"}), ONE)
+        assert planned.activations == pytest.approx(found, rel=0.01)
+
+        losses.sum().backward()
+        step.optimizer.step()
+        state = [value for one in step.optimizer.optimizer.state.values() for value in one.values()]
+        moments = sum(value.numel() * value.element_size() for value in state if value.numel() > 1)
+        copies = 0 if model.dtype == "float32" else 4 * sum(one.numel() for one in parameters)
+        assert planned.optimizer == moments + copies
+
+
+def test_a_divided_models_parts_are_counted_once_but_for_what_each_rank_holds() -> None:
+    whole = model_of(num_layers=4, num_attention_heads=4, head_dim=None, tie_embeddings=False)
+    words = 384 * 64
+    total = count_weights(whole, ONE, stage=0, vocab_size=VOCAB)
+    halves = [count_weights(whole, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB) for s in (0, 1)]
+    assert sum(halves) == total
+    assert halves[1] - halves[0] == 64  # the last norm
+    # Norms are on both ranks.
+    norms = 4 * 2 * 64 + 64
+    half = count_weights(whole, ParallelConfig(tensor_parallel_size=2), stage=0, vocab_size=VOCAB)
+    assert 2 * half == total + norms
+    tied = model_of(num_layers=4, head_dim=None)
+    assert count_weights(tied, ONE, stage=0, vocab_size=VOCAB) == total - words
+    ends = [count_weights(tied, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB) for s in (0, 1)]
+    assert sum(ends) == total
+
+
+def test_an_8b_model_on_a_node_of_eight_is_known_to_the_weight() -> None:
+    model = ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        tie_embeddings=False,
+        dtype="bfloat16",
+    )
+    assert count_weights(model, ONE, stage=0, vocab_size=128256) == 8_030_261_248  # as Llama 3 8B's card says
+    layout = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, distributed_optimizer=True)
+    memory = plan_memory(model, layout, vocab_size=128256, dp_size=4, row_tokens=8192)
+    half = count_weights(model, layout, stage=0, vocab_size=128256)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * half, 4 * half, 3 * half)
+
+
+def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:
+    model = model_of(num_layers=8, dtype="bfloat16")
+    four = ParallelConfig(pipeline_parallel_size=4)
+    many = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, row_tokens=4096)
+    one = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, row_tokens=4096, microbatches=1)
+    assert many.stage == 0
+    assert many.activations == pytest.approx(4 * 2 * 4096 * layer_activation_bytes(model, four), rel=1e-6)
+    assert one.activations < many.activations / 2
+
+
+def test_an_epochs_work_is_the_sum_over_its_sequences() -> None:
+    model = model_of(vocab_size=VOCAB)
+    work = plan_work(
+        model,
+        np.array([100, 300, 50, 50]),
+        num_packs=5,
+        global_batch_size=2,
+        dp_size=2,
+        row_capacity=60,
+        flops_per_s=1e6,
+    )
+    assert (work.steps, work.tokens) == (3, 500 / 3)
+    assert work.microbatches == 2  # 167 tokens a step, 120 of them in a microbatch of both ranks
+    assert work.seconds == pytest.approx(3 * work.flops / 1e6)
+    again = plan_work(
+        model_of(vocab_size=VOCAB, recompute="full"),
+        np.array([100, 300, 50, 50]),
+        num_packs=5,
+        global_batch_size=2,
+        dp_size=2,
+        row_capacity=60,
+    )
+    assert again.flops == pytest.approx(work.flops * 4 / 3)
+    assert again.seconds is None
+
+
+def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
+    with open_writer(tmp_path / "train", format="parquet", pack_size=64) as writer:
+        for _ in range(6):
+            writer.append(Pack([1, 2, 3, 4] * 16, [1] * 63 + [0], [0]))
+    config = compose_config(
+        "sft", SftConfig, ["model.vocab_size=300", "loader.global_batch_size=4", "schedule.max_tokens_per_rank=63"]
+    )
+    settings = to_plain(config)
+    settings["data"]["path"] = str(tmp_path)
+    planned = plan_run(settings, ranks=2, flops_per_s=1e9)
+    assert planned.dp_size == 2
+    assert planned.work is not None
+    assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 189, 2)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(planned.render(gpu_bytes=2**20))
+    text = console.export_text()
+    assert "does NOT fit" in text
+    assert "2 steps of 189 tokens" in text
+
+    settings["data"]["path"] = str(tmp_path / "nowhere")
+    planned = plan_run(settings, ranks=2, flops_per_s=None)
+    assert (planned.work, planned.why_no_work) == (None, "no dataset there")
+    settings["parallel"]["pipeline_parallel_size"] = 3
+    with pytest.raises(ConfigError, match="2 ranks cannot hold whole copies|4 layers cannot be cut"):
+        plan_run(settings, ranks=2, flops_per_s=None)
