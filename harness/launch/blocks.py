@@ -86,8 +86,9 @@ start_rank='
   trap "" USR2
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
   exec "$@"'
-# --kill-on-bad-exit: ranks whose neighbour is gone would wait for it.
-"${on_each_rank[@]}" --kill-on-bad-exit=1 --open-mode=append \\
+# --wait: a rank that outlives another by a minute waits for it in vain. With --kill-on-bad-exit=1 the others' last
+# words would be lost, and srun's code would be that of the signal that ended them.
+"${on_each_rank[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
   --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-rank%t.out" bash -c "$start_rank" rank "${program[@]}" &
 step=$!
 echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-rank0.out\""""
@@ -103,8 +104,9 @@ start_node='
   trap "kill -USR2 \\$(cat /proc/$agent/task/$agent/children)" USR2
   while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done
   wait "$agent"'
-# --kill-on-bad-exit: nodes whose neighbour is gone would wait for it.
-"${on_each_node[@]}" --kill-on-bad-exit=1 --open-mode=append \\
+# --wait: a node that outlives another by a minute waits for it in vain. With --kill-on-bad-exit=1 the others' last
+# words would be lost, and srun's code would be that of the signal that ended them.
+"${on_each_node[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
   --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-node%n.out" bash -c "$start_node" node "${program[@]}" &
 step=$!
 echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-node0.out\""""

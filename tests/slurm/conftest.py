@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,11 +39,14 @@ def slurm() -> Iterator[Cluster]:
     if lacking:
         pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
     cluster = Cluster()
+    # Ended politely, as by a time limit, the tests end their daemons too.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("ended by SIGTERM", 128 + number))
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

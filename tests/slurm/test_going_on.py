@@ -87,18 +87,25 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slur
     assert job.losses == undisturbed
 
 
-def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(submit, slurm, undisturbed):
-    job = submit(*LONG)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGKILL, "srun: error: node2: task 1: Killed"),
+        (signal.SIGSTOP, "rank 1 is gone or stopped (host node2, process"),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_goes_on(submit, slurm, undisturbed, how, said):
+    job = submit(*LONG, "trainer.timeout_s=25")
     wait_for_step(job, 45)
     (rank_1,) = [
         pid
         for pid in slurm.processes("node2")
         if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
     ]
-    os.kill(rank_1, signal.SIGKILL)
+    os.kill(rank_1, how)
     assert job.wait() == "COMPLETED", job.log
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
-    assert "srun: error: node2: task 1: Killed" in job.log
+    assert said in job.log
     (failed,) = attempts(job)
     assert f"failed after step {failed['step']}" in job.log
 
