@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakSet
 
 from harness.errors import FormatError
 
@@ -79,12 +80,17 @@ class AtomicFile:
 
 
 class Marker:
-    """A small file that is locked while a writer is at work, and that stays when the writer dies."""
+    """A small file that is locked while a writer is at work, and that stays when the writer dies.
+
+    The lock is this process's alone: one that it forks lets go of it, or it would go on holding it when this one is
+    killed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.was_created = False
         self._descriptor: int | None = None
+        _MARKERS.add(self)
 
     def acquire(self) -> bytes:
         """Create or take over the marker.
@@ -136,6 +142,17 @@ class Marker:
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
+
+
+def _let_go_in_child() -> None:
+    for marker in _MARKERS:
+        if marker._descriptor is not None:
+            os.close(marker._descriptor)
+            marker._descriptor = None
+
+
+_MARKERS: WeakSet[Marker] = WeakSet()
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

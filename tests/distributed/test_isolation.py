@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from harness.config import CONFIGS, compose_config
+from harness.report.parity.processes import free_ports
 from recipes.sft_config import SftConfig
 
-from .conftest import free_ports, launcher, run_command
+from .conftest import launcher, run_command
 
 # What each planted defect has to be told by.
 TELLS = {

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from .conftest import SMALL, free_ports, launcher, read_metrics, run_command
+from harness.report.parity.processes import free_ports
+
+from .conftest import SMALL, launcher, read_metrics, run_command
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
 # name: run that it goes on from, its last step, its settings.

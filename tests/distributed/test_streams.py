@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import free_ports, launcher, run_command
+from harness.report.parity.processes import free_ports
+
+from .conftest import launcher, run_command
 
 TWO = [
     ({}, "dp_balanced"),

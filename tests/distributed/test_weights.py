@@ -27,8 +27,9 @@ from harness.megatron.weights import (
     global_parameters,
     to_hf,
 )
+from harness.report.parity.processes import free_ports
 
-from .conftest import command, free_ports, launcher, run_command
+from .conftest import command, launcher, run_command
 
 SIZES = {
     "hidden_size": 32,

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from harness.records import SequenceView
+from harness.report.parity.processes import free_ports
 from harness.thd import build_thd_batch, context_parallel_indices
 from recipes.parity import make_dataset
 
-from ..distributed.conftest import free_ports, launcher, read_metrics, run_command
+from ..distributed.conftest import launcher, read_metrics, run_command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -19,8 +19,9 @@ from live_streams import some_chats, some_packs, train, write_stream
 from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
 from harness.report.metrics import whole_lines
+from harness.report.parity.processes import free_ports
 
-from ..distributed.conftest import ROOT, environment, free_ports
+from ..distributed.conftest import ROOT, environment
 from .live_rank import SIZE
 
 HARNESS = Path(sys.executable).parent / "harness"

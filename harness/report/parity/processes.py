@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -24,6 +25,8 @@ from harness.report.parity.cells import Cell
 
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1
+# Above are those that Linux gives to connections of its own choice.
+_PORTS = range(20000, 32768)
 # A launcher's, which would make a run that is started from within a job part of it.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 
@@ -77,7 +80,7 @@ class Batch:
                 str(run_folder(folder, cell)),
                 str(run_folder(folder, starts[cell.start])) if cell.start else None,
             ]
-            for port, cell in zip(_free_ports(len(self.cells)), self.cells, strict=True)
+            for port, cell in zip(free_ports(len(self.cells)), self.cells, strict=True)
         ]
         listed = home / "runs.json"
         listed.write_text(json.dumps(described))
@@ -151,9 +154,15 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports to meet at one after another: none of those that the kernel gives to connections meanwhile."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(found) == count:
+                break
+            one = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                found.append(port)
+        return found

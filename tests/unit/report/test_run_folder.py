@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from harness.errors import ConfigError
@@ -90,3 +95,37 @@ def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_pa
 def test_another_word_for_resume_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="resume is 'maybe'"):
         choose(tmp_path, resume="maybe")
+
+
+def test_a_process_that_a_killed_run_has_forked_keeps_no_other_run_out(tmp_path):
+    """As the one that writes a checkpoint in the background, which may outlive its run for a while."""
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from harness.report.run_folder import open_run_folder\n"
+        "opened = open_run_folder(Path(sys.argv[1]), settings='', goes_on=False)\n"
+        "opened.__enter__()\n"
+        "child = os.fork()\n"
+        "time.sleep(0.2) if child else None\n"
+        "print(child, flush=True) if child else None\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline())
+    try:
+        with (
+            pytest.raises(ConfigError, match="still writing to this folder"),
+            open_run_folder(tmp_path / "run", settings="", goes_on=True),
+        ):
+            pass
+        run.kill()
+        run.wait()
+        os.kill(child, 0)  # it is still there
+        with open_run_folder(tmp_path / "run", settings="", goes_on=True):
+            pass
+    finally:
+        run.kill()
+        os.kill(child, signal.SIGKILL)
+        run.stdout.close()
+        run.wait()
