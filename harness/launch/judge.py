@@ -162,7 +162,7 @@ def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(nodes: Sequence[str], said: dict[str, _Said]) -> str:
     facts = said[nodes[0]].facts if nodes else {}
-    words = [f"{len(nodes)} nodes"]
+    words = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
     if "versions" in facts:
         versions = facts["versions"]
         words += [f"{len(facts.get('gpus', {}).get('gpus', []))} GPUs each"]
