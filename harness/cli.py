@@ -6,11 +6,10 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from harness.cli_runs import runs_app
 from harness.errors import exit_on_error
 from harness.formats import FORMATS, open_dataset
 from harness.formats.convert import convert as convert_dataset
@@ -28,8 +28,6 @@ from harness.formats.verify import verify as verify_dataset
 from harness.launch.cli import preflight_app
 from harness.prep.indexed_cli import find_check, indexed_app
 from harness.report.bench.cli import bench_app
-from harness.report.bench.output import Outcome, Output, Say
-from harness.report.bench.workspace import Workspace
 from harness.report.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 from harness.report.inspect_blend import SUFFIXES, inspect_blend, render_blend
 from harness.report.live_cli import live_app
@@ -47,6 +45,7 @@ app.add_typer(indexed_app, name="indexed")
 app.add_typer(live_app, name="live")
 app.add_typer(parity_app, name="parity")
 app.add_typer(preflight_app, name="preflight")
+app.add_typer(runs_app)
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
@@ -207,80 +206,6 @@ def diff(
     raise typer.Exit(0 if difference is None else 1)
 
 
-@app.command()
-def export(
-    source: Annotated[Path, typer.Argument(metavar="CKPT", help="a run's folder, or one of its checkpoints")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
-) -> None:
-    """Write a checkpoint as a folder that transformers loads: weights, config.json, and the data's tokenizer."""
-    from harness.megatron.export import export as export_weights
-
-    done = export_weights(source, out)
-    print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
-    if not done.has_tokenizer:
-        print("  without a tokenizer: the run's data does not name one, or is not on this machine")
-
-
-@app.command()
-def plan(
-    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or sft")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="settings of the recipe")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs of all nodes together")] = 8,
-    gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU: exit code 1 where the run does not fit")] = 80,
-    peak_tflops: Annotated[float, typer.Option(help="of a GPU, dense; 989 is an H100's in bfloat16")] = 989,
-    mfu: Annotated[
-        float, typer.Option(help="share of the peak that training reaches; measure it on your cluster")
-    ] = 0.4,
-) -> None:
-    """Say what a run would take, before anyone books a node: memory, microbatches, tokens, time."""
-    from harness.config import CONFIGS
-    from harness.launch.submit import recipe_settings
-    from harness.megatron.plan import ROOM, plan_run
-
-    is_file = (CONFIGS / "experiment" / f"{experiment}.yaml").exists()
-    module = "recipes.sft" if is_file else f"recipes.{experiment}"
-    named = [f"experiment={experiment}"] if is_file else []
-    settings = recipe_settings(module, [*named, *(overrides or [])])
-    planned = plan_run(settings, ranks=ranks, flops_per_s=peak_tflops * 1e12 * mfu)
-    gpu_bytes = None if gpu_gib is None else gpu_gib * 2**30
-    Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes))
-    fits = gpu_bytes is None or planned.memory.total <= (1 - ROOM) * gpu_bytes
-    raise typer.Exit(0 if fits else 1)
-
-
-@app.command()
-def chat(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, a checkpoint, or an exported model")],
-    prompt: Annotated[str | None, typer.Option(help="ask this alone; without it, ask in the terminal")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
-) -> None:
-    """Talk to the model of a run."""
-    from harness.megatron.chat import Chat, exported, talk
-
-    with exported(source) as folder:
-        conversation = Chat(folder, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        if prompt is None:
-            talk(conversation)
-        else:
-            print(conversation.answer(prompt))
-
-
-@app.command()
-def requeue(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")],
-    exit_code: Annotated[int, typer.Option(help="that the run ended with")],
-    max_same: Annotated[int, typer.Option(min=1, help="tries that may fail in the same way at the same step")] = 3,
-) -> None:
-    """Note how a run ended, and say whether to start it again: exit code 0 for yes, 1 for no."""
-    from harness.report.attempts import decide
-
-    decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
-    print(f"{run_dir}: {decision.message}")
-    raise typer.Exit(0 if decision.requeue else 1)
-
-
 @contextmanager
 def _bar(what: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr; yields advance(done, total, description=what)."""
@@ -318,97 +243,6 @@ def _say_written(destination: str, manifest: Any, changes: dict[str, int], *, as
 
 def _print_json(values: Any) -> None:
     print(json.dumps(values, indent=2))
-
-
-@bench_app.command(name="step")
-def bench_step_command(
-    layers: Annotated[int | None, typer.Option(min=1, help="of the model")] = None,
-    hidden: Annotated[int | None, typer.Option(min=32, help="width of the model, a multiple of 64")] = None,
-    pack_size: Annotated[int | None, typer.Option(min=2, help="tokens of a pack")] = None,
-    tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a microbatch")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="measured steps")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="worker processes of the loader")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    peak_tflops: Annotated[float | None, typer.Option(help="of the device, dense; shows MFU")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="small sizes: shows that it works")] = False,
-    as_json: AsJson = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
-    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
-) -> None:
-    """One step of the training loop against Megatron's bare step, and the wait for data."""
-    given: dict[str, Any] = {
-        "layers": layers,
-        "hidden": hidden,
-        "pack_size": pack_size,
-        "tokens_per_rank": tokens_per_rank,
-        "steps": steps,
-        "workers": workers,
-        "device": device,
-        "peak_tflops": peak_tflops,
-    }
-
-    def bench(say: Say) -> Outcome:
-        from harness.megatron.bench_step import QUICK, StepSettings, bench_step
-
-        settings = replace(QUICK if quick else StepSettings(), **{k: v for k, v in given.items() if v is not None})
-        with Workspace() as workspace:
-            return bench_step(settings, workspace, say), None
-
-    Output(as_json, save, check).show([bench])
-
-
-@preflight_app.command()
-def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do not meet are told")] = 40.0) -> None:
-    """Add up a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
-    from harness.launch.probe import place_in_slurm, run_checks
-
-    place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
-    os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
-
-    def check() -> dict[str, Any]:
-        from harness.megatron.all_reduce import all_reduce
-
-        return all_reduce(timeout_s=timeout_s)
-
-    run_checks({"all-reduce": check}, node=place.node, rank=int(rank), timeout_s=timeout_s)
-    os._exit(0)  # a thread that waits for another rank would keep the interpreter from ending
-
-
-@app.command()
-def submit(
-    experiment: Annotated[
-        str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or a recipe: sft")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="of the recipe; cluster.X of the cluster")
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1)] = 1,
-    cluster: Annotated[str, typer.Option(help="a file of configs/cluster")] = "local_cpu",
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="go on with this run, on any number of nodes")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and leave nothing behind")] = False,
-) -> None:
-    """Start a run as a Slurm job that checkpoints, requeues and resumes by itself."""
-    from harness.config import CONFIGS, compose_config
-    from harness.launch.cluster import SubmitConfig
-    from harness.launch.script import render
-    from harness.launch.submit import plan_job, split_overrides
-    from harness.launch.submit import submit as submit_job
-
-    of_cluster, of_recipe = split_overrides(overrides or [])
-    shown = "configs/cluster has a file a cluster, harness/launch/cluster.py says what each setting means"
-    chosen = compose_config("submit", SubmitConfig, [f"cluster={cluster}", *of_cluster], fix=shown).cluster
-    experiments = CONFIGS / "experiment"
-    job = plan_job(experiment, of_recipe, nodes=nodes, cluster=chosen, experiments=experiments, run_dir=run_dir)
-    text = render(job, chosen)
-    if dry_run:
-        print(text, end="")
-        print(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
-        return
-    done = submit_job(job, text)
-    print(f"job {done.job_id}, script {done.script}")
-    print(f"log {job.logs}/{job.name}-{done.job_id}.out")
 
 
 def main() -> None:
