@@ -26,7 +26,7 @@ class TrainerConfig:
 
     Attributes:
         steps: optimizer steps of the whole run, those before a resume included.
-        eval_interval: steps between validations, 0 for none; the last step is always validated.
+        eval_interval: steps between validations, 0 for none; step `steps` is always validated.
         eval_batches: global batches of one validation, None for the whole validation set.
         checkpoint_interval: steps between checkpoints, 0 for only the last.
         early_stop: stop after so many validations in a row without a lower loss than the lowest before, 0 for never.
