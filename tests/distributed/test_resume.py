@@ -6,6 +6,9 @@ import pytest
 
 from .conftest import command, kill_after, read_metrics, run_command
 
+# Cheaper tests of the same by default: test_stopping, and tests/unit/megatron/test_checkpoints.
+pytestmark = pytest.mark.nightly
+
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (
     "step",
@@ -28,7 +31,7 @@ def undisturbed(dataset, tmp_path_factory):
     return [{name: line[name] for name in SAME} for line in read_metrics(folder / "run")]
 
 
-# With trained steps that no checkpoint holds; before the first checkpoint; as one, and as the last one, is written.
+# Before the first checkpoint; as one is written; with trained steps that no checkpoint holds; as the last is written.
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3, 9))])
 def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
     dataset, sft, undisturbed, tmp_path, step

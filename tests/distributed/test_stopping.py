@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -79,8 +80,10 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
 ) -> None:
     folder = tmp_path / "run"
     # Workers of their own: a signal that ended them would leave the ranks without the data of their last step.
-    with started(dataset, folder, *SETTINGS, "trainer.steps=100000", "loader.start_method=spawn") as job:
+    with started(dataset, folder, *FOREVER, "loader.start_method=spawn") as job:
         job.reach(6)
+        # What a run that is killed now would leave: steps that no checkpoint holds, and a lock that nobody has.
+        shutil.copytree(folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.unfinished*"))
         for one in job.everyone()[1:]:
             one.send_signal(signal.SIGUSR2)
         code, output = job.end()
@@ -94,16 +97,16 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     assert checkpoints[-1] == f"step-{done:08d}"
     assert decide(folder, exit_code=code).requeue
 
-    # Both in the same processes, which saves the seconds that they take to start.
+    # All in the same processes, which saves the seconds that they take to start.
     jobs = [
         [port, overrides_of(dataset, place, *SETTINGS, f"trainer.steps={done + 3}", "resume=auto"), str(place), None]
-        for port, place in zip(free_ports(2), (folder, tmp_path / "whole"), strict=True)
+        for port, place in zip(free_ports(3), (folder, tmp_path / "killed", tmp_path / "whole"), strict=True)
     ]
     (tmp_path / "runs.json").write_text(json.dumps(jobs))
     code, output = run_command([*launcher(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
-    assert curve(folder) == curve(tmp_path / "whole")
+    assert curve(folder) == curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
 @pytest.mark.nightly

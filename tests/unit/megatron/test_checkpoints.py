@@ -1,0 +1,61 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import CheckpointError
+from harness.loader.state import LoaderState
+from harness.megatron.checkpoint import Progress, find_newest, read_progress
+
+STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"x" * 100)
+    run = {"step": step, "loader": STATE.to_json(), "files": {"weights": 100}}
+    (path / "run.json").write_text(json.dumps(run))
+    return path
+
+
+def test_the_newest_whole_one_is_taken_and_unfinished_ones_are_none(tmp_path: Path) -> None:
+    assert find_newest(tmp_path) == (None, [])
+    checkpoint(tmp_path, 5)
+    newest = checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 15).rename(tmp_path / "step-00000015.unfinished-host-17")
+    (tmp_path / "step-00000020").mkdir()
+    assert find_newest(tmp_path) == (newest, [])
+    assert read_progress(newest) == Progress(10, STATE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
+        (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
+        (lambda path: (path / "run.json").write_text("{"), "run.json cannot be read"),
+        (lambda path: (path / "run.json").write_text("[]"), "run.json cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_by_name_and_never_loaded(tmp_path: Path, damage, told: str) -> None:
+    older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
+    damage(newest)
+    found, passed_over = find_newest(tmp_path)
+    assert found == older
+    assert [error.where for error in passed_over] == [str(newest)]
+    assert told in passed_over[0].what
+    damage(older)
+    with pytest.raises(CheckpointError) as error:
+        find_newest(tmp_path)
+    assert told in error.value.what
+
+
+def test_one_of_before_sizes_were_written_is_whole(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 5)
+    (path / "run.json").write_text(json.dumps({"step": 5, "loader": STATE.to_json()}))
+    assert find_newest(tmp_path) == (path, [])
