@@ -59,7 +59,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 @app.command()
 def inspect(
     path: DatasetPath,
-    pack: Annotated[int | None, typer.Option(help="show this pack's text, trained tokens in colour")] = None,
+    pack: Annotated[int | None, typer.Option(min=0, help="show this pack's text, trained tokens in colour")] = None,
     tokenizer: Annotated[str, typer.Option(help="tokenizer folder, where the dataset does not name one")] = "",
     as_json: AsJson = False,
 ) -> None:

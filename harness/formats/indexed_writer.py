@@ -55,7 +55,7 @@ class IndexedWriter:
             raise FormatError(
                 f"{found[0].name} is there already",
                 where=str(self.prefix),
-                fix="name another, or ask for it to be overwritten",
+                fix="name another, or replace it (--overwrite, overwrite=True)",
             )
         folder = self.prefix.parent
         with self._explained():

@@ -193,5 +193,7 @@ class PackWriter(ABC):
 def already_there(where: str) -> FormatError:
     """The error for a destination that is not to be overwritten."""
     return FormatError(
-        "the destination already holds a dataset", where=where, fix="name another, or ask for it to be overwritten"
+        "the destination already holds a dataset",
+        where=where,
+        fix="name another, or replace it (--overwrite, overwrite=True)",
     )

@@ -87,7 +87,7 @@ def inspect_blend(path: str) -> BlendSummary:
     assert blend is not None
     assert isinstance(train, JoinedReader)
     try:
-        packs = int(settings["trainer"]["steps"]) * int(settings["loader"]["global_batch_size"])
+        packs = max(0, int(settings["trainer"]["steps"]) * int(settings["loader"]["global_batch_size"]))
     except (KeyError, TypeError, ValueError):
         packs = 0
     counts = blend.counts_after(packs or blend.num_packs or len(train))
