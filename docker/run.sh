@@ -30,8 +30,11 @@ while (($#)); do
 done
 (($#)) || { echo "run.sh: no command; see --help" >&2; exit 2; }
 command -v "$engine" >/dev/null || { echo "run.sh: neither docker nor podman is here; install one" >&2; exit 2; }
-if [[ $engine == docker ]] && docker info 2>/dev/null | grep -q nvidia; then
+# Docker takes GPUs by NVIDIA's runtime, podman by the device list of NVIDIA's toolkit (CDI).
+if [[ $engine == docker && $(docker info 2>/dev/null) == *nvidia* ]]; then
   options+=(--gpus all)
+elif [[ $engine == podman && (-e /etc/cdi/nvidia.yaml || -e /var/run/cdi/nvidia.yaml) ]]; then
+  options+=(--device nvidia.com/gpu=all)
 fi
 
 # A first process that ends orphans and passes signals on, where the engine has one.

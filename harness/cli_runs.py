@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from harness.errors import ConfigError
 from harness.launch.cli import preflight_app
 from harness.report.bench.cli import bench_app
 from harness.report.bench.output import Outcome, Output, Say
@@ -89,6 +90,8 @@ def requeue(
     """Note how a run ended, and say whether to start it again: exit code 0 for yes, 1 for no."""
     from harness.report.attempts import decide
 
+    if not run_dir.is_dir():
+        raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")
     decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)

@@ -182,6 +182,8 @@ def main(config: SftConfig) -> int:
         records = config.trainer.record_digests or config.trainer.record_batches
         digests = DigestWriter(folder, first_step=first_step) if speaks and records else None
         shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
+        if newest is not None:
+            shown.say(f"goes on behind step {first_step - 1}, from {newest}")
 
         def record_data(taken: StepRecord) -> None:
             own = rank_rows(

@@ -64,20 +64,25 @@ preflight || { echo "preflight: job $SLURM_JOB_ID does not start" >&2; exit 1; }
 
 FORWARDING = """\
 # The ranks checkpoint at their next step and end with code 75. TERM comes where Slurm preempts without a warning.
-step=''
+step='' warned=''
 stop() {
   echo "$1 at $(date +%T)${step:+: the ranks checkpoint and stop}"
   [[ $step ]] || run_again
   # More than once: a rank that still imports does not see it yet.
   while kill -USR2 "$step" 2>/dev/null; do sleep 5; done &
 }
-# Refused where Slurm is requeueing the job already. Either way Slurm ends this script.
+# Refused where Slurm is requeueing the job already. Either way Slurm ends this script. A job that Slurm itself is ending,
+# with no warning before, was cancelled by somebody: it would go back into the queue all the same.
 run_again() {
+  if [[ ! $warned && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == COMPLETING ]]; then
+    echo "cancelled: the job does not go on by itself"
+    exit 1
+  fi
   scontrol requeue "$SLURM_JOB_ID"
   sleep 120
   exit 1
 }
-trap 'stop USR2' USR2
+trap 'warned=yes; stop USR2' USR2
 trap 'stop TERM' TERM"""
 
 SRUN_RANKS = """\

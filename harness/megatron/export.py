@@ -160,9 +160,14 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> bool:
     """Put the tokenizer beside the weights that were trained on its tokens; False where it is not on this machine."""
     data = settings["data"]
+    live = data.get("live") or {}
     path = data["blend"][0]["path"] if data.get("blend") else data["path"]
     try:
-        for file in find_tokenizer_folder(open_dataset(find_datasets(path)[0])).iterdir():
+        if live.get("path"):
+            found = Path(live["tokenizer"]["name"] or data["tokenizer"])
+        else:
+            found = find_tokenizer_folder(open_dataset(find_datasets(path)[0]))
+        for file in found.iterdir():
             if file.is_file():
                 shutil.copy(file, folder / file.name)
     except (HarnessError, OSError):  # data that has moved is no reason to keep the weights back

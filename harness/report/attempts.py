@@ -53,15 +53,22 @@ class Decision:
 
 def write_stop(folder: Path, stop: Stop) -> bool:
     """Leave `stop` in the run's folder; of several ranks the first is kept. False where there is one already."""
-    if not folder.is_dir():
-        return False
     path = folder / STOPPED_FILE
     temporary = folder / f"{STOPPED_FILE}.{socket.gethostname()}.{os.getpid()}"
+    text = json.dumps(asdict(stop))
     try:
-        temporary.write_text(json.dumps(asdict(stop)))
+        temporary.write_text(text)
         os.link(temporary, path)
-    except OSError:  # taken, or a file system that is full or has no links: the exit code still tells
+    except FileExistsError:
         return False
+    except OSError:  # no room, or a file system without links
+        try:
+            with path.open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # left nowhere, but nobody else has told either
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -73,11 +80,12 @@ def forget_stop(folder: Path) -> None:
     (folder / STOPPED_FILE).unlink(missing_ok=True)
 
 
-def decide(folder: Path, *, exit_code: int, max_same: int = 3) -> Decision:
+def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int = 10) -> Decision:
     """Note how this attempt ended, and say whether to start the run again.
 
     A run that was asked to stop goes on, however often. One that failed is tried again until it has failed in the
-    same way at the same step `max_same` times in a row, and never when its input was refused.
+    same way at the same step `max_same` times in a row, and never when its input was refused. However it ends,
+    `max_stalled` attempts in a row that came no further than one before are the last.
 
     Raises:
         FormatError: what an earlier attempt left is unreadable.
@@ -105,6 +113,10 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3) -> Decision:
         file.write(json.dumps(line) + "\n")
     forget_stop(folder)
     at = f"after step {stop.step}: {stop.message}"
+    steps = [one.step for one in (*earlier, stop)]
+    stalled = len(steps) - 1 - steps.index(max(steps))
+    if stalled >= max_stalled:
+        return Decision(False, f"ended {at}; the last {stalled} attempts came no further than step {max(steps)}")
     if stop.reason == "signal":
         return Decision(True, f"asked to stop {at}; it goes on from its checkpoint")
     if not stop.requeue:

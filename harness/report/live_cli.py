@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -91,6 +92,8 @@ def end(folder: Folder) -> None:
     """Say that there will be no more chunks, for a producer that did not: training ends after what is there."""
     from harness.loader.live.producer import LiveProducer
 
+    if not Path(folder).is_dir():
+        raise ConfigError("there is no folder of live chunks", where=str(folder), fix="name the one that is trained on")
     with LiveProducer(folder) as producer:
         producer.end()
         _say(f"{folder}: ends after {producer.num_chunks:,} chunks")

@@ -106,6 +106,9 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     code, output = run_command([*launcher(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
+    # Both went on from where they stood, and not from the beginning.
+    assert f"goes on behind step {done}, from {folder}" in output
+    assert f"goes on behind step 4, from {tmp_path / 'killed'}" in output
     assert curve(folder) == curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_a_job_told_to_stop_checkpoints_requeues_and_goes_on(submit, undisturbed
     # It checkpointed where it stood, off the interval: not a step is made twice.
     assert f"asked to stop after step {stopped['step']}" in job.log
     assert "attempt 2 on node[1-2]" in job.log
+
+
+def test_a_job_that_is_cancelled_stays_down(submit, slurm):
+    job = submit(*LONG, "trainer.steps=100000")
+    wait_for_step(job, 5)
+    slurm.on("login", "scancel", job.job_id, check=True)
+    assert job.wait() == "CANCELLED", job.log
+    # Slurm would take it back into the queue even now, and start it after a while.
+    time.sleep(15)
+    assert job.facts["JobState"] == "CANCELLED"
+    assert job.facts["Restarts"] == "0"
+    assert "cancelled: the job does not go on by itself" in job.log
 
 
 def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit, slurm, undisturbed):

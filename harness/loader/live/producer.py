@@ -241,8 +241,10 @@ class LiveProducer:
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
                 self._folder.write_record(path, record)
             except BaseException:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+                # With its record a chunk is whole, and may have been read: the next producer goes on behind it.
+                if index not in self._folder.look().ready:
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
                 raise
         self._last, self._last_index, self._next_index = record, index, index + 1
         self._rows = ChunkRows(self._kind, self._suffix)

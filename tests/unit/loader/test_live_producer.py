@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import open_dataset
+from harness.formats import files, open_dataset
 from harness.formats.jsonl import line_of_pack
 from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.folder import LiveFolder, chunk_name
@@ -169,6 +170,30 @@ def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: P
     ends = [LiveFolder(tmp_path / name).end() for name in ("whole", "killed")]
     assert ends[0].chain == ends[1].chain
     assert ends[1].sequences == 40
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
+def test_a_chunk_whose_record_is_there_stays_whatever_happens_then(tmp_path: Path, monkeypatch, error) -> None:
+    producer = LiveProducer(tmp_path, rows_per_chunk=2)
+    done = files.sync_folder
+
+    def fail(folder: Path) -> None:
+        done(folder)
+        if (tmp_path / "chunk_00001.jsonl.ready").exists():
+            raise error
+
+    monkeypatch.setattr(files, "sync_folder", fail)
+    with pytest.raises((KeyboardInterrupt, FormatError)):
+        produce(producer, items(6))
+    producer.close()
+    monkeypatch.undo()
+    with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
+        assert producer.num_rows == 4
+        produce(producer, items(6))
+        producer.end()
+    folder = LiveFolder(tmp_path)
+    assert sorted(folder.look().chunks) == sorted(folder.look().ready) == [0, 1, 2]
+    assert folder.end().rows == 6
 
 
 def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,30 @@ from harness.report.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, w
 def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
     assert decide(tmp_path, exit_code=0).requeue is False
     assert not (tmp_path / ATTEMPTS_FILE).exists()
+
+
+def test_attempts_that_come_no_further_are_the_last_however_they_end(tmp_path: Path) -> None:
+    answers = []
+    for number in range(11):
+        write_stop(tmp_path, Stop((7, 5, 6)[number % 3], ("hang", "signal", "LoaderError")[number % 3], "x"))
+        answers.append(decide(tmp_path, exit_code=1).requeue)
+    assert answers == [True] * 10 + [False]
+    (tmp_path / ATTEMPTS_FILE).unlink()
+    for step in range(30):  # preempted ever again, a step at a time
+        write_stop(tmp_path, Stop(step, "signal", "x"))
+        assert decide(tmp_path, exit_code=75).requeue
+
+
+def test_a_folder_without_links_or_room_still_tells_who_was_first(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert write_stop(tmp_path, Stop(3, "hang", "rank 1", rank=1))
+    assert not write_stop(tmp_path, Stop(3, "hang", "rank 0", rank=0))
+    assert decide(tmp_path, exit_code=2).message.startswith("failed after step 3: rank 1")
+    # Nowhere to leave it: whoever asks prints it, for nobody else has.
+    assert write_stop(tmp_path / "gone", Stop(3, "hang", "rank 1"))
 
 
 def test_a_run_that_was_asked_to_stop_goes_on_however_often(tmp_path: Path) -> None:
