@@ -71,8 +71,8 @@ stop() {
   # More than once: a rank that still imports does not see it yet.
   while kill -USR2 "$step" 2>/dev/null; do sleep 5; done &
 }
-# Refused where Slurm is requeueing the job already. Either way Slurm ends this script. A job that Slurm itself is ending,
-# with no warning before, was cancelled by somebody: it would go back into the queue all the same.
+# Refused where Slurm is requeueing the job already. Either way Slurm ends this script. A job that Slurm itself is
+# ending, with no warning before, was cancelled by somebody: it would go back into the queue all the same.
 run_again() {
   if [[ ! $warned && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == COMPLETING ]]; then
     echo "cancelled: the job does not go on by itself"
