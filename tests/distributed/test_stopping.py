@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,12 +36,25 @@ class Job:
                 arguments, env=environment(), cwd=ROOT, start_new_session=True, stdout=file, stderr=file
             )
 
-    def reach(self, step: int) -> None:
+    def wait_for(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 120
-        while not (found := read_metrics(self.folder)) or found[-1]["step"] < step:
+        while not condition():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
+
+    def reach(self, step: int) -> None:
+        self.wait_for(lambda: (found := read_metrics(self.folder)) and found[-1]["step"] >= step)
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """While it lasts, no process of the job does anything."""
+        everyone = self.everyone()
+        for one in everyone:
+            one.suspend()
+        yield
+        for one in everyone:
+            one.resume()
 
     def everyone(self) -> list[psutil.Process]:
         top = psutil.Process(self.process.pid)
@@ -71,6 +84,11 @@ def started(dataset: Path, folder: Path, *overrides: str, ranks: int = 2) -> Ite
             job.process.wait()
 
 
+def checkpoints_in(folder: Path) -> list[int]:
+    """The steps (int) of the whole ones."""
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????"))
+
+
 def curve(folder: Path) -> list[dict[str, object]]:
     return [{name: line[name] for name in SAME} for line in read_metrics(folder)]
 
@@ -82,8 +100,11 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     # Workers of their own: a signal that ended them would leave the ranks without the data of their last step.
     with started(dataset, folder, *FOREVER, "loader.start_method=spawn") as job:
         job.reach(6)
+        # A checkpoint is written beside the steps that follow it.
+        job.wait_for(lambda: checkpoints_in(folder))
         # What a run that is killed now would leave: steps that no checkpoint holds, and a lock that nobody has.
-        shutil.copytree(folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.unfinished*"))
+        with job.standing():
+            shutil.copytree(folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.unfinished*"))
         for one in job.everyone()[1:]:
             one.send_signal(signal.SIGUSR2)
         code, output = job.end()
@@ -93,8 +114,7 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     assert (stopped["reason"], stopped["step"]) == ("signal", done)
     assert f"SIGUSR2 came: stopped after step {done}" in output
     assert "exitcode  : 75" in output
-    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert checkpoints[-1] == f"step-{done:08d}"
+    assert checkpoints_in(folder)[-1] == done
     assert decide(folder, exit_code=code).requeue
 
     # All in the same processes, which saves the seconds that they take to start.
@@ -103,12 +123,13 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
         for port, place in zip(free_ports(3), (folder, tmp_path / "killed", tmp_path / "whole"), strict=True)
     ]
     (tmp_path / "runs.json").write_text(json.dumps(jobs))
+    kept = checkpoints_in(tmp_path / "killed")[-1]
     code, output = run_command([*launcher(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
     # Both went on from where they stood, and not from the beginning.
     assert f"goes on behind step {done}, from {folder}" in output
-    assert f"goes on behind step 4, from {tmp_path / 'killed'}" in output
+    assert f"goes on behind step {kept}, from {tmp_path / 'killed'}" in output
     assert curve(folder) == curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
