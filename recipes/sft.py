@@ -41,7 +41,7 @@ from harness.report.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
-from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder
+from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder, whole_checkpoints
 from harness.train import OWN_VALIDATION, StepRecord, train
 from recipes.sft_config import SftConfig, check
 
@@ -112,6 +112,13 @@ def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: Load
         allow_other_data=config.loader.allow_other_data,
         timeout_s=config.trainer.timeout_s + 60,
     )
+
+
+def mark_trained(training: Feed | LiveFeed, held_by: list[Path]) -> None:
+    """Mark the live chunks of which these checkpoints hold every row."""
+    if isinstance(training, LiveFeed):
+        for path in held_by:
+            training.trained(checkpoint.read_progress(path).loader)
 
 
 def describe(config: SftConfig, data: RunData | LiveData, device: str, world_size: int) -> dict[str, str]:
@@ -212,7 +219,8 @@ def main(config: SftConfig) -> int:
             step,
             keep=config.trainer.keep_checkpoints,
             in_background=config.trainer.background_checkpoints,
-            on_whole=lambda progress: training.trained(progress.loader) if isinstance(training, LiveFeed) else None,
+            # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
+            on_whole=lambda _: mark_trained(training, whole_checkpoints(folder / CHECKPOINTS)[:1]),
         )
 
         def save(number: int, state: LoaderState) -> None:
@@ -248,6 +256,8 @@ def main(config: SftConfig) -> int:
                 validated=validated,
             )
             checkpoints.finish()
+            if reason is None:
+                mark_trained(training, whole_checkpoints(folder / CHECKPOINTS)[-1:])
         if writer is not None:
             writer.close()
         if digests is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from harness.cli import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,3 +25,17 @@ def device(request: pytest.FixtureRequest) -> str:
 def reports(request: pytest.FixtureRequest) -> Path | None:
     folder = request.config.getoption("--reports")
     return Path(folder).resolve() if folder else None
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """harness(*arguments) -> (exit code, stdout, stderr) of the command line, in this process."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["harness", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run

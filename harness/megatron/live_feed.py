@@ -20,11 +20,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from harness.errors import ConfigError, FormatError, LoaderError
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.formats.files import Marker
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import ORDER, LiveLoader, Rows
-from harness.loader.live.folder import CONSUMER_FILE, LiveFolder
+from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.offer import Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
@@ -82,10 +82,10 @@ class LiveFeed:
             went_on = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
             state = replace(went_on, live=state.live)
         self._mark = Marker(self._folder.path / CONSUMER_FILE)
-        runtime.on_rank_0(self._lock)
+        position = LivePosition.from_json(state.live) if state is not None else None
+        runtime.on_rank_0(lambda: self._lock(position))
         self._everyone, copy, reader = _groups(rows.layout.dp_rank, timeout_s)
         reads = reader == torch.distributed.get_rank()
-        position = LivePosition.from_json(state.live) if state is not None else None
         self._loader = LiveLoader(
             RankStream(
                 config,
@@ -112,8 +112,6 @@ class LiveFeed:
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         self._told: dict[str, Any] = {}
         self._told_at, self._told_waits = 0.0, [-1]
-        if state is not None:
-            self.trained(state)
 
     def __iter__(self) -> Iterator[StepBatch]:
         return iter(self._loader)
@@ -139,7 +137,7 @@ class LiveFeed:
             self._note({**self._told, "state": "ended"})
         self._mark.release(remove=False)
 
-    def _lock(self) -> None:
+    def _lock(self, position: LivePosition | None) -> None:
         # Training may be started before the producer.
         self._folder.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -150,6 +148,24 @@ class LiveFeed:
                 where=str(self._folder.path),
                 fix="wait for it or end it; each run takes a folder of its own",
             ) from None
+        try:
+            self._require_chunks(position or LivePosition())
+        except HarnessError:
+            self._mark.release(remove=False)
+            raise
+
+    def _require_chunks(self, position: LivePosition) -> None:
+        """The chunk to begin with is there, or may still come: one of before others that were made may not."""
+        first = position.first_unread
+        contents, end = self._folder.look(), self._folder.end()
+        is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
+        if is_past and first not in contents.chunks:
+            raise LoaderError(
+                f"{chunk_name(first, '')} is not there any more, and others after it were made",
+                where=str(self._folder.path),
+                fix="it was trained and deleted: go on with that run (run_dir=... resume=true), or make the chunks "
+                "anew in another folder",
+            )
 
     def _exchange(self, offer: Offer | None) -> list[Offer]:
         offers = [one for one in _gather(offer, self._everyone) if one is not None]
@@ -165,9 +181,6 @@ class LiveFeed:
             self._trained.append((now, packs, tokens))
         while len(self._trained) > 2 and now - self._trained[0][0] > _RATE_OVER_S:
             self._trained.popleft()
-        if now - self._told_at < _TELL_EVERY_S and waits == self._told_waits:
-            return
-        self._told_at, self._told_waits = now, waits
         (began, packs_then, tokens_then), (_, packs, tokens) = self._trained[0], self._trained[-1]
         seconds = max(now - began, 1e-9)
         self._told = {
@@ -191,7 +204,9 @@ class LiveFeed:
                 for offer in offers
             ],
         }
-        self._note(self._told)
+        if now - self._told_at >= _TELL_EVERY_S or waits != self._told_waits:
+            self._told_at, self._told_waits = now, waits
+            self._note(self._told)
 
     def _note(self, told: dict[str, Any]) -> None:
         with suppress(OSError):  # a full disk is the producer's to tell of

@@ -39,7 +39,10 @@ def produce(
     flush_s: Annotated[float, typer.Option(min=0, help="write a chunk of fewer rows after so many seconds")] = 60.0,
     max_waiting: Annotated[int, typer.Option(min=1, help="pause while so many chunks wait to be read")] = 16,
     keep: Annotated[int, typer.Option(min=0, help="newest completed chunks that are not deleted")] = 4,
-    append: Annotated[bool, typer.Option("--append", help="SOURCE is new: pass over nothing")] = False,
+    append: Annotated[bool, typer.Option("--append", help="SOURCE comes behind what the folder was given")] = False,
+    leave_rest: Annotated[
+        bool, typer.Option("--leave-rest", help="with --append: even if that was not added to its end")
+    ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
 ) -> None:
     """Write live chunks. Started again with the same SOURCE after a crash, it goes on where it stopped."""
@@ -73,18 +76,15 @@ def produce(
         flush_s=flush_s,
         say=_say,
     ) as producer:
-        if producer.ended and not append:
-            _say(f"{folder}: the stream has ended, {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
-            return
-        if producer.num_chunks:
+        had_ended = producer.ended
+        if producer.num_chunks and not had_ended:
             _say(f"goes on after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
         items = read_conversations(source) if kind == CHAT else read_packs(source)
-        add_all(producer, items, packing=packing, append=append, on_bad=on_bad, say=_say)
-        if leave_open:
-            producer.flush()
-        else:
+        add_all(producer, items, packing=packing, append=append, leave_rest=leave_rest, on_bad=on_bad, say=_say)
+        if not leave_open:
             producer.end()
-        _say(f"{folder}: {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
+        total = f"{producer.num_rows:,} rows in {producer.num_chunks:,} chunks"
+        _say(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
 
 
 @live_app.command()

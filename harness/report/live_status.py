@@ -66,8 +66,6 @@ def live_status(path: str | Path) -> LiveStatus:
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
     consumer = folder.told(CONSUMER_FILE)
-    read = set(consumer.get("read") or ()) | set(contents.completed)
-    below = int(consumer.get("read_below") or 0)
     seconds = records[-1].time - records[0].time if len(records) > 1 else 0.0
     made = sum(record.rows for record in records[1:])
     last = records[-1] if records else None
@@ -82,7 +80,7 @@ def live_status(path: str | Path) -> LiveStatus:
         chunks=end.chunks if end is not None else contents.next_index,
         rows=last.total_rows if last is not None else None,
         tokens=last.total_tokens if last is not None else None,
-        waiting=sum(index >= below and index not in read for index in contents.chunks),
+        waiting=contents.num_unread(contents.chunks, consumer),
         completed=len(contents.completed),
         num_bytes=sum(_size(one) for one in contents.chunks.values()),
         rows_per_s=made / seconds if seconds > 0 else None,

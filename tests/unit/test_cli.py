@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
-from harness.cli import main
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.records import Pack
 
@@ -22,20 +20,6 @@ def dataset(tmp_path):
         for pack in PACKS:
             writer.append(pack)
     return path
-
-
-@pytest.fixture
-def harness(monkeypatch, capsys):
-    """harness(*arguments) -> (exit code, stdout, stderr)"""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["harness", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
 
 
 def test_inspect_tells_what_a_dataset_holds(harness, dataset):

@@ -7,7 +7,7 @@ import json
 import pytest
 from live_streams import some_chats, some_packs, write_stream
 
-from harness.errors import ConfigError, ScheduleError
+from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.loader.live.config import LiveConfig
@@ -103,8 +103,30 @@ def test_a_run_on_live_chunks_ends_with_them_and_marks_them_once_a_checkpoint_is
         "step-00000005",
     ]
     assert sorted(LiveFolder(tmp_path / "live").look().completed) == [0, 1, 2]
-    assert LiveFolder(tmp_path / "live").told("_consumer")["state"] == "ended"
+    told = LiveFolder(tmp_path / "live").told("_consumer")
+    assert (told["state"], told["rows"], told["read_below"]) == ("ended", 18, 3)
     assert "live chunks in" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_chunks_are_marked_only_once_every_checkpoint_that_is_kept_holds_them(tmp_path, monkeypatch):
+    write_stream(tmp_path / "live", some_packs(32), [4] * 8)
+    marked, complete = [], LiveFolder.complete
+    monkeypatch.setattr(
+        LiveFolder, "complete", lambda self, chunks: (marked.append(sorted(chunks)), complete(self, chunks))
+    )
+    made = live_config(tmp_path)
+    made.trainer.steps, made.trainer.keep_checkpoints = 6, 2
+    assert main(made) == 0
+    # After steps 2, 4 and 6, of which two are kept; then the run is at its end.
+    assert marked == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_new_run_on_chunks_that_another_one_used_up_is_refused_and_does_not_wait(tmp_path):
+    write_stream(tmp_path / "live", some_packs(18), [7, 7, 4])
+    for left in tmp_path.glob("live/chunk_00000*"):
+        left.unlink()
+    with pytest.raises(LoaderError, match="chunk_00000 is not there any more"):
+        main(live_config(tmp_path))
 
 
 def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):

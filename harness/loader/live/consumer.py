@@ -158,10 +158,16 @@ class LiveLoader:
             )
 
     def _check_end(self, after: LivePosition, offers: Sequence[Offer]) -> None:
+        self._count_left_out(offers)
+        left_out = ", ".join(f"{count:,} {why}" for why, count in sorted(self._left_out.items()))
         expected = next((offer.rows_expected for offer in offers if offer.rows_expected is not None), None)
         if after.steps == 1:
             raise _shared(
-                LoaderError("the stream ended without a row to train on", fix="see what its producer was given")
+                LoaderError(
+                    "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else ""),
+                    where="data.live",
+                    fix="see what its producer was given, and data.live.pack_size",
+                )
             )
         if expected is not None and after.rows != expected:
             raise _shared(
@@ -171,11 +177,15 @@ class LiveLoader:
                     fix="chunks were changed while they were read, or the run was resumed on other ones",
                 )
             )
-        left_out = ", ".join(f"{count:,} {why}" for why, count in sorted(self._left_out.items()))
         self._say(
             f"the stream ended: {after.rows:,} rows in {after.done_below:,} chunks"
             + (f"; left out: {left_out}" if left_out else "")
         )
+
+    def _count_left_out(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            for why, count in offer.left_out.items():
+                self._left_out[why] = self._left_out.get(why, 0) + count
 
     def _batch(self, packs: list[LivePack], offers: Sequence[Offer], after: LivePosition) -> StepBatch:
         layout = self._rows.layout
@@ -186,9 +196,7 @@ class LiveLoader:
         missing = num_microbatches - len(rows)
         rows += [zero_loss_row(layout.multiple) for _ in range(missing)]
         ids += [np.zeros(0, np.int64) for _ in range(missing)]
-        for offer in offers:
-            for why, count in offer.left_out.items():
-                self._left_out[why] = self._left_out.get(why, 0) + count
+        self._count_left_out(offers)
         placed, lengths = _schedule(offers, num_microbatches)
         order = [(row, offer) for row in range(most) for offer in offers if row < len(offer.lengths)]
         self._position = after

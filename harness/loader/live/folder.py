@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +99,12 @@ class Contents:
         """The number of the chunk after all that there is a trace of."""
         return 1 + max((*self.chunks, *self.ready, *self.completed), default=-1)
 
+    def num_unread(self, chunks: Iterable[int], told: dict[str, Any]) -> int:
+        """How many of `chunks` nobody has read, by what a run says of itself (`LiveFolder.told`) and by their marks."""
+        read = set(told.get("read") or ()) | set(self.completed)
+        below = told.get("read_below") or 0
+        return sum(index >= below and index not in read for index in chunks)
+
 
 def chunk_name(index: int, suffix: str = JSONL) -> str:
     return f"chunk_{index:05d}{suffix}"
@@ -176,10 +183,17 @@ class LiveFolder:
                 fix="the training ranks need to write to this folder",
             ) from error
 
-    def remove(self, path: Path) -> None:
-        """Delete a chunk and what was said of it, the mark last: killed in between, the next try goes on."""
-        for one in (path, path.with_name(path.name + READY), path.with_name(path.name + COMPLETED)):
-            one.unlink(missing_ok=True)
+    def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
+        """Delete completed chunks but the newest `keep` and that of index `spare`; what fails waits for next time."""
+        done = sorted(contents.completed)
+        for index in done[: max(0, len(done) - keep)]:
+            if index != spare:
+                mark = contents.completed[index]
+                path = mark.with_name(mark.stem)
+                with suppress(OSError):
+                    # The mark last: killed in between, the next try goes on.
+                    for one in (path, path.with_name(path.name + READY), mark):
+                        one.unlink(missing_ok=True)
 
     def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
         """Seconds since a producer (or consumer) was last at work, None where there never was one."""

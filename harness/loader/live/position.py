@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.errors import LoaderError
@@ -33,6 +33,14 @@ class LivePosition:
     rows: int = 0
     steps: int = 0
 
+    @property
+    def first_unread(self) -> int:
+        """The lowest chunk of which rows are still to be read."""
+        index = self.done_below
+        while index in self.finished:
+            index += 1
+        return index
+
     def is_finished(self, chunk: int) -> bool:
         return chunk < self.done_below or chunk in self.finished
 
@@ -44,11 +52,8 @@ class LivePosition:
     def after(self, parts: Iterable[RankPosition]) -> LivePosition:
         """The position of all ranks once each stands where it says, a step later."""
         parts = list(parts)
-        finished = set(self.finished).union(*(part.finished for part in parts))
-        done_below = self.done_below
-        while done_below in finished:
-            finished.remove(done_below)
-            done_below += 1
+        finished = self.finished.union(*(part.finished for part in parts))
+        done_below = replace(self, finished=finished).first_unread
         return LivePosition(
             done_below=done_below,
             finished=frozenset(chunk for chunk in finished if chunk > done_below),

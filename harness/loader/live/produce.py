@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from harness.errors import ConfigError, FormatError, PrepError
+from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
 from harness.formats.digest import pack_digest
 from harness.formats.jsonl import pack_of_line
@@ -23,7 +23,6 @@ from harness.prep.tokenize import ChatTokenizer, fit_to_pack
 from harness.records import Pack, SequenceView
 
 STDIN = "-"
-_APPENDED = {"appended": True}
 
 
 @dataclass(frozen=True)
@@ -86,17 +85,19 @@ def produce(
     *,
     packing: Packing | None = None,
     append: bool = False,
+    leave_rest: bool = False,
     on_bad: str = "refuse",
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, int]:
-    """Add all items that are not in the folder yet; the END record is left to the caller.
+    """Add all items that are not in the folder yet, in whole chunks; the END record is left to the caller.
 
     A producer that starts again is given the same input from its beginning and passes over what is in whole chunks;
-    a digest makes sure that it is the same.
+    a digest makes sure that it is the same. So it does with an input that is appended and was not added to its end.
 
     Args:
         packing: pack conversations here; None leaves rows as they are.
-        append: the input begins behind what the folder holds: pass over nothing.
+        append: the input comes behind one that was added to its end.
+        leave_rest: and behind one that was not, whose rest nobody wants.
         on_bad: `refuse` or `skip` conversations that cannot be used.
 
     Returns:
@@ -104,7 +105,8 @@ def produce(
 
     Raises:
         PrepError: a bad conversation that is refused.
-        ConfigError: the input is not the one that the folder was begun with.
+        ConfigError: the input is not the one that the folder's newest chunks were made from.
+        LoaderError: the stream has ended, and there is more in the input.
     """
     left_out: dict[str, int] = {}
 
@@ -123,32 +125,53 @@ def produce(
         leave_out(str(parsed.reason))
         return False
 
-    rest = _numbered(items, append=append, position=producer.position)
+    is_new = _is_new_input(producer, append=append, leave_rest=leave_rest)
+    done = (None if is_new else producer.position) or {"items": 0}
+    rest = _numbered(items, producer, done, is_new=is_new)
     if packing is not None:
-        _add_packed(producer, rest, packing, usable, leave_out)
+        _add_packed(producer, rest, done, packing, usable, leave_out)
     else:
         for item, position in rest:
             if item.pack is not None:
                 producer.add(item.pack, position)
             elif usable(parse_line(item.line, item.where)):
                 producer.add(item.line, position)
+    if not producer.ended:
+        producer.end_input()
     if left_out:
         say("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
     return left_out
 
 
-def _numbered(items: Iterable[Item], *, append: bool, position: Any) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """The items that are not in whole chunks yet, each with the position after it; those of open packs first."""
-    if append:
-        yield from ((item, _APPENDED) for item in items)
-        return
-    if position == _APPENDED:
+def _is_new_input(producer: LiveProducer, *, append: bool, leave_rest: bool) -> bool:
+    """Whether the input comes behind the one that the producer before was at, and is not that one again."""
+    if producer.input and not append:
         raise ConfigError(
-            "the folder's newest chunk was appended, so it is not known which part of an input it holds",
+            "other input was appended to what the folder was begun with",
+            fix="give only what is new, or again what was appended last, with --append",
+        )
+    if producer.ended and append and not producer.input:
+        raise LoaderError("the stream has ended, nothing can be appended", fix="name a new folder")
+    return append and not producer.ended and (producer.input_is_whole or leave_rest)
+
+
+def _numbered(
+    items: Iterable[Item], producer: LiveProducer, done: dict[str, Any], *, is_new: bool
+) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """The items that are not in whole chunks yet, each with the position after it; those of open packs first."""
+    if "items" not in done:
+        raise ConfigError(
+            "the folder's newest chunk does not say which part of an input it holds",
             fix="give only what is new, with --append",
         )
-    done = dict(position or {})
-    skip = int(done.get("items", 0))
+    skip = int(done["items"])
+    if producer.ended:
+        fix = "the stream has ended: name a new folder"
+    elif producer.input_is_whole:
+        fix = "give the input that the folder was begun with, name a new folder, or give only what is new with --append"
+    else:
+        fix = "give the input that its newest chunks were made from again, from its beginning: it was not added to its "
+        fix += "end. With --append --leave-rest another one comes behind what is there of it"
     again = {number for pack in done.get("open", ()) for number in pack}
     digest = xxhash.xxh3_64()
     number = -1
@@ -159,28 +182,28 @@ def _numbered(items: Iterable[Item], *, append: bool, position: Any) -> Iterator
             raise ConfigError(
                 f"the first {skip:,} items are not those that the folder's chunks were made from",
                 where=item.where,
-                fix="give the input that the folder was begun with, name a new folder, or give only what is new "
-                "with --append",
+                fix=fix,
             )
+        if number == skip and not producer.ended:  # not before: an input that is refused was not begun
+            producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
     if number + 1 < skip:
         raise ConfigError(
-            f"the input has {number + 1:,} items, and {skip:,} are in the folder's chunks already",
-            fix="give the whole input again, or only what is new with --append",
+            f"the input has {number + 1:,} items, and {skip:,} of it are in the folder's chunks already", fix=fix
         )
 
 
 def _add_packed(
     producer: LiveProducer,
     rest: Iterator[tuple[Item, dict[str, Any]]],
+    after: dict[str, Any],
     packing: Packing,
     usable: Callable[[Conversation | BadRecord], bool],
     leave_out: Callable[[str], None],
 ) -> None:
-    """Pack conversations; those that waited in open packs come first, and wait there again."""
+    """Pack conversations behind a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[int] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
-    after: dict[str, Any] = producer.position or {}
     were_open = [list(pack) for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number in pack}
     waited: dict[int, Member[int]] = {}
@@ -211,13 +234,13 @@ def _add_packed(
 def _tokenised(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
 ) -> Iterator[tuple[int, dict[str, Any], SequenceView | BadRecord]]:
-    """Number, position after it and tokens of each conversation; the number is -1 where nothing is counted."""
+    """Number, position after it and tokens of each conversation."""
     while block := list(islice(rest, packing.block)):
         parsed = [parse_line(item.line, item.where) for item, _ in block]
         made = iter(packing.tokenizer.encode([one for one in parsed if isinstance(one, Conversation)]))
         for one, (_, position) in zip(parsed, block, strict=True):
-            yield position.get("items", 0) - 1, position, next(made) if isinstance(one, Conversation) else one
+            yield position["items"] - 1, position, next(made) if isinstance(one, Conversation) else one
 
 
 def _with_open(after: dict[str, Any], packer: StreamPacker[int]) -> dict[str, Any]:
-    return after if after == _APPENDED else {**after, "open": packer.open_keys}
+    return {**after, "open": packer.open_keys}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -25,12 +24,11 @@ from harness.loader.live.folder import (
     PACKS,
     PRODUCER_FILE,
     SUFFIXES,
-    Contents,
     LiveFolder,
     ReadyRecord,
     chunk_name,
 )
-from harness.loader.live.writing import ChunkRows, end_after
+from harness.loader.live.writing import ChunkRows, ProducerNote, end_after
 from harness.prep.checks import require_at_least, require_choice
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
@@ -57,6 +55,8 @@ class LiveProducer:
 
     Attributes:
         ended: the stream has its END record; nothing can be added.
+        input: number of the input that rows come from, 0 for the first.
+        input_is_whole: nothing more of it is to come; False from `begin_input` to `end_input`, over crashes too.
 
     Raises:
         FormatError: another producer works on the folder, or it cannot be written to.
@@ -87,6 +87,7 @@ class LiveProducer:
         self._opened = 0.0
         self._pending_position: Any = None
         self.ended = False
+        self.input, self.input_is_whole = 0, True
         self._next_index, self._last_index = 0, -1
         self._last: ReadyRecord | None = None
         self._stream = ""
@@ -105,12 +106,26 @@ class LiveProducer:
         self._ticking = threading.Thread(target=self._tick, name="live-producer", daemon=True)
         self._ticking.start()
 
-    def add(self, row: Any, position: Any = None) -> None:
+    def begin_input(self, *, is_new: bool) -> None:
+        """Rows come from an input that has an end; where it `is_new`, positions begin anew."""
+        with self._lock:
+            self._check()
+            self.input, self.input_is_whole = self.input + is_new, False
+            self._note("working")
+
+    def end_input(self) -> None:
+        """All of the input was added: write what is left of it as a chunk."""
+        with self._lock:
+            self.flush()
+            self.input_is_whole = True
+            self._note("working")
+
+    def add(self, row: Any, position: dict[str, Any] | None = None) -> None:
         """Add a row; returns once it is in memory, and blocks while too many chunks wait to be read.
 
         Args:
             row: a JSON object with `messages`, as a dict or as a line of bytes; or a Pack.
-            position: of the input once this row is whole on disk, as JSON can hold it; None counts rows.
+            position: of the input once this row is whole on disk, with values that JSON can hold; None counts rows.
 
         Raises:
             FormatError: the pack breaks an invariant, or a chunk cannot be written.
@@ -120,7 +135,8 @@ class LiveProducer:
             self._check()
             self._opened = self._opened if self._rows else time.monotonic()
             self._rows.add(row)
-            self._pending_position = position if position is not None else {"items": self.num_rows + len(self._rows)}
+            counted = {"items": self.num_rows + len(self._rows)} if self.input == 0 else {}
+            self._pending_position = {**(counted if position is None else position), "input": self.input}
             if len(self._rows) >= self._rows_per_chunk or self._rows.num_bytes >= _MAX_CHUNK_BYTES:
                 self.flush()
 
@@ -176,9 +192,10 @@ class LiveProducer:
         return self._last.total_rows if self._last is not None else 0
 
     @property
-    def position(self) -> Any:
-        """Given with the last row of the newest whole chunk: what to go on from. None in a new folder."""
-        return self._last.position if self._last is not None else None
+    def position(self) -> dict[str, Any] | None:
+        """Given with the last row of the newest whole chunk: what to go on from. None where no chunk is of `input`."""
+        position = self._last.position if self._last is not None else None
+        return position if isinstance(position, dict) and position.get("input", 0) == self.input else None
 
     @property
     def num_chunks(self) -> int:
@@ -190,7 +207,8 @@ class LiveProducer:
             for name in self._folder.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
                 name.unlink(missing_ok=True)
             contents = self._folder.look()
-            half = _json(before).get("writing")
+            note = ProducerNote.from_json(before)
+            half = note.writing
             if half in contents.chunks and half not in contents.ready:
                 # Named, but killed before its record: its rows come again.
                 contents.chunks.pop(half).unlink(missing_ok=True)
@@ -200,6 +218,9 @@ class LiveProducer:
         self._last_index = max(contents.ready, default=-1)
         self._last = self._folder.record(self._last_index) if self._last_index >= 0 else None
         self._stream = self._last.stream if self._last is not None else uuid.uuid4().hex[:16]
+        position = self._last.position if self._last is not None else None
+        self.input = max(note.input, int(position.get("input", 0)) if isinstance(position, dict) else 0)
+        self.input_is_whole = note.input_is_whole
         with self._explained("cannot be written to"):
             self._note("ended" if self.ended else "working")
 
@@ -215,14 +236,13 @@ class LiveProducer:
 
     def _has_room(self) -> bool:
         contents = self._folder.look()
-        self._clean_up(contents)
+        # The newest record stays, it says where to go on.
+        self._folder.delete_completed(contents, keep=self._keep, spare=self._last_index)
         told = self._folder.told(CONSUMER_FILE)
         # Ranks go through their chunks at their own pace: what one waits for comes, however many the others have.
         if max(told.get("waiting_for") or [-1]) >= self._next_index:
             return True
-        read = set(told.get("read") or ()) | set(contents.completed)
-        below = told.get("read_below") or 0
-        return sum(index >= below and index not in read for index in contents.ready) < self._max_waiting
+        return contents.num_unread(contents.ready, told) < self._max_waiting
 
     def _write(self) -> None:
         index = self._next_index
@@ -250,27 +270,20 @@ class LiveProducer:
         self._rows = ChunkRows(self._kind, self._suffix)
         self._note("working")
 
-    def _clean_up(self, contents: Contents) -> None:
-        """Delete completed chunks but the newest; the newest record stays, it says where to go on."""
-        done = sorted(contents.completed)
-        for index in done[: max(0, len(done) - self._keep)]:
-            if index != self._last_index:
-                path = contents.completed[index]
-                with suppress(OSError):  # again the next time
-                    self._folder.remove(path.with_name(path.stem))
-
     def _note(self, state: str, *, writing: int | None = None) -> None:
-        told = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "state": state,
-            "writing": writing,
-            "stream": self._stream,
-            "kind": self._kind,
-            "chunks": self._next_index,
-            "rows": self.num_rows,
-        }
-        self._mark.write(json.dumps(told).encode())
+        note = ProducerNote(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=state,
+            writing=writing,
+            stream=self._stream,
+            kind=self._kind,
+            chunks=self._next_index,
+            rows=self.num_rows,
+            input=self.input,
+            input_is_whole=self.input_is_whole,
+        )
+        self._mark.write(note.to_json())
 
     def _tick(self) -> None:
         """Show every second that this producer is alive, and close a chunk that has been open for long."""
@@ -299,11 +312,3 @@ class LiveProducer:
                 where=str(self._folder.path),
                 fix="make room or mend the folder, then start again: rows that are in no whole chunk come again",
             ) from error
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(data)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

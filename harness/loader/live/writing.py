@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,46 @@ from harness.records import Pack
 
 _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@dataclass(frozen=True)
+class ProducerNote:
+    """What a producer says of itself in the file that it locks; the next one goes on from it.
+
+    Attributes:
+        state: `working`, `paused` or `ended`.
+        writing: number of the chunk that has a name and no record yet.
+        kind: `chat` or `packs`.
+        chunks, rows: made, those of producers before it included.
+        input, input_is_whole: as of `LiveProducer`.
+    """
+
+    host: str = ""
+    pid: int = 0
+    state: str = ""
+    writing: int | None = None
+    stream: str = ""
+    kind: str = ""
+    chunks: int = 0
+    rows: int = 0
+    input: int = 0
+    input_is_whole: bool = True
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ProducerNote:
+        """What `to_json` wrote; an empty note for anything else, as of a producer that was killed while it wrote."""
+        try:
+            values = json.loads(data)
+            known = {one.name: type(one.default) for one in fields(cls)}
+            right = {name: value for name, value in values.items() if name in known}
+            if not all(isinstance(value, (known[name], int)) for name, value in right.items()):
+                return cls()
+            return cls(**right)
+        except (ValueError, AttributeError):
+            return cls()
 
 
 class ChunkRows:

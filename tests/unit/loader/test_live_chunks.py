@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from live_streams import Trained, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
-from harness.loader.live.folder import LiveFolder
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
 from harness.prep.bpe import train_bpe
@@ -162,10 +161,12 @@ def test_a_wait_ends_with_an_error_on_all_ranks_that_names_rank_and_chunk(tmp_pa
 
 def test_a_gap_in_the_numbering_is_named(tmp_path: Path) -> None:
     write_stream(tmp_path, some_packs(6), [2, 2, 2])
-    LiveFolder(tmp_path).remove(tmp_path / "chunk_00001.jsonl")
+    for left in tmp_path.glob("chunk_00001*"):
+        left.unlink()
     with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl is there"):
         train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
-    LiveFolder(tmp_path).remove(tmp_path / "chunk_00002.jsonl")
+    for left in tmp_path.glob("chunk_00002*"):
+        left.unlink()
     with pytest.raises(LoaderError, match="the numbering has a gap: the stream ended after 3 chunks"):
         train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
 
@@ -263,6 +264,17 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert trained_tokens(trained).total() == 3
     assert trained.said == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+
+
+def test_what_is_left_out_behind_the_last_step_is_counted_and_told_where_nothing_is_left(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    (tmp_path / "chunk_00000.jsonl").write_text('{"messages": []}\n' * 3)
+    (tmp_path / "chunk_00001.jsonl").write_text('{"messages": []}\n')
+    with LiveProducer(tmp_path) as producer:
+        producer.end()
+    with pytest.raises(LoaderError, match="without a row to train on; left out: 4 no_messages"):
+        train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", dp_size=2)
 
 
 def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -64,11 +65,26 @@ def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
             assert one.conversation(row).as_dicts() == other.conversation(row).as_dicts() == rows[row]["messages"]
 
 
+class Killed(Exception):  # noqa: N818 - stands for SIGKILL
+    pass
+
+
+def killed(folder: Path, given: list[Item], **settings: bool) -> None:
+    """Add so many, and end as a killed producer does: what is in no whole chunk is gone."""
+
+    def until_killed() -> Iterator[Item]:
+        yield from given
+        raise Killed
+
+    producer = LiveProducer(folder, rows_per_chunk=3, max_waiting=100)
+    with pytest.raises(Killed):
+        produce(producer, until_killed(), **settings)
+    producer.close()
+
+
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 7, 9, 10])
 def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path: Path, killed_at: int) -> None:
-    producer = LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100)
-    produce(producer, items(10)[:killed_at])
-    producer.close()  # as killed: what is in no whole chunk is gone
+    killed(tmp_path, items(10)[:killed_at])
     (tmp_path / "chunk_00009.jsonl.tmp").write_text("half")
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as again:
         assert again.num_rows == killed_at - killed_at % 3
@@ -121,13 +137,63 @@ def test_another_input_is_refused_and_new_rows_can_be_appended(tmp_path: Path) -
     changed = [Item(b'{"messages": []}', "changed"), *items(5)[1:]]
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 4 items are not those"):
         produce(producer, changed)
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, and 4 are in the folder's"):
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, and 4 of it are in"):
         produce(producer, items(3))
     with LiveProducer(tmp_path) as producer:
         produce(producer, items(2), append=True)
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="with --append"):
         produce(producer, items(8))
     assert rows_of(tmp_path) == [*some_chats(4), *some_chats(2)]
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 5, 9, 10])
+def test_an_input_that_is_appended_is_added_once_whenever_its_producer_is_killed(
+    tmp_path: Path, killed_at: int
+) -> None:
+    first, second = items(17)[:7], items(17)[7:]
+    with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
+        produce(producer, first)
+    killed(tmp_path, second[:killed_at], append=True)
+    killed(tmp_path, second[: killed_at + 1], append=True)
+    with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
+        produce(producer, second, append=True)
+    assert rows_of(tmp_path) == some_chats(17)
+    # A third one, the same as the second: the second was added to its end.
+    with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
+        produce(producer, second, append=True)
+        producer.end()
+    assert rows_of(tmp_path) == [*some_chats(17), *some_chats(17)[7:]]
+
+
+def test_behind_an_input_that_was_not_added_to_its_end_another_is_appended_only_when_told(tmp_path: Path) -> None:
+    killed(tmp_path, items(5))
+    other = items(9)[5:]
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="first 3 items are not") as caught:
+        produce(producer, other, append=True)
+    assert "--leave-rest" in caught.value.fix
+    killed(tmp_path, items(5), append=True)  # the same goes on
+    with LiveProducer(tmp_path) as producer:
+        produce(producer, other, append=True, leave_rest=True)
+    assert rows_of(tmp_path) == [*some_chats(3), *some_chats(9)[5:]]
+
+
+def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refused(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path) as producer:
+        produce(producer, items(4))
+        producer.end()
+    with LiveProducer(tmp_path) as producer:
+        produce(producer, items(4))
+    for given, error, match in (
+        (items(5), LoaderError, "the stream has ended"),
+        (items(3), ConfigError, "has 3 items, and 4 of it are in"),
+        ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "the first 4 items are not those"),
+    ):
+        with LiveProducer(tmp_path) as producer, pytest.raises(error, match=match) as caught:
+            produce(producer, given)
+        assert "name a new folder" in caught.value.fix
+    with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="nothing can be appended"):
+        produce(producer, items(4), append=True)
+    assert rows_of(tmp_path) == some_chats(4)
 
 
 def test_a_stream_that_has_ended_takes_no_more(tmp_path: Path) -> None:
@@ -147,9 +213,6 @@ def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: P
     with LiveProducer(tmp_path / "whole", **settings) as producer:
         produce(producer, items(40), packing=packing)
         producer.end()
-
-    class Killed(Exception):  # noqa: N818 - stands for SIGKILL
-        pass
 
     producer = LiveProducer(tmp_path / "killed", **settings)
     add = producer.add

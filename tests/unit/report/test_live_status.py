@@ -20,20 +20,6 @@ from harness.loader.live.producer import LiveProducer
 from harness.report.live_status import live_status
 
 
-@pytest.fixture
-def harness(monkeypatch, capsys):
-    """harness(*arguments) -> (exit code, stdout, stderr)"""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["harness", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
-
-
 def train_somewhere(folder: Path, **told: object) -> None:
     """What a run leaves in a folder."""
     mark = Marker(folder / "_consumer")
