@@ -8,6 +8,7 @@ gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and r
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from harness.config import hydra_entry, to_yaml
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 from harness.loader.blend import Blend
 from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
 from harness.loader.live.consumer import Rows
@@ -41,7 +42,13 @@ from harness.report.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.report.progress import RunProgress
-from harness.report.run_folder import CHECKPOINTS, choose_run_folder, open_run_folder, whole_checkpoints
+from harness.report.run_folder import (
+    CHECKPOINTS,
+    choose_run_folder,
+    leave_refusal,
+    open_run_folder,
+    whole_checkpoints,
+)
 from harness.train import OWN_VALIDATION, StepRecord, train
 from recipes.sft_config import SftConfig, check
 
@@ -137,6 +144,15 @@ def describe(config: SftConfig, data: RunData | LiveData, device: str, world_siz
 
 def main(config: SftConfig) -> int:
     """Train; gives the exit code, 75 where a signal ended the run before its last step."""
+    try:
+        return run(config)
+    except HarnessError as error:
+        if config.run_dir is not None and "SLURM_JOB_ID" in os.environ:
+            leave_refusal(Path(config.run_dir), error)
+        raise
+
+
+def run(config: SftConfig) -> int:
     world_size = runtime.place_in_job("WORLD_SIZE")
     data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
     pretrained = find_pretrained(config.model)

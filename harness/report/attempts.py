@@ -95,12 +95,12 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
     stop = _read_stop(folder)
     if stop is None and exit_code == EXIT_STOPPED:
         # A launcher that ends all ranks when the first one leaves may have ended the one that writes it down.
-        stop = Stop(_steps_done(folder), "signal", "the ranks were told")
+        stop = Stop(steps_done(folder), "signal", "the ranks were told")
     if stop is None:
         refused = exit_code == EXIT_REFUSED
         told = "the run refused its input" if refused else f"the run ended with exit code {exit_code} and said no more"
         reason = "refused" if refused else f"exit code {exit_code}"
-        stop = Stop(_steps_done(folder), reason, told, requeue=not refused)
+        stop = Stop(steps_done(folder), reason, told, requeue=not refused)
     earlier = _read_attempts(folder)
     same = 1
     for attempt in reversed([one for one in earlier if one.reason != "signal"]):
@@ -151,7 +151,8 @@ def _unreadable(path: Path, error: Exception) -> FormatError:
     return FormatError(f"cannot be read: {error}", where=str(path), fix="remove the file and start the run by hand")
 
 
-def _steps_done(folder: Path) -> int:
+def steps_done(folder: Path) -> int:
+    """The newest step that the run's metrics tell of, 0 for none."""
     newest = 0
     with suppress(OSError, ValueError, KeyError):
         for line in whole_lines(folder / METRICS_FILE):

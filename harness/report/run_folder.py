@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.formats.files import Marker
-from harness.report.attempts import forget_stop
+from harness.report.attempts import Stop, forget_stop, steps_done, write_stop
 
 RESUME = ("false", "true", "auto")
 CHECKPOINTS = "checkpoints"
@@ -98,6 +98,23 @@ def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[N
         yield
     finally:
         running.release(remove=True)
+
+
+def leave_refusal(folder: Path, error: HarnessError) -> None:
+    """Leave in a run's folder why a try of it ended before it began, where no other run is at work in it.
+
+    A launcher may turn every exit code into 1; a scheduler would start again what is refused each time.
+    """
+    if not folder.is_dir():
+        return
+    running = Marker(folder / _RUNNING)
+    with suppress(FormatError, OSError):
+        running.acquire()
+        try:
+            done = steps_done(folder)
+            write_stop(folder, Stop(done, type(error).__name__, error.what, requeue=isinstance(error, LoaderError)))
+        finally:
+            running.release(remove=True)
 
 
 def _write_settings(folder: Path, settings: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -38,6 +39,12 @@ def attempts(job: SlurmJob) -> list[dict]:
     return [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
 
 
+def went_on_behind(job: SlurmJob) -> int:
+    """The step whose checkpoint the second attempt began with: none began anew."""
+    (step,) = re.findall(r"goes on behind step (\d+), from", job.log)
+    return int(step)
+
+
 def wait_for_step(job: SlurmJob, step: int) -> None:
     job.wait_for(lambda: len(job.metrics) >= step, f"step {step}")
 
@@ -54,6 +61,7 @@ def test_a_job_told_to_stop_checkpoints_requeues_and_goes_on(submit, undisturbed
     assert (stopped["reason"], stopped["step"] > 24) == ("signal", True)
     # It checkpointed where it stood, off the interval: not a step is made twice.
     assert f"asked to stop after step {stopped['step']}" in job.log
+    assert went_on_behind(job) == stopped["step"]
     assert "attempt 2 on node[1-2]" in job.log
 
 
@@ -86,7 +94,9 @@ def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit,
     assert urgent.facts["JobState"] == "COMPLETED"
     assert urgent.facts["EndTime"] <= job.facts["StartTime"]
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
-    assert [one["reason"] for one in attempts(job)] == ["signal"]
+    (stopped,) = attempts(job)
+    assert stopped["reason"] == "signal"
+    assert went_on_behind(job) == stopped["step"]
 
 
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed):
@@ -97,6 +107,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slur
     slurm.start_slurmd("node2")
     assert job.wait() == "COMPLETED", job.log
     assert int(job.facts["Restarts"]) >= 1
+    assert went_on_behind(job) in range(20, 150, 20)
     assert job.losses == undisturbed
 
 
@@ -121,6 +132,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_goes_on(submit, slu
     assert said in job.log
     (failed,) = attempts(job)
     assert f"failed after step {failed['step']}" in job.log
+    assert went_on_behind(job) in range(20, 150, 20)
 
 
 def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
@@ -135,6 +147,7 @@ def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
     assert job.wait() == "COMPLETED", job.log
     assert [line["step"] for line in job.metrics] == list(range(1, 151))
     assert 25 <= stopped["step"] < 150
+    assert went_on_behind(job) == stopped["step"]
     # Sums over four ranks, and over one, are rounded in another order than over two.
     assert job.losses == pytest.approx(undisturbed, rel=1e-5)
 
@@ -153,8 +166,12 @@ def test_a_job_that_fails_in_the_same_way_stops_requeueing(submit, tmp_path):
     assert "that was 2 times in the same way at the same step" in job.log
 
 
-def test_a_run_that_refuses_its_settings_is_not_started_again(submit):
-    job = submit("trainer.steps=2", "cluster.ranks_per_node=1", "parallel.tensor_parallel_size=3")
+@pytest.mark.parametrize("kind", ["srun", "torchrun"])
+def test_a_run_that_refuses_its_settings_is_not_started_again(submit, kind):
+    job = submit(
+        *("trainer.steps=2", "cluster.ranks_per_node=1", "parallel.tensor_parallel_size=3"),
+        *(f"cluster.launcher={kind}", "cluster.preflight.enabled=false"),
+    )
     assert job.wait() == "FAILED", job.log
     assert job.facts["Restarts"] == "0"
     assert "ConfigError" in job.log

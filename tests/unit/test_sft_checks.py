@@ -13,6 +13,8 @@ from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import LiveFolder
 from harness.records import Pack
+from harness.report.attempts import decide
+from harness.report.run_folder import open_run_folder
 from harness.schedule import ScheduleConfig
 from recipes.sft import main
 from recipes.sft_config import SftConfig, check
@@ -80,6 +82,24 @@ def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data
         run(tmp_path, data())
     run(tmp_path, data(vocab_size=96))
     assert (tmp_path / "runs" / "sft-002" / "report.md").exists()
+
+
+def test_a_job_whose_settings_are_refused_is_not_started_again_whatever_its_launcher_makes_of_the_exit_code(
+    tmp_path, data, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    folder = tmp_path / "run"
+    made = SftConfig(run_dir=str(folder), resume="auto", data=DataConfig(path=str(data().train.path)))
+    made.parallel.tensor_parallel_size = 3
+    folder.mkdir()
+    with open_run_folder(folder, settings="", goes_on=True), pytest.raises(ConfigError):
+        main(made)
+    assert decide(folder, exit_code=1).requeue  # another run was at work there, and said nothing
+    with pytest.raises(ConfigError):
+        main(made)
+    decision = decide(folder, exit_code=1)
+    assert not decision.requeue
+    assert "another try would fail in the same way" in decision.message
 
 
 def live_config(tmp_path, **data):
