@@ -1,4 +1,5 @@
-"""`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S`: a rank without a model.
+"""`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S COLLECTIVE_S`: a rank
+without a model.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
 and every few steps a checkpoint to go on from.
@@ -30,9 +31,11 @@ from harness.schedule import SequenceCost
 SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3
 
 
-def main(folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float) -> None:
+def main(
+    folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float, collective_s: float
+) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=collective_s))
     checkpoint, log = out / "checkpoint.json", out / "trained.jsonl"
     step, state = 0, None
     if checkpoint.exists():
@@ -52,7 +55,7 @@ def main(folder: str, out: Path, interval: int, step_s: float, tokenizer: str, t
         Rows(Layout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost()),
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,
-        timeout_s=60,
+        timeout_s=collective_s,
     ) as feed:
         for batch in feed:
             time.sleep(step_s)
@@ -75,5 +78,5 @@ def main(folder: str, out: Path, interval: int, step_s: float, tokenizer: str, t
 
 if __name__ == "__main__":
     with exit_on_error():
-        place, told, every, seconds, name, limit = sys.argv[1:]
-        main(place, Path(told), int(every), float(seconds), name, float(limit))
+        place, told, every, seconds, name, limit, collective = sys.argv[1:]
+        main(place, Path(told), int(every), float(seconds), name, float(limit), float(collective))

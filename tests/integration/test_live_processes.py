@@ -75,10 +75,18 @@ class Stream:
         return Side([(command, {})], self.out / "producer.log")
 
     def ranks(
-        self, count: int, *, interval: int = 2, step_s: float = 0.0, tokenizer: str = "", timeout_s: float = 60.0
+        self,
+        count: int,
+        *,
+        interval: int = 2,
+        step_s: float = 0.0,
+        tokenizer: str = "",
+        timeout_s: float = 60.0,
+        collective_s: float = 60.0,
     ) -> Side:
         module = [sys.executable, "-m", "tests.integration.live_rank"]
-        command = [*module, str(self.folder), str(self.out), str(interval), str(step_s), tokenizer, str(timeout_s)]
+        settings = (interval, step_s, tokenizer, timeout_s, collective_s)
+        command = [*module, str(self.folder), str(self.out), *map(str, settings)]
         places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
         return Side([(command, {**places, "RANK": str(rank)}) for rank in range(count)], self.out / "ranks.log")
 
