@@ -39,23 +39,37 @@ def export(
 def plan(
     experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or sft")],
     overrides: Annotated[list[str] | None, typer.Argument(help="settings of the recipe")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs of all nodes together")] = 8,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of all nodes together; the experiment's own number, or 8")
+    ] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU: exit code 1 where the run does not fit")] = 80,
     peak_tflops: Annotated[float, typer.Option(help="of a GPU, dense; 989 is an H100's in bfloat16")] = 989,
     mfu: Annotated[
-        float, typer.Option(help="share of the peak that training reaches; measure it on your cluster")
-    ] = 0.4,
+        float | None, typer.Option(help="share of the peak that training reaches, as measured; estimated without")
+    ] = None,
+    packs: Annotated[int | None, typer.Option(min=1, help="plan for so many packs, and not for the dataset")] = None,
+    pack_size: Annotated[int, typer.Option(min=2, help="their tokens")] = 8192,
+    sequence_tokens: Annotated[int, typer.Option(min=2, help="of each conversation in them")] = 1024,
 ) -> None:
-    """Say what a run would take, before anyone books a node: memory, microbatches, tokens, time."""
+    """Say what a run would take, before anyone books a node: memory, microbatches, tokens, MFU, time."""
     from harness.config import CONFIGS
     from harness.launch.submit import recipe_settings
-    from harness.megatron.plan import ROOM, plan_run
+    from harness.megatron.plan import ROOM, AssumedPacks, plan_run
+    from harness.megatron.work import Machine
 
+    if mfu is not None and not 0 < mfu <= 1:
+        raise ConfigError(f"an MFU of {mfu:g}", where="--mfu", fix="a share above 0, at most 1")
     is_file = (CONFIGS / "experiment" / f"{experiment}.yaml").exists()
     module = "recipes.sft" if is_file else f"recipes.{experiment}"
     named = [f"experiment={experiment}"] if is_file else []
     settings = recipe_settings(module, [*named, *(overrides or [])])
-    planned = plan_run(settings, ranks=ranks, flops_per_s=peak_tflops * 1e12 * mfu)
+    planned = plan_run(
+        settings,
+        ranks=ranks,
+        machine=Machine(peak_flops=peak_tflops * 1e12),
+        mfu=mfu,
+        packs=None if packs is None else AssumedPacks(packs, pack_size, sequence_tokens),
+    )
     gpu_bytes = None if gpu_gib is None else gpu_gib * 2**30
     Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes))
     fits = gpu_bytes is None or planned.memory.total <= (1 - ROOM) * gpu_bytes

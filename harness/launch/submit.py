@@ -65,12 +65,21 @@ def plan_job(
         run_dir: of a run to go on with, None for a new one.
 
     Raises:
-        HarnessError: there is no such run, or the recipe refuses its settings.
+        HarnessError: there is no such run, the recipe refuses its settings, or they are planned for another number of
+            ranks.
     """
     is_file = (experiments / f"{experiment}.yaml").exists()
     module = "recipes.sft" if is_file else f"recipes.{experiment}"
     settings = [f"experiment={experiment}", *overrides] if is_file else overrides
     told = recipe_settings(module, settings)
+    ranks, wanted = nodes * cluster.ranks_per_node, told.get("parallel", {}).get("ranks")
+    if wanted not in (None, ranks):
+        raise ConfigError(
+            f"{experiment} is planned for {wanted} ranks, and {nodes} nodes of {cluster.ranks_per_node} have {ranks}",
+            where="--nodes",
+            fix=f"--nodes {wanted // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node}; or "
+            f"parallel.ranks={ranks}, once `harness plan {experiment} parallel.ranks={ranks}` says that it fits",
+        )
     if run_dir is not None and not run_dir.is_dir():
         raise ConfigError(
             "there is no run to go on with", where=str(run_dir), fix="leave --run-dir out to start a new one"

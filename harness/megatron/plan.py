@@ -8,8 +8,9 @@ fused layers keep less. What the allocator, NCCL and CUDA themselves take is lef
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,14 @@ from harness.errors import ConfigError, HarnessError
 from harness.loader.datasets import BlendSource, DataConfig, RunData, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.megatron.hf_config import read_hf_config
-from harness.megatron.model_config import DTYPES, ModelConfig, padded_vocab_size, sequence_cost
+from harness.megatron.model_config import DTYPES, ModelConfig, padded_vocab_size
 from harness.megatron.topology import ParallelConfig
 from harness.megatron.weights import find_weights
+from harness.megatron.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
 
 # Of a GPU's memory, for CUDA's context, NCCL's buffers and what the allocator cannot use.
 ROOM = 0.1
-# A backward pass costs twice a forward pass; layers that are computed again cost one more.
-_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
-
-
-@dataclass(frozen=True)
-class Work:
-    """One epoch.
-
-    Attributes:
-        steps: optimizer steps.
-        microbatches: of a rank and step, on average.
-        tokens: model tokens of a step, on average.
-        flops: of a step, all ranks together.
-        seconds: of the epoch, None where no speed was given.
-    """
-
-    steps: int
-    microbatches: int
-    tokens: float
-    flops: float
-    seconds: float | None
 
 
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
@@ -132,7 +113,7 @@ def plan_memory(
             waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
         kept = waiting * model.num_layers / stages * layer_activation_bytes(model, parallel)
         if model.recompute == "full":
-            again = ModelConfig(**{**vars(model), "recompute": "none"})
+            again = replace(model, recompute="none")
             # One layer at a time, and the angles of the positions, which all of them are given.
             kept += layer_activation_bytes(again, parallel) + 4 * model.head_size
         if stage == stages - 1:
@@ -149,35 +130,30 @@ def plan_memory(
     return max(found, key=lambda one: one.total)
 
 
-def plan_work(
-    model: ModelConfig,
-    lengths: Int64Array,
-    *,
-    num_packs: int,
-    global_batch_size: int,
-    dp_size: int,
-    row_capacity: int,
-    flops_per_s: float | None = None,
-) -> Work:
-    """What an epoch takes.
+@dataclass(frozen=True)
+class AssumedPacks:
+    """Data that is not made yet: packs, each of as many sequences of one length as it holds.
 
-    Args:
-        lengths: int64 [sequences], model tokens of every sequence.
-        row_capacity: tokens of a whole row, all ranks of a context-parallel group together.
-        flops_per_s: of all ranks together; None leaves the time out.
+    Attributes:
+        pack_size, sequence_tokens: stored tokens.
     """
-    steps = math.ceil(num_packs / global_batch_size)
-    cost = sequence_cost(model)
-    wide = lengths.astype(np.float64)
-    flops = _PASSES[model.recompute] * float((cost.linear * wide + cost.quadratic * wide * wide).sum())
-    tokens = float(wide.sum())
-    return Work(
-        steps=steps,
-        microbatches=max(1, math.ceil(tokens / steps / (dp_size * row_capacity))),
-        tokens=tokens / steps,
-        flops=flops / steps,
-        seconds=None if flops_per_s is None else flops / flops_per_s,
-    )
+
+    packs: int
+    pack_size: int
+    sequence_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.sequence_tokens <= self.pack_size:
+            raise ConfigError(
+                f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}",
+                where="--sequence-tokens, --pack-size",
+                fix="sequences of 2 tokens up to a whole pack",
+            )
+
+    @property
+    def lengths(self) -> Int64Array:
+        """int64 [sequences], model tokens."""
+        return np.full(self.packs * (self.pack_size // self.sequence_tokens), self.sequence_tokens - 1, np.int64)
 
 
 @dataclass(frozen=True)
@@ -187,6 +163,9 @@ class RunPlan:
     Attributes:
         weights: of the whole model.
         work: of an epoch; None where the data is not on this machine, and `why_no_work` says so.
+        mfu: share of the GPUs' peak in a step; None without `work`.
+        step_s: seconds of a step.
+        parts: of them, by what they are spent on; none where the MFU was given.
     """
 
     name: str
@@ -195,6 +174,9 @@ class RunPlan:
     weights: int
     memory: Memory
     work: Work | None
+    mfu: float | None
+    step_s: float
+    parts: dict[str, float]
     why_no_work: str = ""
 
     def render(self, *, gpu_bytes: float | None) -> Table:
@@ -214,72 +196,104 @@ class RunPlan:
             usable = (1 - ROOM) * gpu_bytes
             verdict = "fits" if memory.total <= usable else "does NOT fit"
             row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are left to tensors")
-        if self.work is None:
+        if self.work is None or self.mfu is None:
             row("an epoch", f"not known: {self.why_no_work}")
             return table
         row("an epoch", f"{self.work.steps:,} steps of {self.work.tokens:,.0f} tokens")
         row("microbatches", f"{self.work.microbatches:,} of a rank and step")
-        row("work", f"{self.work.flops / 1e12:,.3g} TFLOPs a step")
-        if self.work.seconds is not None:
-            time = timedelta(seconds=max(1, round(self.work.seconds)))
-            row("time of an epoch", f"{time} at the speed that was given")
+        row("work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs a step")
+        row("MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as it was given'}")
+        row("a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s a rank")
+        for name, seconds in self.parts.items():
+            if seconds >= 0.005 * self.step_s:
+                row(f"  {name}", f"{seconds / self.step_s:.0%}")
+        row("time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s)))))
         return table
 
 
-def plan_run(settings: dict[str, Any], *, ranks: int, flops_per_s: float | None) -> RunPlan:
+def plan_run(
+    settings: dict[str, Any],
+    *,
+    ranks: int | None = None,
+    machine: Machine | None = None,
+    mfu: float | None = None,
+    packs: AssumedPacks | None = None,
+) -> RunPlan:
     """What the run with these settings (as `recipes.sft --cfg` prints them) would take.
 
     Args:
-        flops_per_s: that each rank reaches.
+        ranks: None for the settings' own number, or 8.
+        machine: what it runs on; None for H100 nodes.
+        mfu: what a step reaches; None for an estimate.
+        packs: None for the dataset of the settings.
 
     Raises:
-        ConfigError: the layout does not divide the ranks or the model.
+        ConfigError: the layout does not divide the ranks or the model, or is meant for another number of ranks.
     """
     model, parallel = ModelConfig(**settings["model"]), ParallelConfig(**settings["parallel"])
+    machine = machine or Machine()
+    ranks = ranks or parallel.ranks or 8
+    row_tokens = settings["schedule"]["max_tokens_per_rank"]
+    batch = settings["loader"]["global_batch_size"]
     model.check(parallel)
-    parallel.check(
-        ranks,
-        global_batch_size=settings["loader"]["global_batch_size"],
-        max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"],
-    )
+    parallel.check(ranks, global_batch_size=batch, max_tokens_per_rank=row_tokens)
     dp_size = parallel.dp_size(ranks)
-    data, why = _open(settings["data"])
-    vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
-    if model.init_from is not None:
-        vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
-    if vocab_size is None:
+    data, why = _open(settings["data"]) if packs is None else (None, "")
+    # Of weights that are not here the settings may tell enough: planning downloads none then.
+    if model.init_from is not None and (model.vocab_size is None or Path(model.init_from).is_dir()):
+        model.vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
+    model.vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
+    if model.vocab_size is None:
         raise ConfigError(
             f"the vocabulary size is not known: {why or 'the dataset does not say'}",
             where="model.vocab_size",
             fix="set it to the size of the tokenizer",
         )
-    model.vocab_size = vocab_size
-    row_tokens = settings["schedule"]["max_tokens_per_rank"]
+    stored = None
+    if packs is not None:
+        stored = packs.packs, packs.lengths
+    elif data is not None:
+        stored = len(data.train), np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1
     work = None
-    if data is not None:
+    if stored is not None:
         work = plan_work(
             model,
-            np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1,
-            num_packs=len(data.train),
-            global_batch_size=settings["loader"]["global_batch_size"],
+            stored[1],
+            num_packs=stored[0],
+            global_batch_size=batch,
             dp_size=dp_size,
-            row_capacity=row_tokens * parallel.context_parallel_size,
-            flops_per_s=None if flops_per_s is None else flops_per_s * ranks,
+            row_capacity=parallel.row_capacity(row_tokens),
         )
+    memory = plan_memory(
+        model,
+        parallel,
+        vocab_size=model.vocab_size,
+        dp_size=dp_size,
+        row_tokens=row_tokens,
+        microbatches=work.microbatches if work is not None else 1_000_000,
+    )
+    parts = {}
+    if work is not None and mfu is None:
+        parts = estimate_step(
+            model,
+            parallel,
+            work,
+            ranks=ranks,
+            weights=memory.weights // DTYPES[model.dtype].itemsize,
+            layer_bytes=layer_activation_bytes(replace(model, recompute="none"), parallel),
+            machine=machine,
+        )
+        mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     return RunPlan(
         name=settings["name"],
         ranks=ranks,
         dp_size=dp_size,
-        weights=count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size),
-        memory=plan_memory(
-            model,
-            parallel,
-            vocab_size=vocab_size,
-            dp_size=dp_size,
-            row_tokens=row_tokens,
-            microbatches=work.microbatches if work is not None else 1_000_000,
-        ),
+        weights=count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size),
+        memory=memory,
         work=work,
+        mfu=mfu if work is not None else None,
+        step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
+        parts=parts,
         why_no_work=why,
     )
 

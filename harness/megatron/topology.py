@@ -23,6 +23,7 @@ class ParallelConfig:
         sequence_parallel: split norms and dropout over the TP group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to its capacity, so that shapes never change and pipeline stages need not tell them.
+        ranks: that memory and batch were planned for, another number is refused; None for any.
     """
 
     tensor_parallel_size: int = 1
@@ -32,6 +33,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
@@ -93,6 +95,12 @@ class ParallelConfig:
             global_batch_size: packs of one step.
             max_tokens_per_rank: of one microbatch.
         """
+        if self.ranks not in (None, world_size):
+            raise ConfigError(
+                f"the settings are planned for {self.ranks} ranks, and there are {world_size}",
+                where="parallel.ranks",
+                fix=f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}",
+            )
         dp_size = self.dp_size(world_size)
         if dp_size > global_batch_size:
             raise ConfigError(

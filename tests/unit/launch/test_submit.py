@@ -78,6 +78,10 @@ def test_every_dataset_of_a_run_is_checked():
         (["prepare", "data.path=x"], "does not give the settings of a run"),
         (["nothing"], "No module named recipes.nothing"),
         (["sft_tiny", "--cluster", "nowhere"], "Could not find 'cluster/nowhere'"),
+        (
+            ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
+            "planned for 32 ranks, and 2 nodes of 8 have 16\n  where: --nodes\n  fix:   --nodes 4",
+        ),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_submitted(arguments, said):

@@ -16,9 +16,10 @@ from harness.megatron import runtime
 from harness.megatron.batch import to_device
 from harness.megatron.model import build_model
 from harness.megatron.model_config import ModelConfig
-from harness.megatron.plan import count_weights, layer_activation_bytes, plan_memory, plan_run, plan_work
+from harness.megatron.plan import AssumedPacks, count_weights, layer_activation_bytes, plan_memory, plan_run
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, join
+from harness.megatron.work import Machine
 from harness.records import Pack, SequenceView
 from harness.thd import build_thd_batch
 from recipes.sft_config import SftConfig
@@ -147,32 +148,6 @@ def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:
     assert one.activations < many.activations / 2
 
 
-def test_an_epochs_work_is_the_sum_over_its_sequences() -> None:
-    model = model_of(vocab_size=VOCAB)
-    work = plan_work(
-        model,
-        np.array([100, 300, 50, 50]),
-        num_packs=5,
-        global_batch_size=2,
-        dp_size=2,
-        row_capacity=60,
-        flops_per_s=1e6,
-    )
-    assert (work.steps, work.tokens) == (3, 500 / 3)
-    assert work.microbatches == 2  # 167 tokens a step, 120 of them in a microbatch of both ranks
-    assert work.seconds == pytest.approx(3 * work.flops / 1e6)
-    again = plan_work(
-        model_of(vocab_size=VOCAB, recompute="full"),
-        np.array([100, 300, 50, 50]),
-        num_packs=5,
-        global_batch_size=2,
-        dp_size=2,
-        row_capacity=60,
-    )
-    assert again.flops == pytest.approx(work.flops * 4 / 3)
-    assert again.seconds is None
-
-
 def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     with open_writer(tmp_path / "train", format="parquet", pack_size=64) as writer:
         for _ in range(6):
@@ -182,7 +157,7 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     )
     settings = to_plain(config)
     settings["data"]["path"] = str(tmp_path)
-    planned = plan_run(settings, ranks=2, flops_per_s=1e9)
+    planned = plan_run(settings, ranks=2)
     assert planned.dp_size == 2
     assert planned.work is not None
     assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 189, 2)
@@ -191,10 +166,24 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     text = console.export_text()
     assert "does NOT fit" in text
     assert "2 steps of 189 tokens" in text
+    assert "an estimate" in text
+    given = plan_run(settings, ranks=2, mfu=0.25, machine=Machine(peak_flops=1e9))
+    assert given.step_s == pytest.approx(given.work.model_flops / 2 / 0.25e9)
+    assert given.parts == {}
 
     settings["data"]["path"] = str(tmp_path / "nowhere")
-    planned = plan_run(settings, ranks=2, flops_per_s=None)
+    planned = plan_run(settings, ranks=2)
     assert (planned.work, planned.why_no_work) == (None, "no dataset there")
     settings["parallel"]["pipeline_parallel_size"] = 3
     with pytest.raises(ConfigError, match="4 layers cannot be cut into 3"):
-        plan_run(settings, ranks=2, flops_per_s=None)
+        plan_run(settings, ranks=2)
+
+
+def test_data_that_is_not_made_yet_is_planned_by_its_packs() -> None:
+    settings = to_plain(compose_config("sft", SftConfig, ["model.vocab_size=300", "schedule.max_tokens_per_rank=1024"]))
+    planned = plan_run(settings, packs=AssumedPacks(32, pack_size=1024, sequence_tokens=100))
+    assert planned.ranks == 8
+    assert planned.work is not None
+    assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 16 * 10 * 99, 2)
+    with pytest.raises(ConfigError, match="sequences of 200 tokens in packs of 100"):
+        AssumedPacks(1, pack_size=100, sequence_tokens=200)

@@ -1,0 +1,55 @@
+"""The recipes for H100 nodes: what their files say of memory and speed is what the plan says."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import CONFIGS, compose_config, to_plain
+from harness.errors import ConfigError
+from harness.formats import open_writer
+from harness.loader.datasets import open_datasets
+from harness.megatron.plan import ROOM, AssumedPacks, plan_run
+from harness.records import Pack
+from recipes.sft_config import SftConfig, check
+
+# GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs of 8,192 tokens, conversations of 1,024.
+EXPECTED = {
+    "llama3_8b_1node": (67.4, 4, 16, 0.48),
+    "llama3_8b_4nodes": (60.0, 16, 8, 0.48),
+    "qwen3_8b_1node": (55.4, 2, 32, 0.47),
+    "qwen3_8b_4nodes": (66.7, 16, 8, 0.47),
+}
+NAMES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*node*.yaml"))
+
+
+def test_every_recipe_is_held_against_its_plan() -> None:
+    assert sorted(EXPECTED) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_and_its_file_says_what_the_plan_says(name: str) -> None:
+    config = compose_config("sft", SftConfig, [f"experiment={name}"])
+    planned = plan_run(to_plain(config), packs=AssumedPacks(100_000, pack_size=8192, sequence_tokens=1024))
+    gib, dp_size, microbatches, mfu = EXPECTED[name]
+    assert planned.ranks == (8 if name.endswith("_1node") else 32)
+    assert planned.memory.total / 2**30 == pytest.approx(gib, abs=0.1)
+    assert planned.memory.total < (1 - ROOM) * 80 * 2**30
+    assert planned.work is not None
+    assert (planned.dp_size, planned.work.microbatches) == (dp_size, microbatches)
+    assert planned.mfu == pytest.approx(mfu, abs=0.005)
+    told = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
+    assert f"{planned.memory.total / 2**30:.1f} GiB of 80" in told
+    assert f"{microbatches} microbatches, {planned.work.tokens:,.0f} tokens a step" in told
+    assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s a step)" in told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_on_its_number_of_ranks_and_on_no_other(name: str, tmp_path) -> None:
+    with open_writer(tmp_path / "data", format="parquet", pack_size=8192) as writer:
+        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    config = compose_config("sft", SftConfig, [f"experiment={name}", f"data.path={tmp_path / 'data'}"])
+    data = open_datasets(config.data)
+    ranks = config.parallel.ranks
+    assert check(config, data, ranks) == config.model.vocab_size
+    with pytest.raises(ConfigError, match=f"planned for {ranks} ranks, and there are 16"):
+        check(config, data, 16)

@@ -1,0 +1,93 @@
+"""Work and time of a step are sums that can be done by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.megatron.model_config import ModelConfig
+from harness.megatron.topology import ParallelConfig
+from harness.megatron.work import Machine, Work, estimate_step, plan_work
+
+MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=128)
+# Of a forward pass and token: 2 layers of 2 * 8 * (8 + 8) + 3 * 8 * 16 weights and 8 * 128 of the output, 2 FLOPs each.
+LINEAR = 2 * (2 * (256 + 384) + 1024)
+WORK = Work(steps=10, microbatches=4, tokens=4000, linear_flops=4000 * LINEAR, attention_flops=1e6)
+MACHINE = Machine(
+    peak_flops=1e9,
+    matmul_share=0.5,
+    attention_share=0.25,
+    memory_bytes_per_s=1e6,
+    node_bytes_per_s=1e5,
+    fabric_bytes_per_s=1e4,
+    ranks=4,
+)
+
+
+def seconds(parallel: ParallelConfig | None = None, *, ranks: int = 1, model: ModelConfig = MODEL) -> dict[str, float]:
+    return estimate_step(
+        model, parallel or ParallelConfig(), WORK, ranks=ranks, weights=1000, layer_bytes=100.0, machine=MACHINE
+    )
+
+
+def test_an_epochs_work_is_the_sum_over_its_sequences() -> None:
+    work = plan_work(MODEL, np.array([100, 300, 50, 50]), num_packs=5, global_batch_size=2, dp_size=2, row_capacity=60)
+    assert (work.steps, work.tokens) == (3, 500 / 3)
+    assert work.microbatches == 2  # 167 tokens a step, 120 of them in a microbatch of both ranks
+    assert work.linear_flops == pytest.approx(500 / 3 * LINEAR)
+    # Of the L x L scores half are there: 2 layers, 2 heads of 4, and 2 FLOPs for a score and for its value.
+    assert work.attention_flops == pytest.approx(2 * 2 * 8 * (100**2 + 300**2 + 2 * 50**2) / 3)
+    assert work.model_flops == pytest.approx(3 * (work.linear_flops + work.attention_flops))
+    assert work.mfu(2.0, ranks=4, peak_flops=1e6) == pytest.approx(work.model_flops / 8e6)
+
+
+def test_a_rank_alone_multiplies_moves_memory_and_updates_its_weights() -> None:
+    parts = seconds()
+    assert parts == pytest.approx(
+        {
+            "matrix products": 3 * 4000 * LINEAR / 0.5e9,
+            "attention": 3 * 1e6 / 0.25e9,
+            "memory": 4000 * (3 * 2 * 100 + 20 * 128) / 1e6,
+            "tensor": 0.0,
+            "context": 0.0,
+            "pipeline": 0.0,
+            "data": 0.0,
+            "optimizer": 30 * 1000 / 1e6,
+        }
+    )
+
+
+def test_what_is_computed_again_takes_its_time() -> None:
+    none, selective, full = (
+        seconds(model=ModelConfig(**{**vars(MODEL), "recompute": how})) for how in ("none", "selective", "full")
+    )
+    assert selective["attention"] == pytest.approx(4 / 3 * none["attention"])
+    assert selective["matrix products"] == none["matrix products"]
+    assert full["matrix products"] == pytest.approx(4 / 3 * none["matrix products"])
+
+
+def test_ranks_that_share_a_layer_send_its_hidden_states() -> None:
+    # 4,000 tokens of 8 float32, half of them to the other rank, 4 times a layer and pass.
+    assert seconds(ParallelConfig(tensor_parallel_size=2), ranks=2)["tensor"] == pytest.approx(
+        2 * 4 * 2 * 4000 * 8 * 4 / 2 / 1e5
+    )
+
+
+def test_a_pipeline_waits_for_its_first_microbatch_to_come_through() -> None:
+    parts = seconds(ParallelConfig(pipeline_parallel_size=2), ranks=2)
+    busy = parts["matrix products"] + parts["attention"] + parts["memory"]
+    assert parts["pipeline"] == pytest.approx(busy / 4 + 2 * 4000 * 8 * 4 / 1e5)
+
+
+def test_gradients_hide_behind_the_last_microbatch_and_weights_behind_nothing() -> None:
+    split = seconds(ParallelConfig(distributed_optimizer=True), ranks=4)
+    assert split["data"] == pytest.approx(4 * 1000 * 3 / 4 / 1e5)
+    assert split["optimizer"] == pytest.approx(30 * 1000 / 4 / 1e6)
+    assert seconds(ranks=4)["data"] == 0  # all of it behind the backward pass
+
+
+def test_a_ring_over_nodes_has_the_ports_of_its_ranks_there() -> None:
+    assert MACHINE.link(4, 1) == 1e5  # within the node
+    assert MACHINE.link(8, 1) == 4e4
+    assert MACHINE.link(4, 2) == 2e4  # every second rank
+    assert MACHINE.link(2, 4) == 1e4
