@@ -37,14 +37,16 @@ class PackingConfig:
     """How sequences are packed and stored.
 
     Attributes:
-        path: the dataset folder; `train` and `validation` are made below it.
+        path: the dataset folder; `train`, `validation` and `test` are made below it.
         pack_size: most tokens of a pack.
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.
         over_long: `drop` or `truncate` a conversation of more than `pack_size` tokens.
         packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences once, packs as plans over them)
             or `legacy_npy_pickle`.
-        validation_fraction: share of conversations, chosen by their hash, that are kept for validation.
+        validation_fraction, test_fraction: shares of conversations, chosen by their hash, that are kept for these. A
+            conversation stays where it is when others come or go.
+        drop_duplicates: leave out conversations that are the same as one before, by the 64 bits of their hashes.
         num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizer's
             library; -1 takes one per core where the source is large enough to pay for starting them.
         overwrite: replace a dataset that was prepared with other settings.
@@ -57,6 +59,8 @@ class PackingConfig:
     over_long: str = "drop"
     packed_storage: str = "parquet"
     validation_fraction: float = 0.02
+    test_fraction: float = 0.0
+    drop_duplicates: bool = False
     num_workers: int = -1
     overwrite: bool = False
 
@@ -67,11 +71,19 @@ class PackingConfig:
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
         require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
         require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
-        if not 0 <= self.validation_fraction < 1:
+        for name in ("validation_fraction", "test_fraction"):
+            share = getattr(self, name)
+            if not 0 <= share < 1:
+                raise ConfigError(
+                    f"{share} is not a share of the conversations",
+                    where=f"data.{name}",
+                    fix="set it to 0 or more, and below 1",
+                )
+        if self.validation_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                f"{self.validation_fraction} is not a share of the conversations",
-                where="data.validation_fraction",
-                fix="set it to 0 or more, and below 1",
+                "nothing is left for training",
+                where="data.validation_fraction and data.test_fraction",
+                fix="let them add up to less than 1",
             )
         if not self.path:
             raise ConfigError("no folder is named", where="data.path", fix="name the folder to write to")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -17,41 +15,56 @@ from rich.console import Console
 
 from harness.errors import ConfigError, PrepError
 from harness.formats import FORMATS, Provenance
+from harness.formats.manifest import load_manifest
 from harness.prep import prepared_folder as layout
 from harness.prep.bpe import train_bpe
-from harness.prep.chat import BadReason, BadRecord
+from harness.prep.chat import BadRecord
+from harness.prep.checks import require_choice
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
 from harness.prep.prepare_report import PrepareReport, SplitReport, render_report
 from harness.prep.prepared_folder import PreparedFolder, settings_hash
 from harness.prep.pydoc_source import write_pydoc_corpus
-from harness.prep.sources import SourceConfig, files_left_out, list_files, read_chunks
-from harness.prep.spool import Spool, SpoolWriter
+from harness.prep.reading import cut_shards, read_chunks
+from harness.prep.shard_work import BAD_RECORDS, Receipt, ShardJob, refuse, shard_folder
+from harness.prep.sources import SourceConfig, files_left_out, list_files
+from harness.prep.spool import Split, Spool
 from harness.prep.stages import Stages
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.prep.workers import TokenizeJob, count_workers, tokenize_chunks
+from harness.prep.tokenized_chunk import TokenizeJob
+from harness.prep.workers import count_workers, do_shards
 from harness.prep.write import write_packs
 
 # Raised when the same settings begin to give other data.
 _VERSION = 1
 # A tokenizer learns no more from more text than this, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
-_SHOWN_BAD = 10
+# More shards than these are made larger.
+_MAX_SHARDS = 4096
 
 
 @dataclass
 class PrepareConfig:
-    """Settings of `python -m recipes.prepare`: where chats come from, the tokenizer, and how they are packed."""
+    """Settings of `python -m recipes.prepare`: where chats come from, the tokenizer, and how they are packed.
+
+    Attributes:
+        engine: who tokenises: `local`, processes of this machine; or `ray`, the cluster that RAY_ADDRESS names.
+    """
 
     source: SourceConfig = field(default_factory=SourceConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
+    engine: str = "local"
+
+    def __post_init__(self) -> None:
+        require_choice(self.engine, ("local", "ray"), setting="engine")
 
 
 def prepare(config: PrepareConfig, *, console: Console | None = None) -> PrepareReport:
     """Turn chats into packed datasets in `config.data.path`.
 
-    Writes `train` and `validation` (datasets), `tokenizer`, `report.json` (last), `source` (the built-in corpus), and
-    `bad_records.jsonl` where records were skipped. Does nothing where the same settings are done already.
+    Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.json` (last), `source` (the built-in
+    corpus), and `bad_records.jsonl` where records were skipped. Does nothing where the same settings are done already;
+    one that was interrupted goes on with the shards that it had done.
 
     Raises:
         HarnessError: the source, a setting or the destination is not usable; nothing then counts as prepared.
@@ -105,13 +118,12 @@ class _Preparation:
         self._collect()
         tokenizer = self._make_tokenizer()
         self._report.vocab_size = tokenizer.vocab_size
-        with ExitStack() as cleanup:
-            spools = self._tokenize(cleanup)
-            for name, spool in spools.items():
-                self._report.splits[name] = SplitReport(len(spool), spool.num_tokens, spool.num_trained_tokens)
-            self._report.check_sums()
-            for name, spool in spools.items():
-                self._pack(name, spool, tokenizer)
+        splits = self._tokenize(tokenizer)
+        for name, split in splits.items():
+            self._report.splits[name] = SplitReport(len(split), split.num_tokens, split.num_trained_tokens)
+        self._report.check_sums()
+        for name, split in splits.items():
+            self._pack(name, split, tokenizer)
 
     def _collect(self) -> None:
         """Name the files to read, after writing them where the source is built in."""
@@ -152,51 +164,86 @@ class _Preparation:
                 for message in record.messages:
                     left -= len(message.content)
                     yield message.content
-            self._refuse(bad)
+            if self._config.source.on_bad == "refuse":
+                refuse(bad)
             advance(chunk.num_bytes)
             if left < 0:
                 return
 
-    def _tokenize(self, cleanup: ExitStack) -> dict[str, Spool]:
-        """Tokenise everything into one spool per split, removed again by `cleanup`."""
-        config, report = self._config, self._report
-        fraction = config.data.validation_fraction
-        spool_folder = self._path / layout.SPOOL
-        cleanup.callback(shutil.rmtree, spool_folder, ignore_errors=True)
-        writers = {name: SpoolWriter(spool_folder / name) for name in _split_names(fraction)}
-        for writer in writers.values():
-            cleanup.callback(writer.close)
-        job = TokenizeJob(
+    def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
+        """Make sequences of everything, and divide them among the splits."""
+        config = self._config
+        tokenize = TokenizeJob(
             folder=str(self._path / layout.TOKENIZER),
+            content=f"{tokenizer.tokenizer_hash} {tokenizer.chat_template_hash}",
             mask=config.tokenizer.mask,
             control_tokens=config.tokenizer.control_tokens,
             pack_size=config.data.pack_size,
             over_long=config.data.over_long,
         )
-        num_workers = count_workers(config.data.num_workers, self._source_bytes())
-        chunks = read_chunks(self._files, limit=config.source.limit)
-        with self._stages.stage("tokens", "tokenising", total=self._source_bytes()) as stage:
-            for chunk in tokenize_chunks(chunks, job, num_workers=num_workers):
-                self._refuse(chunk.bad)
-                self._note_bad(chunk.bad)
-                # The hash as a number from 0 to 1: a conversation stays in its split when others come or go.
-                validation = chunk.hashes.astype(np.float64) / 2.0**64 < fraction
-                writers[layout.TRAIN].append(*chunk.select(~validation))
-                if layout.VALIDATION in writers:
-                    writers[layout.VALIDATION].append(*chunk.select(validation))
-                report.records += len(chunk.lengths) + len(chunk.bad) + chunk.dropped.total()
-                report.dropped += chunk.dropped
-                report.truncated += chunk.num_truncated
-                stage.advance(chunk.num_bytes)
-            spools = {name: writer.finish() for name, writer in writers.items()}
-            tokens = sum(spool.num_tokens for spool in spools.values())
-            stage.said = f"{tokens:,} tokens of {sum(map(len, spools.values())):,} conversations"
-        self._check_not_empty(spools)
-        return spools
+        made_of = {**asdict(tokenize), "version": _VERSION, "on_bad": config.source.on_bad}
+        del made_of["folder"]
+        job = ShardJob(
+            str(self._path / layout.SHARDS), tokenize, settings_hash(made_of), refuse=config.source.on_bad == "refuse"
+        )
+        source_bytes = self._source_bytes()
+        with self._stages.stage("tokens", "tokenising", total=source_bytes) as stage:
+            shard_bytes = max(config.source.shard_bytes, -(-source_bytes // _MAX_SHARDS))
+            shards = cut_shards(self._files, shard_bytes=shard_bytes, limit=config.source.limit)
+            folders = [shard_folder(job.folder, number) for number in range(len(shards))]
+            _remove_others(Path(job.folder), keep=folders)
+            receipts = []
+            num_workers = count_workers(config.data.num_workers, source_bytes)
+            for receipt, shard in zip(
+                do_shards(job, shards, engine=config.engine, num_workers=num_workers), shards, strict=True
+            ):
+                receipts.append(receipt)
+                stage.advance(shard.num_bytes)
+            self._count(receipts, folders)
+            spool = Spool((folder, one.sequences, one.tokens) for folder, one in zip(folders, receipts, strict=True))
+            splits = self._divide(spool)
+            tokens = sum(split.num_tokens for split in splits.values())
+            stage.said = f"{tokens:,} tokens of {sum(map(len, splits.values())):,} conversations"
+            reused = sum(one.was_there for one in receipts)
+            if reused:
+                stage.said += f", {reused:,} of {len(shards):,} shards were there"
+        self._check_not_empty(splits)
+        return splits
 
-    def _pack(self, name: str, spool: Spool, tokenizer: ChatTokenizer) -> None:
+    def _count(self, receipts: list[Receipt], folders: list[Path]) -> None:
+        report = self._report
+        with ExitStack() as stack:
+            told = None
+            for receipt, folder in zip(receipts, folders, strict=True):
+                report.records += receipt.records
+                report.bad.update(receipt.bad)
+                report.dropped.update(receipt.dropped)
+                report.truncated += receipt.truncated
+                if receipt.bad:
+                    told = told or stack.enter_context((self._path / layout.BAD_RECORDS).open("wb"))
+                    told.write((folder / BAD_RECORDS).read_bytes())
+
+    def _divide(self, spool: Spool) -> dict[str, Split]:
+        """The sequences of each split, by the hash of the conversation."""
+        data = self._config.data
+        # The hash as a number from 0 to 1: a conversation stays in its split when others come or go.
+        bounds = np.cumsum([data.validation_fraction, data.test_fraction])
+        chosen = [np.searchsorted(bounds, one.astype(np.float64) / 2.0**64, side="right") for one in spool.hashes()]
+        places = np.concatenate([np.zeros(0, np.int8), *(one.astype(np.int8) for one in chosen)])
+        if data.drop_duplicates:
+            first = np.unique(np.concatenate([np.zeros(0, np.uint64), *spool.hashes()]), return_index=True)[1]
+            again = np.ones(len(spool), np.bool_)
+            again[first] = False
+            places[again] = -1
+            if again.any():
+                self._report.dropped["duplicate"] = int(again.sum())
+        shares = {layout.TRAIN: 1.0, layout.VALIDATION: data.validation_fraction, layout.TEST: data.test_fraction}
+        found = {layout.VALIDATION: 0, layout.TEST: 1, layout.TRAIN: 2}
+        return {name: Split(spool, np.flatnonzero(places == found[name])) for name, share in shares.items() if share}
+
+    def _pack(self, name: str, split_of: Split, tokenizer: ChatTokenizer) -> None:
         config, split = self._config.data, self._report.splits[name]
-        plan = plan_packs(spool.lengths, pack_size=config.pack_size, algorithm=config.algorithm, seed=config.seed)
+        plan = plan_packs(split_of.lengths, pack_size=config.pack_size, algorithm=config.algorithm, seed=config.seed)
         provenance = Provenance(
             # Relative to the dataset, so that the folder can be moved.
             tokenizer=f"../{layout.TOKENIZER}",
@@ -211,49 +258,37 @@ class _Preparation:
             split.fingerprint = write_packs(
                 self._path / name,
                 plan,
-                spool,
+                split_of,
                 format=PACKED_STORAGE[config.packed_storage],
                 pack_size=config.pack_size,
                 provenance=provenance,
                 advance=stage.advance,
                 store=self._path / layout.SEQUENCES / name,
             )
+            stored = load_manifest(self._path / name)
+            if stored is None or (stored.num_sequences, stored.num_tokens) != (split.conversations, split.tokens):
+                raise PrepError(
+                    f"{split.conversations:,} conversations of {split.tokens:,} tokens were to be stored, and "
+                    f"{stored.num_sequences if stored else 0:,} of {stored.num_tokens if stored else 0:,} were",
+                    where=str(self._path / name),
+                    fix="remove the folder and prepare again",
+                )
             split.packs = plan.num_packs
             split.fill = split.tokens / (plan.num_packs * config.pack_size)
             stage.said = f"{plan.num_packs:,} packs of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
-    def _refuse(self, bad: list[BadRecord]) -> None:
-        if not bad or self._config.source.on_bad != "refuse":
-            return
-        shown = [f"{one.where}: {one.reason}: {one.detail}" for one in bad[:_SHOWN_BAD]]
-        if len(bad) > _SHOWN_BAD:
-            shown.append(f"and {len(bad) - _SHOWN_BAD:,} more close by")
-        fix = "mend the records, or leave bad ones out with source.on_bad=skip"
-        if any(one.reason == BadReason.CONTROL_TOKEN for one in bad):
-            fix += "; tokenizer.control_tokens=allow lets such text become the token itself"
-        counts = Counter(one.reason.value for one in bad)
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
-        raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
-
-    def _note_bad(self, bad: list[BadRecord]) -> None:
-        if not bad:
-            return
-        self._report.bad.update(one.reason.value for one in bad)
-        with (self._path / layout.BAD_RECORDS).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(one)) + "\n" for one in bad)
-
-    def _check_not_empty(self, spools: dict[str, Spool]) -> None:
+    def _check_not_empty(self, splits: dict[str, Split]) -> None:
         report = self._report
-        for name, spool in spools.items():
-            if len(spool):
+        for name, split in splits.items():
+            if len(split):
                 continue
             left_out = ", ".join(f"{number:,} {why}" for why, number in sorted((report.bad + report.dropped).items()))
             raise PrepError(
                 f"no conversation is left for {name}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
                 where=self._config.source.path or self._config.source.kind,
-                fix="read more conversations, or set data.validation_fraction=0"
-                if name == layout.VALIDATION
+                fix=f"read more conversations, or set data.{name}_fraction=0"
+                if name != layout.TRAIN
                 else "read more conversations, or change data.pack_size or data.over_long",
             )
 
@@ -261,8 +296,11 @@ class _Preparation:
         return sum(file.stat().st_size for file in self._files)
 
 
-def _split_names(validation_fraction: float) -> list[str]:
-    return [layout.TRAIN, layout.VALIDATION] if validation_fraction > 0 else [layout.TRAIN]
+def _remove_others(folder: Path, *, keep: list[Path]) -> None:
+    """Delete what other settings, or tries that were killed, left among the shards."""
+    folder.mkdir(exist_ok=True)
+    for entry in set(folder.iterdir()) - set(keep):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
@@ -272,7 +310,7 @@ def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
         del data[name]
     settings = {
         "version": _VERSION,
-        "source": asdict(config.source),
+        "source": {name: value for name, value in asdict(config.source).items() if name != "shard_bytes"},
         "tokenizer": asdict(config.tokenizer),
         "data": data,
     }

@@ -11,13 +11,15 @@ from typing import Any
 from harness.errors import ConfigError, PrepError
 from harness.formats.files import Marker, write_atomically
 
-TRAIN, VALIDATION, TOKENIZER, SOURCE, BAD_RECORDS = "train", "validation", "tokenizer", "source", "bad_records.jsonl"
-SPOOL = ".spool"
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"
+# Outlives a preparation that fails: shards that are done are not done again.
+SHARDS = ".shards"
 SEQUENCES = "sequences"
 REPORT = "report.json"
 _MARKER = "_preparing"
 # The report goes first: with it a folder counts as done.
-_OWNED = (REPORT, TRAIN, VALIDATION, TOKENIZER, SOURCE, BAD_RECORDS, SPOOL, SEQUENCES)
+_OWNED = (REPORT, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
@@ -67,7 +69,7 @@ class PreparedFolder:
         )
 
     def begin(self) -> None:
-        """Take the folder and remove what an earlier run left.
+        """Take the folder and remove what an earlier run left, but for its shards.
 
         Raises:
             FormatError: another process is preparing it.
@@ -91,6 +93,7 @@ class PreparedFolder:
     def finish(self, report: dict[str, Any]) -> None:
         """Write the report; from here on the folder is done."""
         write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
 
     def abandon(self) -> None:

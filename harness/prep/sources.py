@@ -1,27 +1,24 @@
-"""Where conversations come from: JSONL and Parquet files, read in a stream."""
+"""Where conversations come from: which files a path names."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, PrepError
 from harness.formats.files import natural_key
-from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
 from harness.prep.checks import require_at_least, require_choice
 
 SOURCE_KINDS = ("files", "pydoc")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
-_COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_CHUNK_BYTES = 1 << 18
-_CHUNK_ROWS = 1024
+# As `save_to_disk` of Hugging Face's datasets writes them.
+ARROW_SUFFIXES = (".arrow",)
+# Of JSONL, and what pyarrow calls their codecs.
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+_UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
+_SPLITS_FILE = "dataset_dict.json"
 
 
 @dataclass
@@ -33,60 +30,37 @@ class SourceConfig:
         path: a file, a glob or a folder (searched with all below it); not used by `pydoc`.
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: read so many records at most; 0 reads all.
+        shard_bytes: of the source are tokenised in one go, and again after an interruption in it; the result is the
+            same whatever it is.
     """
 
     kind: str = "pydoc"
     path: str = ""
     on_bad: str = "refuse"
     limit: int = 0
+    shard_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
         require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
         require_at_least(self.limit, 0, setting="source.limit")
+        require_at_least(self.shard_bytes, 1, setting="source.shard_bytes")
         if self.kind == "files" and not self.path:
             raise ConfigError(
                 "no path is given", where="source.path", fix="name a JSONL or Parquet file, a glob or a folder"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive records of one file, not yet parsed.
-
-    Attributes:
-        path: the file.
-        unit: `line` (counted from 1) or `row` (counted from 0).
-        first: number of the first record.
-        records: lines as bytes, or decoded rows.
-        num_bytes: size in the file, for progress; rows share their file's size evenly.
-    """
-
-    path: str
-    unit: str
-    first: int
-    records: list[Any]
-    num_bytes: int
-
-    def parse(self) -> Iterator[Conversation | BadRecord]:
-        """Every record in order; blank lines are no records."""
-        for number, record in enumerate(self.records, start=self.first):
-            where = f"{self.path}, {self.unit} {number}"
-            if self.unit == "row":
-                yield parse_record(record, where)
-            elif record.strip():
-                yield parse_line(record, where)
-
-
 def list_files(path: str) -> list[Path]:
     """The files that `path` names, folders and globs in natural order (`part-2` before `part-10`).
 
     Raises:
-        PrepError: nothing is there, or a file is of a kind that is not read.
+        PrepError: nothing is there, a file is of a kind that is not read, or a folder holds several splits.
     """
     found = Path(path)
     if found.is_dir():
-        kinds = JSONL_SUFFIXES + PARQUET_SUFFIXES + _COMPRESSED_SUFFIXES
+        _require_one_split(found)
+        kinds = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
         files = [file for file in _visible_files(found) if file.suffix.lower() in kinds]
     elif found.is_file():
         files = [found]
@@ -97,11 +71,14 @@ def list_files(path: str) -> list[Path]:
         raise PrepError(
             "no chat files were found",
             where=path,
-            fix=f"name a file, a glob or a folder with files that end in {' '.join(JSONL_SUFFIXES + PARQUET_SUFFIXES)}",
+            fix="name a file, a glob or a folder with files that end in "
+            + " ".join(JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES)
+            + f", JSONL also with {' '.join(COMPRESSED)} behind it",
         )
-    compressed = [file for file in files if file.suffix.lower() in _COMPRESSED_SUFFIXES]
-    if compressed:
-        raise PrepError("compressed chat files are not read", where=str(compressed[0]), fix="decompress them first")
+    for file in files:
+        inner = Path(file.stem).suffix.lower() if file.suffix.lower() in COMPRESSED else ".jsonl"
+        if file.suffix.lower() in _UNREAD_SUFFIXES or inner not in (*JSONL_SUFFIXES, ".json", ""):
+            raise PrepError("files compressed in this way are not read", where=str(file), fix="decompress it first")
     return sorted(files, key=lambda file: (natural_key(str(file)), str(file)))
 
 
@@ -114,73 +91,15 @@ def files_left_out(path: str) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and file not in read)
 
 
-def read_chunks(files: Iterable[Path], *, limit: int = 0) -> Iterator[Chunk]:
-    """Read files in order, about 256 KiB or 1,024 rows at a time.
-
-    Args:
-        files: as from `list_files`.
-        limit: stop after so many records; 0 reads all. Blank lines are no records.
-
-    Raises:
-        PrepError: a file cannot be read, or is Parquet without a usable `messages` column.
-    """
-    left = limit if limit else None
-    for file in files:
-        chunks = _read_parquet(file) if file.suffix.lower() in PARQUET_SUFFIXES else _read_jsonl(file)
-        for chunk in chunks:
-            if left is None:
-                yield chunk
-                continue
-            places = [place for place, record in enumerate(chunk.records) if not _is_blank(record)]
-            if len(places) >= left:
-                end = places[left - 1] + 1
-                share = chunk.num_bytes * end // len(chunk.records)
-                yield Chunk(chunk.path, chunk.unit, chunk.first, chunk.records[:end], share)
-                return
-            left -= len(places)
-            yield chunk
-
-
-def _is_blank(record: object) -> bool:
-    return isinstance(record, bytes) and not record.strip()
-
-
-def _read_jsonl(file: Path) -> Iterator[Chunk]:
-    first = 1
-    try:
-        with file.open("rb") as lines:
-            while records := lines.readlines(_CHUNK_BYTES):
-                yield Chunk(str(file), "line", first, records, sum(map(len, records)))
-                first += len(records)
-    except OSError as error:
-        raise PrepError(f"the file cannot be read: {error}", where=str(file)) from error
-
-
-def _read_parquet(file: Path) -> Iterator[Chunk]:
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            check_messages_column(parquet.schema_arrow, file)
-            row_bytes = file.stat().st_size / max(parquet.metadata.num_rows, 1)
-            first = 0
-            for batch in parquet.iter_batches(batch_size=_CHUNK_ROWS, columns=["messages"]):
-                records = batch.to_pylist()
-                yield Chunk(str(file), "row", first, records, int(row_bytes * len(records)))
-                first += len(records)
-    except (OSError, pa.ArrowException) as error:
-        raise PrepError(f"the Parquet file cannot be read: {error}", where=str(file)) from error
-
-
-def check_messages_column(schema: Any, file: Path) -> None:
-    expected = "`messages` must be a list of structs with the strings `role` and `content`"
-    if "messages" not in schema.names:
+def _require_one_split(folder: Path) -> None:
+    marks = sorted(folder.rglob(_SPLITS_FILE))
+    if marks:
+        splits = sorted(entry.name for entry in marks[0].parent.iterdir() if entry.is_dir())
         raise PrepError(
-            f"there is no `messages` column among: {', '.join(schema.names)}", where=str(file), fix=expected
+            f"the folder holds the splits {', '.join(splits)} of a dataset",
+            where=str(marks[0].parent),
+            fix="name the folder of one of them: what is kept for tests is not for training",
         )
-    kind = schema.field("messages").type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    turn = kind.value_type if is_list else None
-    if turn is None or not pa.types.is_struct(turn) or not {"role", "content"} <= {field.name for field in turn}:
-        raise PrepError(f"`messages` is of type {kind}", where=str(file), fix=expected)
 
 
 def _visible_files(folder: Path) -> list[Path]:

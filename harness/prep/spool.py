@@ -1,84 +1,100 @@
-"""Tokenised sequences on disk, between tokenising and packing: memory does not grow with the data."""
+"""The sequences of all shards, read by number where they lie: memory does not grow with the tokens."""
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.records import Int32Array, Int64Array, Pack, UInt8Array
+from harness.prep.shard_work import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
+from harness.records import Int32Array, Int64Array, Pack
 
-_IDS, _MASK = "input_ids.bin", "loss_mask.bin"
 
-
-class SpoolWriter:
-    """Appends sequences to two files in a folder; holds 4 bytes a sequence in memory."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self._folder = folder
-        self._ids: BinaryIO = (folder / _IDS).open("wb")
-        self._mask: BinaryIO = (folder / _MASK).open("wb")
-        self._lengths = array("i")
-        self._trained_tokens = 0
-
-    def append(self, input_ids: Int32Array, loss_mask: UInt8Array, lengths: Int32Array) -> None:
-        """Add sequences that lie end to end.
-
-        Args:
-            input_ids: int32 [n].
-            loss_mask: uint8 [n].
-            lengths: int32 [sequences], which add up to n.
-        """
-        self._ids.write(np.ascontiguousarray(input_ids).data)
-        self._mask.write(np.ascontiguousarray(loss_mask).data)
-        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
-        self._trained_tokens += int(loss_mask.sum())
-
-    def close(self) -> None:
-        self._ids.close()
-        self._mask.close()
-
-    def finish(self) -> Spool:
-        """What was written, for reading."""
-        self.close()
-        return Spool(self._folder, np.array(self._lengths, np.int32), self._trained_tokens)
+class _Shard:
+    def __init__(self, folder: Path, num_sequences: int, num_tokens: int) -> None:
+        # An empty file cannot be mapped.
+        self.sequences = _mapped(folder / SEQUENCES, SEQUENCE, num_sequences)
+        self.input_ids = _mapped(folder / INPUT_IDS, np.dtype("<i4"), num_tokens)
+        self.loss_mask = _mapped(folder / LOSS_MASK, np.dtype("u1"), num_tokens)
 
 
 class Spool:
-    """Reads sequences back, by number.
+    """Sequences of shards, numbered through in the order of the shards.
 
-    Attributes:
-        lengths: int32 [sequences].
-        num_trained_tokens: ones in the loss mask.
+    Args:
+        shards: folder, sequences and tokens of each.
     """
 
-    def __init__(self, folder: Path, lengths: Int32Array, num_trained_tokens: int) -> None:
-        self.lengths = lengths
-        self.num_trained_tokens = num_trained_tokens
-        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        # An empty file cannot be mapped.
-        empty = len(lengths) == 0
-        self._ids = np.empty(0, np.int32) if empty else np.memmap(folder / _IDS, np.int32, "r")
-        self._mask = np.empty(0, np.uint8) if empty else np.memmap(folder / _MASK, np.uint8, "r")
+    def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
+        self._shards = [_Shard(*shard) for shard in shards]
+        counts = [len(one.sequences) for one in self._shards]
+        self._first: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return int(self._first[-1])
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self._offsets[-1])
+    def hashes(self) -> Iterator[npt.NDArray[np.uint64]]:
+        """uint64 [sequences of the shard], of the conversations, shard by shard."""
+        for shard in self._shards:
+            yield np.asarray(shard.sequences["hash"])
 
     def pack(self, sequence_ids: Int64Array) -> Pack:
         """The sequences end to end in the order given."""
-        spans = [slice(self._offsets[i], self._offsets[i + 1]) for i in sequence_ids.tolist()]
-        lengths = self.lengths[sequence_ids]
-        starts: npt.NDArray[np.int32] = np.cumsum(lengths, dtype=np.int32) - lengths
-        return Pack(
-            input_ids=np.concatenate([self._ids[span] for span in spans]),
-            loss_mask=np.concatenate([self._mask[span] for span in spans]),
-            seq_start_id=starts,
-        )
+        places = np.searchsorted(self._first, sequence_ids, side="right") - 1
+        ids, masks, lengths = [], [], []
+        for place, number in zip(places.tolist(), (sequence_ids - self._first[places]).tolist(), strict=True):
+            shard = self._shards[place]
+            offset, _, length, _ = shard.sequences[number].item()
+            ids.append(shard.input_ids[offset : offset + length])
+            masks.append(shard.loss_mask[offset : offset + length])
+            lengths.append(length)
+        starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
+        return Pack(input_ids=np.concatenate(ids), loss_mask=np.concatenate(masks), seq_start_id=starts)
+
+    def column(self, name: str, ids: Int64Array) -> Int32Array:
+        """`length` or `trained` of the sequences `ids` (int64 [n], ascending): int32 [n]."""
+        found = np.empty(len(ids), np.int32)
+        for place, shard in enumerate(self._shards):
+            low, high = np.searchsorted(ids, self._first[place : place + 2])
+            found[low:high] = shard.sequences[name][ids[low:high] - self._first[place]]
+        return found
+
+
+class Split:
+    """Some sequences of a spool.
+
+    Args:
+        ids: int64 [sequences], ascending.
+    """
+
+    def __init__(self, spool: Spool, ids: Int64Array) -> None:
+        self._spool = spool
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @cached_property
+    def lengths(self) -> Int32Array:
+        """int32 [sequences], in tokens."""
+        return self._spool.column("length", self._ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(self._spool.column("trained", self._ids).sum(dtype=np.int64))
+
+    def pack(self, numbers: Int64Array) -> Pack:
+        """Sequences of the split, by number in it, end to end in the order given."""
+        return self._spool.pack(self._ids[numbers])
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)

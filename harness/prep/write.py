@@ -12,13 +12,13 @@ import numpy as np
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.virtual import NAME as VIRTUAL
 from harness.prep.packing import PackPlan
-from harness.prep.spool import Spool
+from harness.prep.spool import Split
 
 
 def write_packs(
     path: Path,
     plan: PackPlan,
-    spool: Spool,
+    split: Split,
     *,
     format: str,
     pack_size: int,
@@ -30,8 +30,8 @@ def write_packs(
 
     Args:
         path: the dataset's folder.
-        plan: ids of sequences in `spool`.
-        spool: the sequences.
+        plan: numbers of sequences in `split`.
+        split: the sequences.
         format: a name in `harness.formats.FORMATS`.
         pack_size: tokens that no pack exceeds.
         provenance: stored in the manifest.
@@ -45,10 +45,10 @@ def write_packs(
         FormatError: the dataset cannot be written.
     """
     if format == VIRTUAL:
-        return _write_virtual(path, plan, spool, pack_size, provenance, advance, store)
+        return _write_virtual(path, plan, split, pack_size, provenance, advance, store)
     with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
         for index in range(plan.num_packs):
-            writer.append(spool.pack(plan.pack(index)))
+            writer.append(split.pack(plan.pack(index)))
             if index % 64 == 63:
                 advance(64)
         advance(plan.num_packs % 64)
@@ -59,7 +59,7 @@ def write_packs(
 def _write_virtual(
     path: Path,
     plan: PackPlan,
-    spool: Spool,
+    split: Split,
     pack_size: int,
     provenance: Provenance,
     advance: Callable[[float], None],
@@ -73,10 +73,10 @@ def _write_virtual(
     tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
     stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
     # In packs, so that a bar that knows packs moves evenly.
-    share = plan.num_packs / len(spool)
+    share = plan.num_packs / len(split)
     with open_writer(store, format=VIRTUAL, pack_size=pack_size, provenance=stored) as writer:
-        for number in range(len(spool)):
-            writer.append(spool.pack(np.array([number])))
+        for number in range(len(split)):
+            writer.append(split.pack(np.array([number])))
             if number % 256 == 255:
                 advance(256 * share)
     write_plan(

@@ -17,7 +17,8 @@ from harness.formats.digest import pack_digest
 from harness.formats.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep.chat import BadRecord, Conversation, parse_line
-from harness.prep.sources import list_files, read_chunks
+from harness.prep.reading import read_chunks
+from harness.prep.sources import list_files
 from harness.prep.stream_packing import Member, StreamPacker, pack_of
 from harness.prep.tokenize import ChatTokenizer, fit_to_pack
 from harness.records import Pack, SequenceView

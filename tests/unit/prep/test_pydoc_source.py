@@ -11,7 +11,8 @@ from harness.errors import PrepError
 from harness.prep.chat import Conversation
 from harness.prep.pydoc_collect import sections
 from harness.prep.pydoc_source import write_pydoc_corpus
-from harness.prep.sources import list_files, read_chunks
+from harness.prep.reading import read_chunks
+from harness.prep.sources import list_files
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 
 import pyarrow as pa
@@ -10,7 +12,8 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.sources import SourceConfig, list_files, read_chunks
+from harness.prep.reading import cut_shards, read_chunks, read_shard
+from harness.prep.sources import SourceConfig, list_files
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
@@ -40,11 +43,77 @@ def test_no_files_is_an_error(tmp_path, name):
         list_files(str(tmp_path / name))
 
 
-def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path):
+@pytest.mark.parametrize("name", ["b.jsonl.xz", "b.zip", "b.tar.gz"])
+def test_a_file_compressed_in_a_way_that_is_not_read_is_refused_and_not_passed_over(tmp_path, name):
     (tmp_path / "a.jsonl").write_text("")
-    (tmp_path / "b.jsonl.gz").write_bytes(b"")
-    with pytest.raises(PrepError, match="compressed"):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(PrepError, match="compressed in this way"):
         list_files(str(tmp_path))
+
+
+def compress(data, suffix):
+    if suffix == ".zst":
+        return pa.compress(data, codec="zstd", asbytes=True)
+    return {".gz": gzip, ".bz2": bz2}[suffix].compress(data)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
+def test_compressed_lines_are_read_as_the_lines_are_and_a_file_that_was_cut_off_is_an_error(tmp_path, suffix):
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": f"{n} " * 500}, GOOD["messages"][1]]}) for n in range(900)
+    ]
+    text = "\n".join(lines).encode()
+    (tmp_path / "chat.jsonl").write_bytes(text)
+    # Two members, as a tool that appends to such a file leaves it.
+    (tmp_path / f"chat.jsonl{suffix}").write_bytes(compress(text[:1000], suffix) + compress(text[1000:], suffix))
+    plain, packed = read_all(tmp_path / "chat.jsonl"), read_all(tmp_path / f"chat.jsonl{suffix}")
+    assert [one.hash() for one in packed] == [one.hash() for one in plain]
+    assert packed[899].where == f"{tmp_path}/chat.jsonl{suffix}, line 900"
+    whole = (tmp_path / f"chat.jsonl{suffix}").read_bytes()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / f"chat.jsonl{suffix}").write_bytes(whole[:-9])
+    with pytest.raises(PrepError, match="cannot be read"):
+        read_all(tmp_path / "cut")
+
+
+def test_a_folder_that_hugging_face_datasets_saved_is_read_and_one_of_several_splits_is_refused(tmp_path):
+    rows = [
+        {"messages": [{"content": f"{n}", "role": "user"}, {"content": "b", "role": "assistant"}]} for n in range(2500)
+    ]
+    table = pa.Table.from_pylist(rows)
+    for number, part in enumerate((table.slice(0, 1200), table.slice(1200))):
+        path = tmp_path / "train" / f"data-{number:05d}-of-00002.arrow"
+        path.parent.mkdir(exist_ok=True)
+        opened = pa.ipc.new_stream if number == 0 else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as file, opened(file, table.schema) as writer:
+            writer.write_table(part, max_chunksize=1000)
+    (tmp_path / "train" / "state.json").write_text("{}")
+    found = read_all(tmp_path / "train")
+    assert [one.messages[0].content for one in found] == [str(n) for n in range(2500)]
+    assert found[-1].where.endswith("data-00001-of-00002.arrow, row 1299")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(PrepError, match="holds the splits train"):
+        list_files(str(tmp_path))
+
+
+def test_shards_hold_every_record_once_with_its_number_whatever_their_size(tmp_path):
+    text = "".join(json.dumps({**GOOD, "n": "x" * (n % 700)}) + "\n" * (1 + n % 3) for n in range(3000)).rstrip("\n")
+    (tmp_path / "a.jsonl").write_text(text)
+    table = pa.Table.from_pylist([GOOD] * 5000)
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=600)
+    (tmp_path / "c.jsonl.gz").write_bytes(compress(text.encode(), ".gz"))
+    files = list_files(str(tmp_path))
+    expected = [one.where for chunk in read_chunks(files) for one in chunk.parse()]
+    for size in (1, 3000, 100_000, 1 << 30):
+        shards = cut_shards(files, shard_bytes=size)
+        assert [one.where for shard in shards for chunk in read_shard(shard) for one in chunk.parse()] == expected
+        assert sum(shard.num_bytes for shard in shards) == sum(file.stat().st_size for file in files)
+    assert len(shards) == 3
+    assert len(cut_shards(files, shard_bytes=100_000)) > 10
+    for limit in (1, 2999, 3000, 3001, 9000, 99999):
+        limited = cut_shards(files, shard_bytes=100_000, limit=limit)
+        found = [one.where for shard in limited for chunk in read_shard(shard) for one in chunk.parse()]
+        assert found == expected[:limit]
 
 
 def test_lines_are_counted_from_one_and_blank_lines_keep_the_count_right(tmp_path):

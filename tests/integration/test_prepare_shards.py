@@ -1,0 +1,221 @@
+"""A preparation works in shards: what is done is not done again, and what is wrong with a shard is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from harness.errors import PrepError
+from harness.formats.files import natural_key
+from harness.prep import pipeline, shard_work
+from harness.prep.packing import PackingConfig
+from harness.prep.pipeline import PrepareConfig, prepare
+from harness.prep.sources import SourceConfig
+from harness.prep.tokenize import TokenizerConfig
+
+WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]
+SETTINGS = {"pack_size": 256, "validation_fraction": 0.2, "num_workers": 0}
+
+
+def write_source(folder: Path, *, files: int = 3, records: int = 120) -> Path:
+    """Chats in files, the second one with a bad record and one that comes twice."""
+    folder.mkdir()
+    for file in range(files):
+        rng = np.random.default_rng(file)
+        lines = []
+        for number in range(records):
+            turns = [("user", f"{file} {number}"), ("assistant", " ".join(rng.choice(WORDS, 5 + number % 40)))]
+            lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+        if file == 1:
+            lines[50] = "broken"
+            lines[70] = lines[20]
+        (folder / f"part-{file}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source") / "chats")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, source) -> str:
+    """As the first preparation would train it."""
+    path = tmp_path_factory.mktemp("tokenizer") / "d"
+    run(path, source, tokenizer=TokenizerConfig(vocab_size=300))
+    return str(path / "tokenizer")
+
+
+def run(path: Path, source: Path, *, tokenizer: TokenizerConfig, engine: str = "local", **data):
+    config = PrepareConfig(
+        source=SourceConfig(kind="files", path=str(source), on_bad="skip", shard_bytes=3000),
+        tokenizer=tokenizer,
+        data=PackingConfig(path=str(path), **{**SETTINGS, **data}),
+        engine=engine,
+    )
+    with (path.parent / "said").open("w") as said:
+        return prepare(config, console=Console(file=said, width=200))
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """All files of a preparation but its report, which holds times."""
+    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != "report.json")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def receipts(path: Path) -> dict[str, int]:
+    """When each shard was made."""
+    return {file.parent.name: file.stat().st_mtime_ns for file in path.glob(".shards/*/receipt.json")}
+
+
+@pytest.fixture
+def interrupted(tmp_path, source, tokenizer, monkeypatch):
+    """A preparation that ended after its shards were made; with a source of its own that can be changed."""
+    own = tmp_path / "chats"
+    shutil.copytree(source, own)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
+    return tmp_path / "d", own
+
+
+def finish(path: Path, source: Path, tokenizer: str, monkeypatch, **data) -> list[str]:
+    """Go on; gives the shards that were made anew. The result is that of a preparation in one go."""
+    before, after = receipts(path), {}
+    with monkeypatch.context() as patch:
+        count = pipeline._Preparation._count
+        patch.setattr(
+            pipeline._Preparation, "_count", lambda *arguments: (after.update(receipts(path)), count(*arguments))
+        )
+        run(path, source, tokenizer=TokenizerConfig(name=tokenizer), **data)
+    assert not (path / ".shards").exists()
+    run(path.parent / "again", source, tokenizer=TokenizerConfig(name=tokenizer), **data)
+    assert content(path) == content(path.parent / "again")
+    assert sorted(after, key=natural_key) == [f"{number:05d}" for number in range(len(after))]
+    return sorted(name for name in after if after[name] != before.get(name))
+
+
+def test_shards_that_are_done_are_not_done_again(interrupted, tokenizer, monkeypatch):
+    path, source = interrupted
+    assert len(receipts(path)) > 10
+    assert finish(path, source, tokenizer, monkeypatch) == []
+
+
+def test_a_shard_that_is_missing_damaged_or_half_is_made_again(interrupted, tokenizer, monkeypatch):
+    path, source = interrupted
+    shards = path / ".shards"
+    shutil.rmtree(shards / "00001")
+    damaged = bytearray((shards / "00003" / "input_ids.bin").read_bytes())
+    damaged[100] ^= 1
+    (shards / "00003" / "input_ids.bin").write_bytes(damaged)
+    (shards / "00005" / "receipt.json").unlink()
+    (shards / "00006" / "receipt.json").write_text("{")
+    (shards / "00007" / "loss_mask.bin").write_bytes((shards / "00007" / "loss_mask.bin").read_bytes()[:-1])
+    (shards / "00002.0123abcd").mkdir()
+    assert finish(path, source, tokenizer, monkeypatch) == ["00001", "00003", "00005", "00006", "00007"]
+
+
+def test_what_a_shard_was_made_from_counts_by_its_bytes_and_not_by_its_time(interrupted, tokenizer, monkeypatch):
+    path, source = interrupted
+    os.utime(source / "part-0.jsonl", (1, 1))
+    changed = source / "part-2.jsonl"
+    changed.write_text(changed.read_text().replace("checked", "counted"))
+    of_it = [
+        receipt.parent.name
+        for receipt in path.glob(".shards/*/receipt.json")
+        if json.loads(receipt.read_text())["shard"]["path"] == str(changed)
+    ]
+    assert finish(path, source, tokenizer, monkeypatch) == sorted(of_it)
+
+
+def test_other_settings_make_every_shard_again(interrupted, tokenizer, monkeypatch):
+    path, source = interrupted
+    made = len(receipts(path))
+    assert len(finish(path, source, tokenizer, monkeypatch, pack_size=512)) == made
+
+
+def test_splits_by_hash_and_duplicates_are_counted(tmp_path, source, tokenizer):
+    named = TokenizerConfig(name=tokenizer)
+    data = {"validation_fraction": 0.2, "test_fraction": 0.1}
+    report = run(tmp_path / "d", source, tokenizer=named, **data)
+    counts = {name: split.conversations for name, split in report.splits.items()}
+    assert sum(counts.values()) == 359
+    assert report.bad == {"not_json": 1}
+    assert 40 < counts["validation"] < 105
+    assert 15 < counts["test"] < 60
+    fewer = run(tmp_path / "e", source, tokenizer=named, drop_duplicates=True, **data)
+    assert fewer.dropped == {"duplicate": 1}
+    assert sum(split.conversations for split in fewer.splits.values()) == 358
+    assert fewer.records == report.records == 360
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, source, tokenizer, monkeypatch):
+    own = tmp_path / "chats"
+    shutil.copytree(source, own)
+    read = shard_work.read_shard
+
+    def touch(shard):
+        yield from read(shard)
+        with (own / "part-1.jsonl").open("a") as file:
+            file.write("{}\n")
+
+    monkeypatch.setattr(shard_work, "read_shard", touch)
+    with pytest.raises(PrepError, match="changed while it was read"):
+        run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
+
+
+def command(path: Path, source: Path, tokenizer: str, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "recipes.prepare", "source=files", f"source.path={source}", "source.on_bad=skip"),
+        *("source.shard_bytes=20000", f"tokenizer.name={tokenizer}", f"data.path={path}", "data.pack_size=256", *more),
+    ]
+
+
+@pytest.mark.nightly
+def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path, tokenizer):
+    source = write_source(tmp_path / "chats", files=4, records=6000)
+    subprocess.run(command(tmp_path / "whole", source, tokenizer), check=True, capture_output=True)
+    draw, killed, shards = random.Random(0), 0, set()
+    while True:
+        process = subprocess.Popen(
+            command(tmp_path / "d", source, tokenizer, "data.num_workers=2"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            # From the first shard on: before it there is nothing to lose.
+            wanted = len(shards) + draw.choice([0, 1, 3, 9])
+            limit = time.monotonic() + 120
+            while process.poll() is None and len(receipts(tmp_path / "d")) <= wanted:
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+            time.sleep(0.3 * draw.random())
+            if process.poll() is not None:
+                break
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        killed += 1
+        before, shards = shards, set(receipts(tmp_path / "d"))
+        assert before <= shards
+    assert process.returncode == 0
+    assert killed >= 5
+    assert content(tmp_path / "d") == content(tmp_path / "whole")
