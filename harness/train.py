@@ -17,6 +17,7 @@ from harness.loader.step import StepBatch
 
 # The validation set beside the training set, by which a run is judged.
 OWN_VALIDATION = "validation"
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 _LEAST = {"steps": 1, "eval_interval": 0, "early_stop": 0, "checkpoint_interval": 0, "keep_checkpoints": 1}
 
 
@@ -36,6 +37,8 @@ class TrainerConfig:
         timeout_s: a rank that makes no progress for so long ends the job, with a message that names it.
         record_digests: write digests of every step's data into the run's folder (`harness.report.parity.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
+        trackers: what shows the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Their
+            own variables say where: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and so on.
     """
 
     steps: int = 60
@@ -49,6 +52,7 @@ class TrainerConfig:
     timeout_s: float = 600.0
     record_digests: bool = False
     record_batches: bool = False
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
 
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
@@ -61,6 +65,12 @@ class TrainerConfig:
         if self.eval_batches is not None and self.eval_batches < 1:
             raise ConfigError(
                 f"eval_batches is {self.eval_batches}", where="trainer.eval_batches", fix="1 or more, or null for all"
+            )
+        if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(
+                f"trackers are {', '.join(self.trackers)}",
+                where="trainer.trackers",
+                fix=f"[] or some of {', '.join(TRACKERS)}, each once",
             )
 
 

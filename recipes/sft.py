@@ -201,10 +201,11 @@ def run(config: SftConfig) -> int:
         runtime.on_rank_0(lambda: stack.enter_context(opened))
         validated = runtime.on_rank_0(lambda: _validated(folder, first_step))
         speaks = ranks.rank == 0
-        writer = MetricsWriter(folder, first_step=first_step) if speaks else None
         records = config.trainer.record_digests or config.trainer.record_batches
         digests = DigestWriter(folder, first_step=first_step) if speaks and records else None
         shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
+        trackers = config.trainer.trackers
+        writer = MetricsWriter(folder, first_step=first_step, trackers=trackers, say=shown.say) if speaks else None
         if newest is not None:
             shown.say(f"goes on behind step {first_step - 1}, from {newest}")
 
@@ -275,7 +276,7 @@ def run(config: SftConfig) -> int:
             if reason is None:
                 mark_trained(training, whole_checkpoints(folder / CHECKPOINTS)[-1:])
         if writer is not None:
-            writer.close()
+            writer.close("finished" if reason is None else "stopped")
         if digests is not None:
             digests.close()
         if reason is not None:

@@ -13,6 +13,7 @@ from harness.megatron.model_config import ModelConfig
 from harness.megatron.pretrained import Pretrained
 from harness.megatron.step import OptimizerConfig
 from harness.megatron.topology import ParallelConfig
+from harness.report.trackers import check_trackers
 from harness.schedule import ScheduleConfig
 from harness.train import TrainerConfig
 
@@ -65,6 +66,7 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
             where="trainer.early_stop",
             fix="set trainer.eval_interval, and data.validation_path where the data has no validation set",
         )
+    check_trackers(config.trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:

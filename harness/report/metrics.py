@@ -1,15 +1,17 @@
-"""What a run tells while it trains: a line of JSON a step, TensorBoard events, and at the end a plot and a page."""
+"""What a run tells while it trains: a line of JSON a step, events of trackers, and at the end a plot and a page."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from harness.errors import FormatError
+from harness.report.trackers import PATIENCE_S, SERVICES, Tracker, shown_values
 from harness.train import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -82,21 +84,34 @@ def step_metrics(record: StepRecord) -> StepMetrics:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and to TensorBoard events below `folder`.
+    """Appends to `metrics.jsonl` below `folder`, and tells the run's trackers.
+
+    A tracker that fails is told of once and never ends the run; `metrics.jsonl` it goes on without.
 
     Args:
         first_step: lines of this step and later ones, left by a run that was stopped after its newest checkpoint,
             are removed: these steps are trained again.
+        trackers: of `harness.train.TRACKERS`.
+        say: takes a line for the reader of the log.
     """
 
-    def __init__(self, folder: Path, *, first_step: int = 1) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 1,
+        trackers: Sequence[str] = ("tensorboard",),
+        say: Callable[[str], None] = print,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         keep_lines_before(path, first_step)
         self._file: IO[str] = path.open("a")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._say = say
+        self._events: Any = None
+        if "tensorboard" in trackers:
+            self._with_events(lambda: self._open_events(folder / "tensorboard", first_step))
+        self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; it is on its way to the disk when this returns."""
@@ -108,15 +123,41 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(whole) + "\n")
         self._file.flush()
-        named = values.pop("evaluation_losses")
-        shown = {**values, **{f"{name}_loss": loss for name, loss in named.items()}}
-        for key, value in shown.items():
-            if key != "step" and value is not None:
-                self._events.add_scalar(f"train/{key}", value, metrics.step)
+        if self._events is not None:
+            self._with_events(lambda: self._add_events(metrics.step, shown_values(values)))
+        for tracker in self._trackers:
+            self._tell(tracker.news())
 
-    def close(self) -> None:
+    def close(self, how: str = "finished") -> None:
+        """End the files, and tell the trackers how the run ended, `finished` or `stopped`: that may take seconds."""
         self._file.close()
-        self._events.close()
+        if self._events is not None:
+            self._with_events(self._events.close)
+        for tracker in self._trackers:
+            tracker.end(how)
+        until = time.monotonic() + PATIENCE_S[how]
+        for tracker in self._trackers:
+            self._tell(tracker.wait(until))
+
+    def _open_events(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder), purge_step=first_step)
+
+    def _add_events(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._events.add_scalar(key, value, step)
+
+    def _with_events(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # its writer's thread hands on whatever ended it
+            self._events = None
+            self._say(f"tensorboard is not told of this run any more ({error}); training goes on")
+
+    def _tell(self, news: str | None) -> None:
+        if news is not None:
+            self._say(news)
 
 
 def whole_lines(path: Path) -> Iterator[str]:

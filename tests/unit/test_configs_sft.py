@@ -46,6 +46,8 @@ def test_what_is_written_down_composes_again_to_the_same():
         ("trainer.steps=soon", "'soon'"),
         ("trainer.steps=0", "steps is 0"),
         ("trainer.eval_batches=0", "eval_batches is 0"),
+        ("trainer.trackers=[wandbb]", "trackers are wandbb"),
+        ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
         ("loader.num_workers=-1", "num_workers is -1"),
         ("schedule.name=best", "no schedule named 'best'"),
         ("optimizer.min_lr=1", "learning rates are 0.002"),

@@ -1,0 +1,198 @@
+"""Services are told of a run by processes of their own; a service that fails is told of once and costs nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.report import metrics as metrics_module
+from harness.report.metrics import MetricsWriter, StepMetrics
+from harness.report.tracker_process import NewLines, Told, flatten
+from harness.report.trackers import SERVICES, check_trackers, shown_values
+
+# Stands for the package in the process: what it is told, it appends to a file.
+PACKAGE = """
+import json
+class Settings:
+    def __init__(self, **values): pass
+class Run:
+    def __init__(self, **values):
+        self.values, self.summary, self.config = values, {}, self
+    def update(self, config, allow_val_change):
+        self.note(["start", self.values["id"], self.values["name"], config["model"]["seed"]])
+    def note(self, what):
+        with open("TOLD", "a") as file: file.write(json.dumps(what) + "\\n")
+    def log(self, values, step): self.note([step, values["train/loss"], values.get("train/validation_loss")])
+    def mark_preempting(self): self.note(["preempting"])
+    def finish(self, exit_code): self.note([self.summary["end"], exit_code])
+def init(**values): return Run(**values)
+"""
+
+
+def metrics(step: int, loss: float, validation_loss: float | None = None) -> StepMetrics:
+    numbers = dict.fromkeys(
+        ("epoch", "learning_rate", "grad_norm", "tokens", "trained_tokens", "tokens_per_s", "fill", "num_microbatches",
+         "step_s", "data_wait_s", "imbalance_tokens", "imbalance_cost", "packs_consumed"), 0,
+    )  # fmt: skip
+    return StepMetrics(**numbers, step=step, loss=loss, validation_loss=validation_loss)
+
+
+def write(folder: Path, steps: list[StepMetrics], *, trackers=("wandb",), first_step=1, how="finished") -> list[str]:
+    """Gives what was said."""
+    said: list[str] = []
+    writer = MetricsWriter(folder, first_step=first_step, trackers=trackers, say=said.append)
+    for step in steps:
+        writer.write(step)
+    writer.close(how)
+    return said
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "sft-007"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: {seed: 11}\n")
+    return folder
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Puts a package called wandb in the way of the real one; gives what writes it and where its notes are."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    (tmp_path / "packages").mkdir()
+    notes = tmp_path / "notes"
+
+    def put(text: str = PACKAGE) -> Path:
+        (tmp_path / "packages" / "wandb.py").write_text(text.replace("TOLD", str(notes)))
+        return notes
+
+    return put
+
+
+def lines(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
+    for name in SERVICES:
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match=f"the package {name} is not installed") as error:
+            check_trackers(["tensorboard", name])
+        assert error.value.fix.startswith(f"pip install '.[{name}]'")
+    check_trackers(["tensorboard"])
+    check_trackers([])
+
+
+def test_a_folder_called_like_a_package_is_none(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match="the package wandb is not installed"):
+        check_trackers(["wandb"])
+
+
+def test_a_run_that_goes_on_is_the_same_run_and_repeats_no_step(run, package):
+    notes = package()
+    assert write(run, [metrics(1, 3.0), metrics(2, 2.5, 2.75), metrics(3, 2.25)], how="stopped") == []
+    # From the checkpoint of step 2: step 3 is trained again.
+    assert write(run, [metrics(3, 2.25), metrics(4, 2.0, 2.125)], first_step=3) == []
+    (_, name, _, _), *_ = told = lines(notes)
+    assert told == [
+        ["start", name, "sft-007", 11], [1, 3.0, None], [2, 2.5, 2.75], [3, 2.25, None], ["preempting"], ["stopped", 1],
+        ["start", name, "sft-007", 11], [4, 2.0, 2.125], ["finished", 0],
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_gone_without_a_word_has_failed(run, package):
+    notes = package()
+    writer = MetricsWriter(run, trackers=["wandb"])
+    writer.write(metrics(1, 3.0))
+    (tracker,) = writer._trackers
+    tracker.end("")
+    assert tracker.wait(time.monotonic() + 20) is None
+    assert lines(notes)[1:] == [[1, 3.0, None], ["failed", 1]]
+
+
+def test_a_service_that_fails_is_told_of_once_and_the_run_goes_on(run, package):
+    package("raise OSError(28, 'No space left on device')\n")
+    said = write(run, [metrics(1, 3.0), metrics(2, 2.5)])
+    (told,) = said
+    assert told.startswith("wandb cannot be told of this run (OSError: [Errno 28] No space left on device); training")
+    assert told.count("wandb cannot be told") == 1
+    assert "No space left" in (run / "wandb" / "log.txt").read_text()
+    assert len(lines(run / "metrics.jsonl")) == 2
+
+
+def test_a_service_that_hangs_holds_the_end_of_a_run_up_for_its_time_and_no_longer(run, package, monkeypatch):
+    package("import time\ntime.sleep(300)\n")
+    monkeypatch.setitem(metrics_module.PATIENCE_S, "finished", 0.5)
+    began = time.monotonic()
+    assert write(run, [metrics(1, 3.0)]) == ["wandb did not take the end of this run in time; its log.txt has more"]
+    assert time.monotonic() - began < 10
+
+
+def test_a_tensorboard_that_cannot_be_written_is_told_of_once(run):
+    (run / "tensorboard").write_text("no folder")
+    (told,) = write(run, [metrics(1, 3.0), metrics(2, 2.5)], trackers=["tensorboard"])
+    assert told.startswith("tensorboard is not told of this run any more")
+    assert len(lines(run / "metrics.jsonl")) == 2
+
+
+def test_half_a_line_waits_for_its_other_half(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    new = NewLines(path)
+    assert new.take(after=0) == []
+    line = {"step": 2, "loss": 1.5, "validation_loss": None, "evaluation_losses": {"code": 2.5}}
+    path.write_text(json.dumps({**line, "step": 1}) + "\n" + json.dumps(line)[:20])
+    assert [step for step, _ in new.take(after=0)] == [1]
+    with path.open("a") as file:
+        file.write(json.dumps(line)[20:] + "\n")
+    assert new.take(after=1) == [(2, {"train/loss": 1.5, "train/code_loss": 2.5})]
+    assert new.take(after=2) == []
+
+
+def test_what_a_service_knows_outlives_the_process(tmp_path):
+    Told(tmp_path).keep(run="abc")
+    Told(tmp_path).keep(step=7)
+    assert (Told(tmp_path).run, Told(tmp_path).step) == ("abc", 7)
+
+
+def test_names_of_settings_and_of_curves():
+    assert flatten({"a": 1, "model": {"seed": 2, "deep": {"x": []}}}) == {"a": 1, "model.seed": 2, "model.deep.x": []}
+    line = {"step": 3, "loss": 0.0, "validation_loss": None, "evaluation_losses": {}}
+    assert shown_values(line) == {"train/loss": 0.0}
+
+
+def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
+    client_of = pytest.importorskip("mlflow").MlflowClient
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert write(run, [metrics(1, 3.0), metrics(2, 2.5, 2.75), metrics(3, 2.25)], trackers=["mlflow"]) == []
+    (run / "config.yaml").write_text("model: {seed: 12}\n")
+    said = write(run, [metrics(3, 2.25), metrics(4, 2.0)], trackers=["mlflow"], first_step=3, how="stopped")
+    assert said == []
+    client = client_of(tracking_uri=(run / "mlflow" / "store").as_uri())
+    name = Told(run / "mlflow").run
+    found = client.get_run(name)
+    assert (found.info.run_name, found.info.status, found.data.tags["end"]) == ("sft-007", "KILLED", "stopped")
+    assert (found.data.params["model.seed"], found.data.tags["changed.model.seed"]) == ("11", "12")
+    history = client.get_metric_history(name, "train/loss")
+    assert [(one.step, one.value) for one in history] == [(1, 3.0), (2, 2.5), (3, 2.25), (4, 2.0)]
+    assert [one.step for one in client.get_metric_history(name, "train/validation_loss")] == [2]
+
+
+def test_wandb_itself_keeps_a_run_that_goes_on_under_one_name(run, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert write(run, [metrics(1, 3.0), metrics(2, 2.5)], how="stopped") == []
+    assert write(run, [metrics(3, 2.25)], first_step=3) == []
+    name = Told(run / "wandb").run
+    assert Told(run / "wandb").step == 3
+    parts = sorted((run / "wandb" / "wandb").glob("offline-run-*"))
+    assert [part.name.rpartition("-")[2] for part in parts] == [name, name]
+    assert all(list(part.glob(f"run-{name}.wandb")) for part in parts)
