@@ -183,7 +183,8 @@ class RunEnd:
         return self.how
 
     def _listen(self) -> None:
-        self.how = sys.stdin.read() or "failed"
+        # Not until the end of the file: loader workers, which are forks of the run, hold the pipe open.
+        self.how = os.read(0, 100).decode() or "failed"
         self._heard.set()
         time.sleep(LIMIT_S)
         os._exit(1)
@@ -218,7 +219,8 @@ def follow(name: str, metrics: Path, end: RunEnd, warn: int) -> int:
             retry_s = RETRY_S
         except Exception as error:  # services raise many kinds
             said = (str(error).strip().splitlines() or [""])[0]
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a disk that is full
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if not has_warned:
                 has_warned = True
                 told_why = f"{name} cannot be told of this run ({type(error).__name__}: {said[:300]})"
@@ -247,7 +249,8 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         code = follow(name, metrics, end, warn)
         # Not by way of the services' own exits, which may wait for a network that is gone.
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)
 
 

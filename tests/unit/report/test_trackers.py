@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -116,6 +117,20 @@ def test_a_run_that_is_gone_without_a_word_has_failed(run, package):
     tracker.end("")
     assert tracker.wait(time.monotonic() + 20) is None
     assert lines(notes)[1:] == [[1, 3.0, None], ["failed", 1]]
+
+
+def test_a_runs_end_is_heard_while_its_workers_are_still_there(run, package):
+    notes = package()
+    writer = MetricsWriter(run, trackers=["wandb"])
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        writer.write(metrics(1, 3.0))
+        writer.close()
+    finally:
+        worker.kill()
+        worker.join()
+    assert lines(notes)[1:] == [[1, 3.0, None], ["finished", 0]]
 
 
 def test_a_service_that_fails_is_told_of_once_and_the_run_goes_on(run, package):
