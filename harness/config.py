@@ -39,14 +39,15 @@ def compose_config(name: str, schema: type[T], overrides: list[str] | None = Non
         fix: where the keys are shown; None where `name` is a recipe, which prints them.
 
     Raises:
-        ConfigError: unknown key or group, a value of another type, or one that a dataclass refuses.
+        ConfigError: unknown key or group, a value of another type or one that a dataclass refuses, or a file that is no
+            YAML.
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
             return cast(T, OmegaConf.to_object(compose(name, overrides=overrides or [])))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         cause = error.__cause__
         if isinstance(cause, HarnessError):
             raise cause from None

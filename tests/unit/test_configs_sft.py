@@ -69,6 +69,14 @@ def test_a_mistake_in_a_setting_is_told_before_anything_starts(override, said):
     assert error.value.fix
 
 
+def test_a_file_that_is_no_yaml_is_one_clear_error(tmp_path, monkeypatch):
+    (tmp_path / "sft.yaml").write_text("name: mine\nname is: [\n")
+    monkeypatch.setattr("harness.config.CONFIGS", tmp_path)
+    with pytest.raises(ConfigError, match=r"sft.yaml.*, line 3") as error:
+        compose_config("sft", SftConfig)
+    assert "sft.yaml" in error.value.where
+
+
 def test_the_command_line_ends_with_code_2_and_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sft", "trainer.steps=0"])
     with pytest.raises(SystemExit) as ended:
