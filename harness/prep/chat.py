@@ -156,6 +156,8 @@ def parse_record(record: object, where: str) -> Conversation | BadRecord:
 
 
 def _encodes(text: str) -> bool:
+    if text.isascii():  # known without a look at the characters
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -17,11 +17,11 @@ from harness.prep.bpe import INSTALL_FIX, MIN_VOCAB_SIZE
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.checks import require_at_least, require_choice
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
-from harness.records import SequenceView, UInt8Array
+from harness.prep.token_mask import Span, mask_of_encoding
+from harness.records import SequenceView
 
 MASK_RULES = ("generation", "assistant_turns", "all")
 
-Span = tuple[int, int]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -160,7 +160,7 @@ class ChatTokenizer:
             ids = np.array(encoding.ids, np.int32)
             mask = np.zeros(len(ids), np.uint8)
             if item[1]:
-                mask[:-1] = token_mask(encoding.offsets, item[1])[1:]
+                mask[:-1] = mask_of_encoding(encoding, len(ids), *item)[1:]
             results.append(self._check(conversation, SequenceView(ids, mask)))
         return results
 
@@ -217,26 +217,6 @@ class ChatTokenizer:
             **self._hf.special_tokens_map,
         )
         return texts[0], [(start, end) for start, end in found[0]] if spans else []
-
-
-def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
-    """Which tokens stand for characters inside the spans.
-
-    A token stands for everything since the token before it, also where its own offsets leave white space out.
-
-    Args:
-        offsets: [L] first and past-the-end character of each token.
-        spans: first and past-the-end character of each part.
-
-    Returns:
-        uint8 [L], token-aligned.
-    """
-    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    starts = np.minimum(starts, np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)])[: len(starts)])
-    mask = np.zeros(len(starts), np.uint8)
-    for start, end in spans:
-        mask |= (starts < end) & (ends > start)
-    return mask
 
 
 def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:

@@ -96,6 +96,17 @@ def _tokens(given: Mapping[str, Any], *, quick: bool, folder: Path | None) -> Be
     return bench
 
 
+def _prepare(given: Mapping[str, Any], *, quick: bool, folder: Path | None) -> Bench:
+    def bench(say: Say) -> Outcome:
+        from harness.report.bench.preparing import QUICK, PrepareSettings, bench_preparing
+        from harness.report.bench.workspace import Workspace
+
+        with Workspace(folder) as workspace:
+            return bench_preparing(_with(QUICK if quick else PrepareSettings(), given), workspace, say), None
+
+    return bench
+
+
 def _repack(given: Mapping[str, Any], *, quick: bool, folder: Path | None, keep: bool) -> Bench:
     def bench(say: Say) -> Outcome:
         from harness.report.bench.repacking import QUICK, RepackSettings, bench_repacking
@@ -196,6 +207,22 @@ def bench_tokens_command(
     """Token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
     given = {"tokens": tokens, "medians": tuple(median) if median else None, "rounds": rounds}
     Output(as_json, save, check).show([_tokens(given, quick=quick, folder=folder)])
+
+
+@bench_app.command(name="prepare")
+def bench_prepare_command(
+    conversations: Annotated[int | None, typer.Option(min=10, help="that are tokenised")] = None,
+    memory_conversations: Annotated[int | None, typer.Option(min=10, help="prepared once, 4 and 16 times")] = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    save: Save = None,
+    check: Check = False,
+    folder: Folder = None,
+) -> None:
+    """Tokenising, against the tokenizers library alone; and memory as the input grows."""
+    given = {"conversations": conversations, "memory_conversations": memory_conversations, "rounds": rounds}
+    Output(as_json, save, check).show([_prepare(given, quick=quick, folder=folder)])
 
 
 @bench_app.command(name="repack")

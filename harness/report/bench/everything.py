@@ -66,6 +66,12 @@ SECTIONS = (
     ),
     Section("Packing", ("pack",), "Against a plain best-fit decreasing and trl's `pack_dataset`.", ("trl", "datasets")),
     Section(
+        "Preparing",
+        ("prepare",),
+        "Chat files to tokens on disk, against the tokenizers library on text in memory; memory as the input grows.",
+        ("tokenizers",),
+    ),
+    Section(
         "Planning again",
         ("repack",),
         "A plan over stored sequences, written in whole; and packs read through one, against the same packs in rows.",

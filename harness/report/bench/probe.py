@@ -59,6 +59,12 @@ def resident_megabytes() -> float:
     return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def anonymous_megabytes() -> float:
+    """Memory of this process that is in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1e3
+
+
 def _probe_open(path: str) -> dict[str, float]:
     """Opening a dataset, and asking how many packs and sequences it has."""
     from harness.formats import FORMATS, load_format, open_dataset
@@ -106,10 +112,52 @@ def _probe_first_batch(path: str, workers: str, global_batch: str, tokens_per_ra
     return {"seconds": seconds, "packs": float(len(reader)), "tokens": float(batch.num_tokens)}
 
 
+def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]:
+    """A whole preparation in this process; the most that it held beside mapped files."""
+    import threading
+
+    from rich.console import Console
+
+    from harness.formats import load_format
+    from harness.prep.packing import PackingConfig
+    from harness.prep.pipeline import PrepareConfig, prepare
+    from harness.prep.sources import SourceConfig
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+
+    load_format("memmap")
+    named = TokenizerConfig(name=tokenizer)
+    ChatTokenizer(named)
+    data = PackingConfig(path=folder, packed_storage="memmap", num_workers=0)
+    config = PrepareConfig(SourceConfig("files", source), named, data)
+    before = most = anonymous_megabytes()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(0.01):
+            most = max(most, anonymous_megabytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    began = time.perf_counter()
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            report = prepare(config, console=Console(file=nowhere))
+    finally:
+        is_over.set()
+        watching.join()
+    return {
+        "seconds": time.perf_counter() - began,
+        "megabytes": most - before,
+        "conversations": float(sum(split.conversations for split in report.splits.values())),
+    }
+
+
 _PROBES: dict[str, Callable[..., dict[str, float]]] = {
     "open": _probe_open,
     "numpy_load": _probe_numpy_load,
     "first_batch": _probe_first_batch,
+    "prepare": _probe_prepare,
 }
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from harness.report.bench.formats_settings import FormatsSettings
 from harness.report.bench.loading import LoaderSettings, bench_loader
 from harness.report.bench.output import Output
 from harness.report.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
+from harness.report.bench.preparing import PrepareSettings, bench_preparing
 from harness.report.bench.probe import measure_apart
 from harness.report.bench.repacking import RepackSettings, bench_repacking
 from harness.report.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
@@ -227,6 +228,17 @@ def test_token_shards_are_measured_against_megatrons_builder(tmp_path):
     ratio = report.figure("median 60: to tensors of rows")
     assert ratio.at_least == 20
     assert ratio.of == ("median 60: ours, from Parquet", "median 60: Megatron's builder, a tensor a row of Parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly  # two preparations in processes of their own
+def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_path):
+    settings = PrepareSettings(conversations=60, vocab_size=400, memory_conversations=50, growth=(1, 3), rounds=1)
+    with Workspace(tmp_path) as workspace:
+        report = bench_preparing(settings, workspace, silent)
+    check(report)
+    assert report.figure("prepare to tokenizers alone").at_least == 0.85
+    assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,137 @@
+"""`harness bench prepare`: tokenising against the tokenizers library alone, and memory as the input grows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.prep.bpe import train_bpe
+from harness.prep.chat import Conversation
+from harness.prep.reading import cut_shards, read_shard
+from harness.prep.shard_work import Receipt, ShardJob, do_shard
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenized_chunk import TokenizeJob
+from harness.report.bench.figures import BenchReport, Figure
+from harness.report.bench.probe import measure_apart
+from harness.report.bench.timing import measure_rates
+from harness.report.bench.workspace import Workspace, lognormal_lengths
+
+_OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
+_MIB = float(1 << 20)
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """Sizes of the bench.
+
+    Attributes:
+        conversations: of the source that is tokenised.
+        median: words of a conversation, lognormal.
+        vocab_size: of the tokenizer, trained on the source.
+        memory_conversations: of the source whose preparation's memory is measured.
+        growth: how many times as many are prepared too.
+        rounds: turns of each side.
+    """
+
+    conversations: int = 4_000
+    median: float = 300.0
+    vocab_size: int = 8_000
+    memory_conversations: int = 10_000
+    growth: tuple[int, ...] = (1, 4, 16)
+    rounds: int = 3
+
+
+QUICK = PrepareSettings(conversations=300, vocab_size=1000, memory_conversations=500, growth=(1, 4), rounds=1)
+
+
+def bench_preparing(settings: PrepareSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
+    """MB of text a second of processor time, and megabytes of a preparation's own memory."""
+    report = BenchReport("prepare", asdict(settings))
+    source = workspace.folder / "chats.jsonl"
+    _write_chats(source, settings.conversations, settings.median, seed=0)
+    folder = workspace.folder / "tokenizer"
+    say("training a tokenizer")
+    train_bpe(
+        (message.content for one in _read(source) for message in one.messages), folder, vocab_size=settings.vocab_size
+    )
+    say("tokenising")
+    _compare(settings, source, folder, workspace.folder / "shards", report)
+    _measure_memory(settings, workspace.folder, folder, report, say)
+    report.notes.append("both tokenise on one core, in seconds of processor time, with the same tokenizer")
+    report.notes.append("memory is a preparation's own, above its imports and without mapped files, at its highest")
+    return report
+
+
+def _read(source: Path) -> list[Conversation]:
+    (shard,) = cut_shards([source], shard_bytes=1 << 40)
+    return [one for chunk in read_shard(shard) for one in chunk.parse() if isinstance(one, Conversation)]
+
+
+def _compare(settings: PrepareSettings, source: Path, folder: Path, shards: Path, report: BenchReport) -> None:
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        tokenizer = ChatTokenizer(TokenizerConfig(name=str(folder)))
+        library = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        template = importlib.import_module("transformers").AutoTokenizer.from_pretrained(str(folder))
+        texts = [template.apply_chat_template(one.as_dicts(), tokenize=False) for one in _read(source)]
+        megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        tokenize = TokenizeJob(str(folder), "", "generation", "refuse", 1 << 20, "drop")
+        (shard,) = cut_shards([source], shard_bytes=1 << 40)
+        expected = 0
+
+        def ours(number: int) -> float:
+            # Other settings each time: what is there is not made again.
+            made = do_shard(ShardJob(str(shards), tokenize, str(number), True), 0, shard, lambda _: tokenizer)
+            assert isinstance(made, Receipt), made
+            assert made.tokens == expected or not expected
+            return megabytes
+
+        def theirs(number: int) -> float:
+            nonlocal expected
+            expected = sum(len(one.ids) for one in library.encode_batch(texts, add_special_tokens=False))
+            return megabytes
+
+        for name, rates in measure_rates({_OURS: ours, _THEIRS: theirs}, rounds=settings.rounds, cpu_time=True).items():
+            report.add_samples(name, rates, "MB/s")
+        report.add_ratio("prepare to tokenizers alone", _OURS, _THEIRS, at_least=0.85)
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _measure_memory(
+    settings: PrepareSettings, folder: Path, tokenizer: Path, report: BenchReport, say: Callable[[str], None]
+) -> None:
+    found = {}
+    for times in settings.growth:
+        say(f"preparing {times} times as much")
+        source = folder / f"chats-{times}.jsonl"
+        _write_chats(source, settings.memory_conversations * times, settings.median, seed=1)
+        measured = measure_apart("prepare", str(source), str(tokenizer), str(folder / f"prepared-{times}"))
+        found[times] = measured["megabytes"]
+        report.add(Figure(f"memory, {times}x: {source.stat().st_size / 1e6:,.0f} MB of source", found[times], "MB"))
+        source.unlink()
+    low, high = min(found), max(found)
+    more = settings.memory_conversations * (high - low)
+    report.add(Figure("memory a conversation more", (found[high] - found[low]) * 1e6 / more, "bytes"))
+
+
+def _write_chats(path: Path, count: int, median: float, *, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    words = np.array(["".join(map(chr, 97 + random.integers(0, 26, size))) for size in random.integers(2, 10, 5000)])
+    lengths = lognormal_lengths(count, median=median, longest=8000, seed=seed)
+    with path.open("w") as file:
+        for length in lengths.tolist():
+            # As often as Zipf's law has them: the first words make up most of the text.
+            text = " ".join(words[random.zipf(1.3, length) % 5000])
+            turns = [{"role": "user", "content": text[: len(text) // 4] or "a"}, {"role": "assistant", "content": text}]
+            file.write(json.dumps({"messages": turns}) + "\n")
