@@ -40,9 +40,8 @@ def attempts(job: SlurmJob) -> list[dict]:
 
 
 def went_on_behind(job: SlurmJob) -> int:
-    """The step whose checkpoint the second attempt began with: none began anew."""
-    (step,) = re.findall(r"goes on behind step (\d+), from", job.log)
-    return int(step)
+    """The step whose checkpoint the last attempt began with."""
+    return int(re.findall(r"goes on behind step (\d+), from", job.log)[-1])
 
 
 def wait_for_step(job: SlurmJob, step: int) -> None:
