@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from harness.errors import ConfigError, PrepError
 from harness.formats import FORMATS, Provenance
+from harness.formats.files import write_atomically
 from harness.formats.manifest import load_manifest
 from harness.prep import prepared_folder as layout
 from harness.prep.bpe import train_bpe
 from harness.prep.chat import BadRecord
 from harness.prep.checks import require_choice
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
-from harness.prep.prepare_report import PrepareReport, SplitReport, render_report
-from harness.prep.prepared_folder import PreparedFolder, settings_hash
+from harness.prep.prepare_report import PrepareReport, SplitReport, render_report, to_markdown
+from harness.prep.prepared_folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.pydoc_source import write_pydoc_corpus
 from harness.prep.reading import cut_shards, read_chunks
 from harness.prep.shard_work import BAD_RECORDS, Receipt, ShardJob, refuse, shard_folder
 from harness.prep.sources import SourceConfig, files_left_out, list_files
-from harness.prep.spool import Split, Spool
+from harness.prep.spool import Split, Spool, divide
 from harness.prep.stages import Stages
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenized_chunk import TokenizeJob
@@ -62,9 +63,9 @@ class PrepareConfig:
 def prepare(config: PrepareConfig, *, console: Console | None = None) -> PrepareReport:
     """Turn chats into packed datasets in `config.data.path`.
 
-    Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.json` (last), `source` (the built-in
-    corpus), and `bad_records.jsonl` where records were skipped. Does nothing where the same settings are done already;
-    one that was interrupted goes on with the shards that it had done.
+    Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.json` (last), `source` (the
+    built-in corpus), and `bad_records.jsonl` where records were skipped. Does nothing where the same settings are
+    done already; one that was interrupted goes on with the shards that it had done.
 
     Raises:
         HarnessError: the source, a setting or the destination is not usable; nothing then counts as prepared.
@@ -94,6 +95,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
             folder.begin()
             _Preparation(config, folder.path, files, report, stages).run()
             report.seconds = stages.seconds
+            write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
             folder.finish(report.to_dict())
         finally:
             folder.abandon()
@@ -201,7 +203,9 @@ class _Preparation:
                 stage.advance(shard.num_bytes)
             self._count(receipts, folders)
             spool = Spool((folder, one.sequences, one.tokens) for folder, one in zip(folders, receipts, strict=True))
-            splits = self._divide(spool)
+            shares = {layout.VALIDATION: config.data.validation_fraction, layout.TEST: config.data.test_fraction}
+            splits, again = divide(spool, shares, rest=layout.TRAIN, drop_duplicates=config.data.drop_duplicates)
+            self._report.dropped += Counter({"duplicate": again})
             tokens = sum(split.num_tokens for split in splits.values())
             stage.said = f"{tokens:,} tokens of {sum(map(len, splits.values())):,} conversations"
             reused = sum(one.was_there for one in receipts)
@@ -222,24 +226,6 @@ class _Preparation:
                 if receipt.bad:
                     told = told or stack.enter_context((self._path / layout.BAD_RECORDS).open("wb"))
                     told.write((folder / BAD_RECORDS).read_bytes())
-
-    def _divide(self, spool: Spool) -> dict[str, Split]:
-        """The sequences of each split, by the hash of the conversation."""
-        data = self._config.data
-        # The hash as a number from 0 to 1: a conversation stays in its split when others come or go.
-        bounds = np.cumsum([data.validation_fraction, data.test_fraction])
-        chosen = [np.searchsorted(bounds, one.astype(np.float64) / 2.0**64, side="right") for one in spool.hashes()]
-        places = np.concatenate([np.zeros(0, np.int8), *(one.astype(np.int8) for one in chosen)])
-        if data.drop_duplicates:
-            first = np.unique(np.concatenate([np.zeros(0, np.uint64), *spool.hashes()]), return_index=True)[1]
-            again = np.ones(len(spool), np.bool_)
-            again[first] = False
-            places[again] = -1
-            if again.any():
-                self._report.dropped["duplicate"] = int(again.sum())
-        shares = {layout.TRAIN: 1.0, layout.VALIDATION: data.validation_fraction, layout.TEST: data.test_fraction}
-        found = {layout.VALIDATION: 0, layout.TEST: 1, layout.TRAIN: 2}
-        return {name: Split(spool, np.flatnonzero(places == found[name])) for name, share in shares.items() if share}
 
     def _pack(self, name: str, split_of: Split, tokenizer: ChatTokenizer) -> None:
         config, split = self._config.data, self._report.splits[name]
@@ -273,8 +259,7 @@ class _Preparation:
                     where=str(self._path / name),
                     fix="remove the folder and prepare again",
                 )
-            split.packs = plan.num_packs
-            split.fill = split.tokens / (plan.num_packs * config.pack_size)
+            split.describe_packs(split_of.lengths, plan, pack_size=config.pack_size)
             stage.said = f"{plan.num_packs:,} packs of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
     def _check_not_empty(self, splits: dict[str, Split]) -> None:
@@ -316,14 +301,8 @@ def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
     }
     if config.source.kind == "pydoc":
         settings["python"] = sys.version
-    settings["source_files"] = _files_digest(files)
+    settings["source_files"] = files_digest(files)
     named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
-    settings["tokenizer_files"] = _files_digest([file for file in inner if file.is_file()])
+    settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
     return settings
-
-
-def _files_digest(files: list[Path]) -> str:
-    """Changes when a file's name, size or time of change does."""
-    stats = [(str(file), file.stat()) for file in files]
-    return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})

@@ -7,14 +7,26 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
 from harness.errors import PrepError
+from harness.prep.packing import PackPlan
+from harness.records import Int32Array
+
+_BAR = 50
 
 
 @dataclass
 class SplitReport:
-    """One dataset: conversations (each one sequence), tokens, those that are trained, and packs."""
+    """One dataset: conversations (each one sequence), tokens, those that are trained, and packs.
+
+    Attributes:
+        fill: share of the packs' room that holds tokens.
+        length_counts: conversations of so many tokens at most, and more than the bound before.
+        fill_counts: packs that are so full at most, in percent, and fuller than the bound before.
+    """
 
     conversations: int = 0
     tokens: int = 0
@@ -22,6 +34,17 @@ class SplitReport:
     packs: int = 0
     fill: float = 0.0
     fingerprint: str = ""
+    length_counts: dict[str, int] = field(default_factory=dict)
+    fill_counts: dict[str, int] = field(default_factory=dict)
+
+    def describe_packs(self, lengths: Int32Array, plan: PackPlan, *, pack_size: int) -> None:
+        """Count packs, their fill, and conversations by length (int32 [conversations])."""
+        tokens = np.add.reduceat(lengths[plan.sequence_ids], plan.pack_offsets[:-1], dtype=np.int64)
+        self.packs = plan.num_packs
+        self.fill = self.tokens / (plan.num_packs * pack_size)
+        bounds = [1 << power for power in range(4, 40) if 1 << power < pack_size] + [pack_size]
+        self.length_counts = _count(lengths, bounds)
+        self.fill_counts = _count(100 * tokens / pack_size, [50, 80, 90, 95, 98, 99, 100])
 
 
 @dataclass
@@ -122,6 +145,53 @@ def render_report(report: PrepareReport) -> Table:
     table.add_row("tokens of the tokenizer", f"{report.vocab_size:,}")
     table.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
     return table
+
+
+def to_markdown(report: PrepareReport) -> str:
+    """A page: what was read, kept and left out, and how long conversations and how full packs are."""
+    lines = [f"# {Path(report.path).name}", ""]
+    names = list(report.splits)
+    lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    splits = [report.splits[name] for name in names]
+    for title, values in (
+        ("conversations", [f"{split.conversations:,}" for split in splits]),
+        ("tokens", [f"{split.tokens:,}" for split in splits]),
+        ("trained tokens", [_with_share(split.trained_tokens, split.tokens) for split in splits]),
+        ("packs", [f"{split.packs:,}" for split in splits]),
+        ("fill", [f"{split.fill:.2%}" for split in splits]),
+        ("fingerprint", [f"`{split.fingerprint[:16]}`" for split in splits]),
+    ):
+        lines.append(f"| {title} | " + " | ".join(values) + " |")
+    left_out = [f"{number:,} {why}" for why, number in sorted((report.bad + report.dropped).items())]
+    lines += [
+        "",
+        f"{report.records:,} records were read from {report.files:,} files"
+        + (f"; left out: {', '.join(left_out)}" if left_out else "")
+        + (f"; {report.truncated:,} were cut" if report.truncated else "")
+        + f". The tokenizer has {report.vocab_size:,} tokens.",
+    ]
+    for name, split in report.splits.items():
+        lines += ["", f"## {name}", "", "```", "conversations by tokens, at most", *_bars(split.length_counts)]
+        lines += ["", "packs by fill, at most", *_bars({f"{key}%": count for key, count in split.fill_counts.items()})]
+        lines += ["```"]
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+    lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
+    return "\n".join(lines)
+
+
+def _bars(counts: dict[str, int]) -> list[str]:
+    most, total = max(counts.values(), default=0), sum(counts.values())
+    width = max(map(len, counts), default=0)
+    return [
+        f"{key:>{width}} {'#' * round(_BAR * count / most) if most else '':<{_BAR}} {count:,} ({count / total:.1%})"
+        for key, count in counts.items()
+        if total
+    ]
+
+
+def _count(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
+    found = np.bincount(np.searchsorted(bounds, values, side="left"), minlength=len(bounds))
+    return {str(bound): int(count) for bound, count in zip(bounds, found[: len(bounds)].tolist(), strict=True)}
 
 
 def _with_share(part: int, whole: int) -> str:

@@ -16,15 +16,21 @@ TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"
 # Outlives a preparation that fails: shards that are done are not done again.
 SHARDS = ".shards"
 SEQUENCES = "sequences"
-REPORT = "report.json"
+REPORT, REPORT_PAGE = "report.json", "report.md"
 _MARKER = "_preparing"
 # The report goes first: with it a folder counts as done.
-_OWNED = (REPORT, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
+_OWNED = (REPORT, REPORT_PAGE, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
     """16 hex digits, equal for equal settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def files_digest(files: list[Path]) -> str:
+    """Changes when a file's name, size or time of change does."""
+    stats = [(str(file), file.stat()) for file in files]
+    return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})
 
 
 class PreparedFolder:

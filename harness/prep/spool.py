@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,39 @@ class Split:
     def pack(self, numbers: Int64Array) -> Pack:
         """Sequences of the split, by number in it, end to end in the order given."""
         return self._spool.pack(self._ids[numbers])
+
+
+def divide(
+    spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
+) -> tuple[dict[str, Split], int]:
+    """Divide sequences among splits by the hashes of their conversations.
+
+    Args:
+        shares: of the conversations for each split; one whose share is 0 is not made.
+        rest: the split of what is left, which comes first.
+        drop_duplicates: of conversations with the same hash, leave out all but the first.
+
+    Returns:
+        the splits, and how many sequences were left out.
+    """
+    # The hash as a number from 0 to 1: a conversation stays in its split when others come or go.
+    bounds = np.cumsum(list(shares.values()))
+    places = np.zeros(len(spool), np.int8)
+    begin = 0
+    for hashes in spool.hashes():
+        found = np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, side="right")
+        places[begin : begin + len(hashes)] = found
+        begin += len(hashes)
+    again = np.zeros(len(spool), np.bool_)
+    if drop_duplicates:
+        again[:] = True
+        again[np.unique(np.concatenate([np.zeros(0, np.uint64), *spool.hashes()]), return_index=True)[1]] = False
+        places[again] = -1
+    splits = {rest: Split(spool, np.flatnonzero(places == len(shares)))}
+    for place, (name, share) in enumerate(shares.items()):
+        if share:
+            splits[name] = Split(spool, np.flatnonzero(places == place))
+    return splits, int(again.sum())
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

@@ -101,7 +101,27 @@ def test_the_report_counts_what_is_stored(prepared):
     assert json.loads((path / "report.json").read_text())["splits"]["train"]["packs"] == report.splits["train"].packs
     assert "dropped: over_long" in shown
     assert f"{report.splits['train'].tokens:,}" in shown
-    assert sorted(entry.name for entry in path.iterdir()) == ["report.json", "tokenizer", "train", "validation"]
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "report.json",
+        "report.md",
+        "tokenizer",
+        "train",
+        "validation",
+    ]
+
+
+def test_the_page_of_a_preparation_shows_lengths_and_fill(prepared):
+    path, report, _ = prepared
+    page = (path / "report.md").read_text()
+    train = report.splits["train"]
+    assert sum(train.length_counts.values()) == train.conversations
+    assert list(train.length_counts) == ["16", "32", "64", "128"]
+    assert sum(train.fill_counts.values()) == train.packs
+    assert f"| packs | {train.packs:,} |" in page
+    assert "left out: 28 over_long" in page
+    bar = next(line for line in page.partition("## train")[2].splitlines() if line.startswith(" 64 "))
+    assert f"{train.length_counts['64']:,} (" in bar
+    assert ("#" * 50 in bar) == (train.length_counts["64"] == max(train.length_counts.values()))
 
 
 def test_the_manifest_says_how_the_data_was_made(prepared):

@@ -69,8 +69,8 @@ def run(path: Path, source: Path, *, tokenizer: TokenizerConfig, engine: str = "
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """All files of a preparation but its report, which holds times."""
-    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != "report.json")
+    """All files of a preparation but its reports, which hold times."""
+    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.stem != "report")
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
