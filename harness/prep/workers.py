@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 from harness.errors import HarnessError, PrepError
 from harness.prep.reading import Shard
@@ -53,7 +54,7 @@ def _here(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> Iterator[
         return
     # Spawned, not forked: the tokenizer's library has threads of its own, which a fork would leave locked.
     context = get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:
         waiting: deque[Future[Receipt | HarnessError]] = deque()
         try:
             for number, shard in enumerate(shards):
@@ -78,9 +79,18 @@ def _with_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Harn
     return do_shards_with_ray(job, shards)
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
     # One process per core is enough; threads beside it would fight for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A worker holds both ends of the pool's pipes, and would wait for ever for work of a main process that was killed.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @lru_cache(maxsize=1)

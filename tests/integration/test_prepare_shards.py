@@ -6,13 +6,13 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
@@ -76,7 +76,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 def receipts(path: Path) -> dict[str, int]:
     """When each shard was made."""
-    return {file.parent.name: file.stat().st_mtime_ns for file in path.glob(".shards/*/receipt.json")}
+    return {file.parent.name: file.stat().st_mtime_ns for file in path.glob(".shards/?????/receipt.json")}
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_what_a_shard_was_made_from_counts_by_its_bytes_and_not_by_its_time(inte
     changed.write_text(changed.read_text().replace("checked", "counted"))
     of_it = [
         receipt.parent.name
-        for receipt in path.glob(".shards/*/receipt.json")
+        for receipt in path.glob(".shards/?????/receipt.json")
         if json.loads(receipt.read_text())["shard"]["path"] == str(changed)
     ]
     assert finish(path, source, tokenizer, monkeypatch) == sorted(of_it)
@@ -197,7 +197,6 @@ def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path
             command(tmp_path / "d", source, tokenizer, "data.num_workers=2"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
         try:
             # From the first shard on: before it there is nothing to lose.
@@ -210,9 +209,11 @@ def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path
             if process.poll() is not None:
                 break
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            process.wait()
+        # Nobody is left behind.
+        assert psutil.wait_procs(workers, timeout=20)[1] == []
         killed += 1
         before, shards = shards, set(receipts(tmp_path / "d"))
         assert before <= shards
