@@ -22,6 +22,7 @@ from harness.loader.workers import (
     StepSampler,
     as_it_is,
     is_about_workers,
+    is_stopped,
     kill,
     leave_the_end_to_the_parent,
     lost_worker,
@@ -215,7 +216,10 @@ class Loader:
         """Process id of the worker that the next batch is waited for from; torch itself does not tell."""
         iterator = self._workers
         owed = None if iterator is None else iterator._task_info.get(iterator._rcvd_idx)
-        return None if owed is None else iterator._workers[owed[0]].pid
+        owing = None if owed is None else iterator._workers[owed[0]].pid
+        # Workers share a pipe: one that is stopped while it puts a batch there holds the others up.
+        stopped = [pid for pid in self.worker_pids() if is_stopped(pid)]
+        return stopped[0] if stopped and owing not in stopped else owing
 
     def _lost(self, error: RuntimeError, alive: list[int], owing: int | None) -> LoaderError:
         where = f"data-parallel rank {self._layout.dp_rank}, {self._config.num_workers} workers"

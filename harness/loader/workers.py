@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -92,6 +93,14 @@ def kill(workers: Iterable[Any]) -> None:
                 worker.kill()
             for worker in found:
                 worker.join()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP or a debugger; False where this system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def is_about_workers(error: RuntimeError) -> bool:
