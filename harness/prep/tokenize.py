@@ -103,6 +103,8 @@ class ChatTokenizer:
         special = sorted(special_tokens | set(self._hf.all_special_tokens), key=lambda token: (-len(token), token))
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
+        # A look for these costs next to nothing, and most text has none.
+        self._control_begins = sorted({token[0] for token in special})
 
     def _check_syntax(self, where: str) -> None:
         """Once and for all, where each conversation would say the same."""
@@ -177,7 +179,8 @@ class ChatTokenizer:
         """The conversation's text and the parts of it, in characters, that are trained."""
         if self._control is not None:
             for number, message in enumerate(conversation.messages, start=1):
-                if found := self._control.search(message.content):
+                begins = any(character in message.content for character in self._control_begins)
+                if begins and (found := self._control.search(message.content)):
                     detail = f"turn {number} ({message.role}) spells the control token {found.group()!r}"
                     return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         messages = conversation.as_dicts()
