@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from harness.errors import HarnessError, LoaderError
+from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig
 from harness.loader.order import Step, steps_from, steps_per_epoch
 from harness.loader.state import LoaderState
 from harness.loader.step import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
-from harness.loader.workers import (
-    StepDataset,
-    StepSampler,
-    as_it_is,
-    is_about_workers,
-    is_stopped,
-    kill,
-    leave_the_end_to_the_parent,
-    lost_worker,
-)
+from harness.loader.stream import StepStream
 from harness.schedule import ScheduleConfig, SequenceCost
 
 __all__ = ["Loader", "LoaderConfig"]
@@ -81,7 +67,6 @@ class Loader:
         self._dataset_packs = len(reader)
         self._num_packs = len(reader) if blend is None else blend.num_packs
         self._blend = blend
-        self._config = config
         self._order = config.order()
         self._layout = Layout(
             dp_rank=dp_rank, dp_size=dp_size, cp_size=cp_size, multiple=multiple, group_size=group_size
@@ -99,23 +84,9 @@ class Loader:
         step_reader.check()
         # Raises here, and not in the first step, where no global batch can be made.
         next(self._all_steps(LoaderState(config.seed)))
-        self._sampler = StepSampler()
-        workers = config.num_workers
-        self._dataloader: DataLoader[RawStep | HarnessError] = DataLoader(
-            StepDataset(step_reader),
-            batch_size=None,
-            sampler=self._sampler,
-            num_workers=workers,
-            collate_fn=as_it_is,
-            prefetch_factor=config.prefetch_factor if workers else None,
-            persistent_workers=config.persistent_workers and workers > 0,
-            multiprocessing_context=config.start_method if workers else None,
-            timeout=config.timeout_s if workers else 0,
-            worker_init_fn=leave_the_end_to_the_parent if workers else None,
-            # Without one of its own it draws from torch's global generator, and dropout would depend on the workers.
-            generator=torch.Generator(),
+        self._stream: StepStream[RawStep] = StepStream(
+            step_reader, config, where=f"data-parallel rank {dp_rank}, {config.num_workers} workers"
         )
-        self._workers: Any = None
 
     @property
     def num_packs(self) -> int | None:
@@ -140,38 +111,19 @@ class Loader:
             num_epochs = self._num_epochs
             steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
         steps = itertools.islice(steps, self._num_steps)
-        if self._config.num_workers == 0 or self._config.persistent_workers:
-            yield from self._batches(steps)
-        else:
-            for _, epoch_steps in itertools.groupby(steps, key=lambda step: step.epoch):
-                yield from self._batches(epoch_steps)
-                self.close()
+        for raw in self._stream.read(steps):
+            yield build_step(raw, layout=self._layout, before=self.state, num_packs=self._num_packs)
         # Steps are made ahead of training: what there is was trained before this is said.
         if is_used_up and self._blend is not None:
             raise self._blend.used_up()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the living workers; empty before the first batch and with num_workers 0."""
-        workers = [] if self._workers is None else self._workers._workers
-        return [worker.pid for worker in workers if worker.is_alive()]
+        return self._stream.worker_pids()
 
     def close(self) -> None:
         """End the workers and wait until they are gone. The loader can be iterated again."""
-        self._end_workers(at_once=False)
-
-    def _end_workers(self, *, at_once: bool) -> None:
-        iterator, self._workers = self._workers, None
-        if iterator is None:
-            return
-        # A persistent DataLoader holds its iterator, and would go on with workers that are gone.
-        self._dataloader._iterator = None
-        workers = list(iterator._workers)
-        if at_once:
-            kill(workers)
-        with suppress(RuntimeError):
-            iterator._shutdown_workers()
-        # Torch asks politely and leaves a process that does not listen: one that is stopped or stuck in a read.
-        kill(worker for worker in workers if worker.is_alive())
+        self._stream.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -179,48 +131,10 @@ class Loader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and is_about_workers(error):
-            pids, owing = self.worker_pids(), self._owing_worker()
-            self._end_workers(at_once=True)
-            raise self._lost(error, pids, owing) from error
-        self.close()
+        self._stream.__exit__(kind, error, traceback)
 
     def _all_steps(self, state: LoaderState) -> Iterator[Step]:
         epoch, packs_consumed = state.epoch, state.packs_consumed
         if self._blend is not None:
             return self._blend.steps(self._order, epoch=epoch, packs_consumed=packs_consumed)
         return steps_from(self._order, self._dataset_packs, epoch=epoch, packs_consumed=packs_consumed)
-
-    def _batches(self, steps: Iterable[Step]) -> Iterator[StepBatch]:
-        self._sampler.steps = steps
-        items = iter(self._dataloader)
-        if self._config.num_workers:
-            self._workers = items
-        while True:
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if not is_about_workers(error):
-                    raise
-                pids, owing = self.worker_pids(), self._owing_worker()
-                self._end_workers(at_once=True)
-                raise self._lost(error, pids, owing) from None
-            if isinstance(item, HarnessError):
-                self.close()
-                raise item
-            yield build_step(item, layout=self._layout, before=self.state, num_packs=self._num_packs)
-
-    def _owing_worker(self) -> int | None:
-        """Process id of the worker that the next batch is waited for from; torch itself does not tell."""
-        iterator = self._workers
-        owed = None if iterator is None else iterator._task_info.get(iterator._rcvd_idx)
-        owing = None if owed is None else iterator._workers[owed[0]].pid
-        # Workers share a pipe: one that is stopped while it puts a batch there holds the others up.
-        stopped = [pid for pid in self.worker_pids() if is_stopped(pid)]
-        return stopped[0] if stopped and owing not in stopped else owing
-
-    def _lost(self, error: RuntimeError, alive: list[int], owing: int | None) -> LoaderError:
-        where = f"data-parallel rank {self._layout.dp_rank}, {self._config.num_workers} workers"
-        return lost_worker(error, alive, owing, timeout_s=self._config.timeout_s, where=where)

@@ -10,22 +10,30 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import Dataset, Sampler
 
 from harness.errors import HarnessError, LoaderError
 from harness.loader.order import Step
-from harness.loader.step import RawStep, StepReader
+
+Read_co = TypeVar("Read_co", covariant=True)
+T = TypeVar("T")
 
 
-class StepDataset(Dataset[RawStep | HarnessError]):
+class ReadsSteps(Protocol[Read_co]):
+    """What is sent to workers; it must be picklable."""
+
+    def read(self, step: Step) -> Read_co: ...
+
+
+class StepDataset(Dataset[T | HarnessError]):
     """Reads a step. Errors are returned, because torch would raise them as another kind with its own traceback."""
 
-    def __init__(self, reader: StepReader) -> None:
+    def __init__(self, reader: ReadsSteps[T]) -> None:
         self._reader = reader
 
-    def __getitem__(self, step: Step) -> RawStep | HarnessError:
+    def __getitem__(self, step: Step) -> T | HarnessError:
         try:
             return self._reader.read(step)
         except HarnessError as error:
