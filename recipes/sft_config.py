@@ -6,42 +6,21 @@ from dataclasses import dataclass, field
 
 from harness.errors import ConfigError
 from harness.loader.datasets import DataConfig, LiveData, RunData
-from harness.loader.loader import LoaderConfig
 from harness.megatron import runtime
 from harness.megatron.model import use_transformer_engine
-from harness.megatron.model_config import ModelConfig
 from harness.megatron.pretrained import Pretrained
-from harness.megatron.step import OptimizerConfig
-from harness.megatron.topology import ParallelConfig
 from harness.report.trackers import check_trackers
 from harness.schedule import ScheduleConfig
-from harness.train import TrainerConfig
+from recipes.training import RunConfig
 
 
 @dataclass
-class SftConfig:
-    """Settings of a fine-tuning run.
-
-    Attributes:
-        name: of the experiment; runs are numbered below `runs` under it.
-        run_dir: the run's folder, None for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
-        resume: false, true or auto.
-    """
+class SftConfig(RunConfig):
+    """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    loader: LoaderConfig = field(default_factory=LoaderConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     name: str = "sft"
-    runs: str = "runs"
-    run_dir: str | None = None
-    resume: str = "false"
-
-    def __post_init__(self) -> None:
-        self.resume = str(self.resume).lower()
 
 
 def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from harness.formats import open_dataset, open_writer
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import PackSource, StepBatch
+from harness.loader.step import StepBatch
 from harness.megatron import runtime
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.feed import Feed
@@ -111,15 +111,15 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
             decay_steps=1000,
         )
 
-        def make(source: PackSource) -> Loader:
+        def make() -> Loader:
             return Loader(
-                source,
+                open_dataset(str(path)),
                 LoaderConfig(global_batch_size=settings.global_batch, num_workers=settings.workers),
                 schedule=ScheduleConfig(max_tokens_per_rank=settings.tokens_per_rank),
                 cost=sequence_cost(model),
             )
 
-        feed = stack.enter_context(Feed(make, open_dataset(str(path)), topology, device=job.device))
+        feed = stack.enter_context(Feed(make, topology, device=job.device))
         batches = iter(feed)
         say("the loop and the bare step, in turns")
         loop, bare = _in_turns(batches, step, settings, job.device)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.loader import Loader
 from harness.loader.step import PackSource, StepBatch
 from harness.megatron.topology import Topology
 from harness.records import Int32Array, Int64Array, Pack
@@ -84,25 +83,37 @@ class LengthsOnly:
         return packs
 
 
+def readable(source: PackSource, topology: Topology) -> PackSource:
+    """The dataset as this rank needs it: with its tokens at the ends of a pipeline, without them between."""
+    return source if topology.is_first_stage or topology.is_last_stage else LengthsOnly(source)
+
+
+class Batches(Protocol):
+    """A loader: gives batches in order, and ends its workers where it is left as a context manager."""
+
+    def __iter__(self) -> Iterator[StepBatch]: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
 class Feed:
     """A loader's batches on every rank of the tensor-parallel groups, in step with all other ranks of the job.
 
     Args:
-        make: opens the loader; called with the dataset that this rank is to read, where this rank reads.
-        source: the dataset.
+        make: opens the loader; called where this rank reads.
         topology: where this rank stands.
         device: for the exchange; batches stay numpy arrays.
     """
 
-    def __init__(
-        self, make: Callable[[PackSource], Loader], source: PackSource, topology: Topology, *, device: torch.device
-    ) -> None:
+    def __init__(self, make: Callable[[], Batches], topology: Topology, *, device: torch.device) -> None:
         self._device = device
         self._shares = parallel_state.get_tensor_model_parallel_world_size() > 1
         self._reads = topology.tp_rank == 0
-        needs_tokens = topology.is_first_stage or topology.is_last_stage
-        readable = source if needs_tokens else LengthsOnly(source)
-        self._loader = together(lambda: make(readable) if self._reads else None, device=device)
+        self._loader = together(lambda: make() if self._reads else None, device=device)
 
     @property
     def reads(self) -> bool:

@@ -13,7 +13,7 @@ from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.step import PackSource
 from harness.megatron import runtime
-from harness.megatron.feed import Feed
+from harness.megatron.feed import Feed, readable
 from harness.megatron.topology import ParallelConfig, join
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -47,10 +47,10 @@ def main(dataset: Path, out: Path) -> None:
         topology = join(parallel, job.world_size)
         opened = []
 
-        def make(readable: PackSource) -> Loader:
-            opened.append(readable)
+        def make(source: PackSource) -> Loader:
+            opened.append(source)
             return Loader(
-                readable,
+                readable(source, topology),
                 LoaderConfig(global_batch_size=6, num_workers=0),
                 schedule=ScheduleConfig(max_tokens_per_rank=256),
                 dp_rank=topology.dp_rank,
@@ -58,19 +58,19 @@ def main(dataset: Path, out: Path) -> None:
                 num_epochs=1,
             )
 
-        with Feed(make, source, topology, device=job.device) as feed:
+        with Feed(lambda: make(source), topology, device=job.device) as feed:
             told = {"rank": job.rank, "tp": topology.tp_rank, "digests": [batch.digest() for batch in feed]}
         told["opened"] = len(opened)
 
         faulty = Failing(source) if job.rank == 2 else source
         got = 0
         try:
-            for _ in Feed(make, faulty, topology, device=job.device):
+            for _ in Feed(lambda: make(faulty), topology, device=job.device):
                 got += 1
         except HarnessError as error:
             told |= {"got": got, "error": error.what}
         try:
-            Feed(lambda _: _refuse() if job.rank == 0 else make(source), source, topology, device=job.device)
+            Feed(lambda: _refuse() if job.rank == 0 else make(source), topology, device=job.device)
         except HarnessError as error:
             told["refused"] = error.what
         told["sum"] = float(_sum(job.device))
