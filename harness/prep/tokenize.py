@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,10 @@ from harness.records import SequenceView
 
 MASK_RULES = ("generation", "assistant_turns", "all")
 
-
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# transformers keeps one compiled template for all that have its text, which notes spans and refuses a second thread.
+_RENDERING = threading.Lock()
+os.register_at_fork(before=_RENDERING.acquire, after_in_parent=_RENDERING.release, after_in_child=_RENDERING.release)
 
 
 @dataclass
@@ -212,13 +216,14 @@ class ChatTokenizer:
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, found = render_jinja_template(
-            conversations=[messages],
-            chat_template=self.chat_template,
-            return_assistant_tokens_mask=spans,
-            add_generation_prompt=prompt,
-            **self._hf.special_tokens_map,
-        )
+        with _RENDERING:
+            texts, found = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.chat_template,
+                return_assistant_tokens_mask=spans,
+                add_generation_prompt=prompt,
+                **self._hf.special_tokens_map,
+            )
         return texts[0], [(start, end) for start, end in found[0]] if spans else []
 
 

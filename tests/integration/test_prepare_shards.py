@@ -193,6 +193,7 @@ def command(path: Path, source: Path, tokenizer: str, *more: str) -> list[str]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path, tokenizer):
     source = write_source(tmp_path / "chats", files=4, records=6000)
     subprocess.run(command(tmp_path / "whole", source, tokenizer), check=True, capture_output=True)

@@ -109,8 +109,15 @@ def test_a_soak_of_2000_steps_grows_in_nothing(source, tmp_path, device, format,
     late = [one for one in samples if 1500 <= one.step < STEPS]
     assert len(early) >= 3
     assert len(late) >= 3
-    for name, allowance in (("memory_bytes", 24 * 2**20), ("open_files", 8), ("processes", 2), ("shm_bytes", 2**20)):
-        was, came = (max(getattr(one, name) for one in part) for part in (early, late))
+    checks = (
+        ("memory_bytes", 24 * 2**20, max),
+        # A checkpoint is written by forked processes, each with all open files, and which sample meets them is chance.
+        ("open_files", 8, min),
+        ("processes", 1, min),
+        ("shm_bytes", 2**20, max),
+    )
+    for name, allowance, of in checks:
+        was, came = (of(getattr(one, name) for one in part) for part in (early, late))
         assert came <= 1.02 * was + allowance, f"{name} grew from {was:,} to {came:,}"
     time.sleep(1)
     assert shm_bytes() <= before + 2**20
