@@ -25,11 +25,12 @@ runs_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def export(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help="a run's folder, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA's adapters alone, as peft loads them")] = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads: weights, config.json, and the data's tokenizer."""
     from harness.megatron.export import export as export_weights
 
-    done = export_weights(source, out)
+    done = export_weights(source, out, adapters_only=adapter)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if not done.has_tokenizer:
         print("  without a tokenizer: the run's data does not name one, or is not on this machine")
@@ -148,6 +149,30 @@ def bench_step_command(
     Output(as_json, save, check).show([bench])
 
 
+@bench_app.command(name="corpus")
+def bench_corpus_command(
+    sources: Annotated[int | None, typer.Option(min=2, help="pairs of .bin and .idx in the blend")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="of each")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="of the training set")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="turns of each side")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="small sizes: shows that it works")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
+) -> None:
+    """The start of `recipes.pretrain` on a blend of many sources, with and without Megatron's fast options."""
+    given = {"sources": sources, "documents": documents, "samples": samples, "rounds": rounds}
+
+    def bench(say: Say) -> Outcome:
+        from harness.megatron.bench_corpus import QUICK, CorpusSettings, bench_corpus
+
+        settings = replace(QUICK if quick else CorpusSettings(), **{k: v for k, v in given.items() if v is not None})
+        with Workspace() as workspace:
+            return bench_corpus(settings, workspace, say), None
+
+    Output(as_json, save, check).show([bench])
+
+
 @preflight_app.command()
 def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do not meet are told")] = 40.0) -> None:
     """Add up a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
@@ -168,7 +193,7 @@ def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do no
 @runs_app.command()
 def submit(
     experiment: Annotated[
-        str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or a recipe: sft")
+        str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or a recipe: sft, pretrain")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SETTING=VALUE]...", help="of the recipe; cluster.X of the cluster")

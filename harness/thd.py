@@ -137,42 +137,58 @@ def thd_from_arrays(
             f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
             f"and sequences of {int(stored.sum()):,} tokens together"
         )
-    padded = padded_lengths(stored, multiple)
-    cu_seqlens = _running_sum(stored - 1)
-    cu_seqlens_padded = _running_sum(padded)
-    total = int(cu_seqlens_padded[-1])
-
     # Every stored token but a sequence's last is an input, every one but its first is a label.
     is_input = np.ones(input_ids.shape[0], dtype=np.bool_)
     is_input[np.cumsum(stored) - 1] = False
     is_label = np.ones_like(is_input)
     is_label[np.cumsum(stored) - stored] = False
+    return thd_from_model_tokens(
+        input_ids[is_input], input_ids[is_label], loss_mask[is_input], stored - 1, multiple=multiple
+    )
 
-    position_ids = np.arange(total, dtype=np.int64)
-    position_ids -= np.repeat(cu_seqlens_padded[:-1], padded)
-    if total == cu_seqlens[-1]:
-        padding_mask = np.zeros(total, dtype=np.bool_)
-        tokens = input_ids[is_input].astype(np.int64)
-        labels = input_ids[is_label].astype(np.int64)
-        mask = loss_mask[is_input].astype(np.float32)
-    else:
-        padding_mask = position_ids >= np.repeat(stored - 1, padded)
-        real = ~padding_mask
-        tokens = np.zeros(total, dtype=np.int64)
-        tokens[real] = input_ids[is_input]
-        labels = np.zeros(total, dtype=np.int64)
-        labels[real] = input_ids[is_label]
-        mask = np.zeros(total, dtype=np.float32)
-        mask[real] = loss_mask[is_input]
+
+def thd_from_model_tokens(
+    tokens: npt.NDArray[Any],
+    labels: npt.NDArray[Any],
+    loss_mask: npt.NDArray[Any],
+    lengths: Int64Array,
+    *,
+    position_ids: npt.NDArray[Any] | None = None,
+    multiple: int = 1,
+) -> ThdBatch:
+    """A row of sequences whose tokens have their labels already.
+
+    Args:
+        tokens, labels, loss_mask: [n] integers, or floats of loss_mask: sequences end to end.
+        lengths: int64 [S], each at least 1; their sum is n.
+        position_ids: [n] integers, None to count from 0 in every sequence. Padding is counted from 0 in any case.
+        multiple: every sequence is padded at its end to a multiple of this many tokens.
+    """
+    padded = padded_lengths(lengths + 1, multiple)
+    cu_seqlens = _running_sum(lengths)
+    cu_seqlens_padded = _running_sum(padded)
+    total = int(cu_seqlens_padded[-1])
+    counted = np.arange(total, dtype=np.int64)
+    counted -= np.repeat(cu_seqlens_padded[:-1], padded)
+    is_padded = total > cu_seqlens[-1]
+    real = counted < np.repeat(lengths, padded) if is_padded else np.ones(total, dtype=np.bool_)
+
+    def laid_out(values: npt.NDArray[Any], dtype: type[np.generic], into: npt.NDArray[Any] | None = None) -> Any:
+        if not is_padded:
+            return values.astype(dtype)
+        row = np.zeros(total, dtype=dtype) if into is None else into
+        row[real] = values
+        return row
+
     return ThdBatch(
-        tokens=tokens,
-        labels=labels,
-        position_ids=position_ids,
-        loss_mask=mask,
+        tokens=laid_out(tokens, np.int64),
+        labels=laid_out(labels, np.int64),
+        position_ids=counted if position_ids is None else laid_out(position_ids, np.int64, counted),
+        loss_mask=laid_out(loss_mask, np.float32),
         cu_seqlens=cu_seqlens.astype(np.int32),
         cu_seqlens_padded=cu_seqlens_padded.astype(np.int32),
         max_seqlen=int(padded.max()),
-        padding_mask=padding_mask,
+        padding_mask=~real,
     )
 
 

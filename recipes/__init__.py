@@ -1,1 +1,1 @@
-"""Entry points: `python -m recipes.prepare`, `torchrun -m recipes.sft`."""
+"""Entry points: `python -m recipes.prepare`, `torchrun -m recipes.sft`, `torchrun -m recipes.pretrain`."""

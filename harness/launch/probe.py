@@ -25,6 +25,7 @@ import xxhash
 
 import harness
 from harness.errors import HarnessError
+from harness.formats.megatron_index import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.meet import check_own_name, meet
 from harness.loader.datasets import DataConfig, open_datasets
 
@@ -193,7 +194,10 @@ def _not_shared(run_dir: Path, what: str) -> HarnessError:
 
 
 def read_dataset(path: str) -> Facts:
-    """The fingerprint of a dataset; its first and last pack are read."""
+    """The fingerprint of a dataset, whose first and last pack are read; of a pair of a corpus, its sizes."""
+    if with_suffix(Path(path), IDX).is_file():
+        index = MappedIndex(with_suffix(Path(path), IDX))
+        return {"sequences": index.header.num_sequences, "bytes": with_suffix(Path(path), BIN).stat().st_size}
     data = open_datasets(DataConfig(path=path))
     data.train.read([0, len(data.train) - 1])
     return {"fingerprint": data.train.fingerprint, "packs": len(data.train)}

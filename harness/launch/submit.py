@@ -133,9 +133,13 @@ def next_run_dir(runs: Path, name: str) -> Path:
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     """Every dataset that a run with these settings opens, as they are named: the nodes look where the ranks will.
 
-    Live chunks are none: they may be made later.
+    Live chunks are none: they may be made later. Of a corpus it is the prefixes on disks.
     """
     data = settings["data"]
+    if "blend_per_split" in data:
+        blends = [data["blend"], *data["blend_per_split"].values()]
+        paths = [source["path"] for blend in blends for source in blend] or [data["path"] or ""]
+        return tuple(dict.fromkeys(path for path in paths if path and "://" not in path))
     paths = [source["path"] for source in data["blend"]] or ([] if data["live"]["path"] else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)

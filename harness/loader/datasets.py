@@ -141,7 +141,7 @@ def open_datasets(config: DataConfig) -> RunData:
             kind.
     """
     paths = [source.path for source in config.blend] or [config.path]
-    opened = [_open_train(path) for path in paths]
+    opened = [open_train(path) for path in paths]
     trains = [train for train, _ in opened]
     blend = _blend_of(config.blend, trains) if config.blend else None
     train = JoinedReader(trains) if blend is not None else trains[0]
@@ -190,7 +190,7 @@ def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
     return opened
 
 
-def _open_train(path: str) -> tuple[PackReader, str | None]:
+def open_train(path: str) -> tuple[PackReader, str | None]:
     """The training set at a path, and where its validation set is."""
     inner, beside = join_path(path, "train"), join_path(path, "validation")
     if not _is_folder(inner) or holds_manifest(path):

@@ -12,8 +12,11 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from harness.errors import ConfigError
 
 MEGATRON_VERSION: str = megatron.core.__version__
 
@@ -50,6 +53,19 @@ def packed_seq_params(
 def accepts(function: Any, name: str) -> bool:
     """True where `function` (or a class's constructor) takes an argument called `name`."""
     return name in inspect.signature(function).parameters
+
+
+def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
+    """Megatron's settings of a pretraining dataset; raises ConfigError where this version has not all of them."""
+    known = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",
+            where=f"data.{unknown[0]}",
+            fix="leave it out, or install a version that has it",
+        )
+    return GPTDatasetConfig(**values)
 
 
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import yaml
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.formats import open_dataset
-from harness.megatron import checkpoint, runtime
+from harness.megatron import checkpoint, lora, runtime
 from harness.megatron.hf_config import read_hf_config, to_hf_config
 from harness.megatron.model import build_chunks
 from harness.megatron.model_config import ModelConfig
@@ -39,16 +40,19 @@ class Exported:
     has_tokenizer: bool
 
 
-def export(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
     """Write a checkpoint as Hugging Face weights. Holds one copy of the weights in memory, on the CPU.
+
+    LoRA's adapters are added to the weights that they stand beside.
 
     Args:
         source: a run's folder (its newest whole checkpoint), or one checkpoint of it.
         out: a folder that does not exist yet, or is empty.
+        adapters_only: write LoRA's adapters alone, in PEFT's layout.
         shard_bytes: of one safetensors file at most, or of one tensor where that is larger.
 
     Raises:
-        ConfigError: no run, or `out` is not empty.
+        ConfigError: no run, `out` is not empty, or the run has no adapters to write alone.
         CheckpointError: no whole checkpoint, or one that is damaged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -59,6 +63,12 @@ def export(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Export
     vocab_size = model.vocab_size
     if vocab_size is None:
         raise ConfigError("the run's config.yaml does not say model.vocab_size", where=str(path), fix="resume it once")
+    if adapters_only and not (model.lora_rank and model.init_from):
+        raise ConfigError(
+            "the run trained all weights" if not model.lora_rank else "the adapters' base was drawn, and is nowhere",
+            where=str(path),
+            fix="export the whole model: leave --adapter out",
+        )
     writing = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
     with runtime.start("cpu"):
         join(ParallelConfig(), 1)
@@ -76,13 +86,17 @@ def export(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Export
         chunk.load_state_dict(state["model"])
         writing.mkdir(parents=True)
         try:
-            tensors = (
-                (name, tensor.contiguous())
-                for ours, parameter in global_parameters(chunk)
-                for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
-            )
-            num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
-            (writing / "config.json").write_text(json.dumps(_config(model, vocab_size), indent=2) + "\n")
+            if adapters_only:
+                num_weights, num_bytes = _write_adapters(chunk, model, writing)
+            else:
+                lora.merge(chunk)
+                tensors = (
+                    (name, tensor.contiguous())
+                    for ours, parameter in global_parameters(chunk)
+                    for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
+                )
+                num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
+                (writing / "config.json").write_text(json.dumps(_config(model, vocab_size), indent=2) + "\n")
             has_tokenizer = _copy_tokenizer(settings, writing)
             if out.exists():
                 out.rmdir()
@@ -155,6 +169,15 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return weights, total
+
+
+def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[int, int]:
+    from safetensors.torch import save_file
+
+    tensors = lora.peft_tensors(chunk, model)
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(lora.peft_config(model), indent=2) + "\n")
+    return sum(t.numel() for t in tensors.values()), sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> bool:

@@ -22,8 +22,10 @@ from torch.nn import functional
 from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.attention import RMSNorm, VarlenAttention
+from harness.megatron.lora import add_adapters
 from harness.megatron.model_config import DTYPES, ModelConfig, padded_vocab_size
 from harness.megatron.topology import ParallelConfig
+from harness.megatron.weights import Shard
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
@@ -152,6 +154,10 @@ def build_chunks(
     if model.init_from is not None:
         for chunk in chunks:
             _hide_padding(chunk, vocab_size)
+    if model.lora_rank:
+        shard = Shard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        for chunk in chunks:
+            add_adapters(chunk, model, shard, device)
     return [chunk.bfloat16() for chunk in chunks] if config.bf16 else chunks
 
 

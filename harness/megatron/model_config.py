@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,9 @@ from harness.megatron.topology import ParallelConfig
 from harness.schedule import SequenceCost
 
 VOCAB_MULTIPLE = 128
+# The linear layers of a Megatron layer: the rows of queries, keys and values, what projects them back, and both of the
+# gated layer.
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CHOICES = {
     "family": ("llama", "mistral", "qwen2", "qwen3"),
@@ -40,6 +43,9 @@ class ModelConfig:
             those of whole layers.
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
         seed: of the initial weights.
+        lora_rank: of adapters beside the linear layers, which alone are trained then; 0 trains all weights.
+        lora_alpha: adapters count lora_alpha / lora_rank times.
+        lora_targets: layers that get one, of linear_qkv, linear_proj, linear_fc1 and linear_fc2.
     """
 
     family: str = "llama"
@@ -62,6 +68,9 @@ class ModelConfig:
     recompute: str = "none"
     attention: str = "auto"
     seed: int = 1234
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
@@ -96,6 +105,18 @@ class ModelConfig:
         if not self.rope_scaling_factor >= 1:
             raise ConfigError(
                 f"rope_scaling_factor is {self.rope_scaling_factor}", where="model.rope_scaling_factor", fix="1 or more"
+            )
+        if self.lora_rank < 0 or (self.lora_rank and not self.lora_alpha > 0):
+            raise ConfigError(
+                f"lora_rank is {self.lora_rank} and lora_alpha {self.lora_alpha}",
+                where="model.lora_rank, model.lora_alpha",
+                fix="a rank of 1 or more and an alpha above 0, or a rank of 0 to train all weights",
+            )
+        if not self.lora_targets or not set(self.lora_targets) <= set(LORA_TARGETS):
+            raise ConfigError(
+                f"lora_targets are {', '.join(map(str, self.lora_targets)) or 'none'}",
+                where="model.lora_targets",
+                fix=f"some of {', '.join(LORA_TARGETS)}",
             )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

@@ -20,6 +20,8 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import ConfigError, FormatError
 from harness.megatron.model_config import ModelConfig
 
+# In the names of parameters that `harness.megatron.lora` puts beside the model's own.
+ADAPTER = "_adapter."
 INDEX_FILE = "model.safetensors.index.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -164,8 +166,10 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
 
 
 def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by name, layers numbered from 0 over the whole model."""
+    """Parameters by name, layers numbered from 0 over the whole model; those of adapters are left out."""
     for name, parameter in chunk.named_parameters():
+        if ADAPTER in name:
+            continue
         match = _LAYER.fullmatch(name)
         if match is None:
             yield name, parameter

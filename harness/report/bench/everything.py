@@ -96,6 +96,12 @@ SECTIONS = (
         has_data=True,
     ),
     Section(
+        "A corpus of many files",
+        ("corpus",),
+        "Opening a blend of 1,000 `.bin` and `.idx` pairs through Megatron-Core's builder, with its fast options.",
+        ("megatron-core",),
+    ),
+    Section(
         "Step",
         ("step",),
         "The training loop against Megatron-Core's bare step on the same batches.",

@@ -1,0 +1,145 @@
+"""LoRA: the same adapters on every layout, and what is exported is what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.megatron.export import export
+from recipes import sft
+from recipes.sft_config import SftConfig
+
+from .conftest import command, overrides_of, read_metrics, run_command, run_here
+from .test_weights import SIZES, settings_of, tensors
+
+RANK = 4
+LORA = (
+    f"model.lora_rank={RANK}",
+    "model.lora_alpha=16",
+    "optimizer.lr=0.05",
+    "optimizer.warmup_steps=0",
+    "optimizer.weight_decay=0",
+)
+STEPS = ("trainer.steps=6", "trainer.checkpoint_interval=3", "trainer.eval_interval=0")
+SEQUENCE = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
+    model.save_pretrained(folder)
+    return folder
+
+
+def train(base: Path, dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
+    settings = [*STEPS, *LORA, *overrides]
+    if ranks == 1:
+        run_here(sft, SftConfig, [*overrides_of(dataset, folder, *settings), *settings_of(base)])
+        return read_metrics(folder)
+    code, output = run_command([*command(dataset, folder, *settings, ranks=ranks), *settings_of(base)])
+    assert code == 0, output
+    return read_metrics(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    train(base, dataset, folder)
+    return folder
+
+
+def exported(run: Path, out: Path, *, adapters_only: bool = False) -> Path:
+    export(run, out, adapters_only=adapters_only)
+    return out
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([SEQUENCE])).logits[0]
+
+
+def test_peft_loads_the_adapters_and_they_are_what_is_merged(base: Path, trained: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    losses = [line["loss"] for line in read_metrics(trained)]
+    assert losses[-1] < losses[0] - 0.2
+    adapter = exported(trained, tmp_path / "adapter", adapters_only=True)
+    merged = exported(trained, tmp_path / "merged")
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (RANK, 16.0, str(base))
+    original = AutoModelForCausalLM.from_pretrained(base).eval()
+    plain = logits(original)
+    adapted = peft.PeftModel.from_pretrained(original, adapter).eval()
+    # Every tensor of ours has its place there, and none there is left as it was drawn.
+    held = tensors(adapter)
+    places = {name.replace(".default", "") for name, _ in adapted.named_parameters() if "lora_" in name}
+    assert set(held) == places
+    assert all(held[name].any() for name in held)
+    assert (logits(adapted) - plain).abs().max() > 0.1
+    again = AutoModelForCausalLM.from_pretrained(merged).eval()
+    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
+
+
+def test_only_what_stands_beside_a_linear_layer_is_trained(base: Path, trained: Path, tmp_path: Path) -> None:
+    before, after = tensors(base), tensors(exported(trained, tmp_path / "merged"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("proj.weight")}
+    for name in changed:
+        values = torch.linalg.svdvals((after[name] - before[name]).double())
+        assert values[RANK - 1] > 1e-5 > values[RANK]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "more"),
+    [
+        ("tp2_sp", 2, ()),
+        ("tp2", 2, ()),
+        ("pp2", 2, ("model.recompute=full",)),
+        ("cp2", 2, ("parallel.distributed_optimizer=true",)),
+        ("tp2_pp2", 4, ()),
+    ],
+)
+def test_every_layout_trains_the_same_adapters_and_goes_on_from_those_of_another(
+    base: Path, dataset: Path, trained: Path, tmp_path: Path, parallel: str, ranks: int, more: tuple[str, ...]
+) -> None:
+    expected = read_metrics(trained)
+    found = train(base, dataset, tmp_path / "new", f"parallel={parallel}", *more, "trainer.steps=3", ranks=ranks)
+    for one, other in zip(found, expected, strict=False):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    again = tmp_path / "again"
+    shutil.copytree(trained, again)
+    shutil.rmtree(again / "checkpoints" / "step-00000006")
+    went_on = train(base, dataset, again, f"parallel={parallel}", *more, "resume=true", ranks=ranks)
+    assert [line["step"] for line in went_on] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in went_on] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+
+
+def test_two_ranks_go_on_with_adapters_of_one(base: Path, dataset: Path, trained: Path, tmp_path: Path) -> None:
+    """A cheap one of those below that every night runs."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    found = train(base, dataset, folder, "parallel=tp2_sp", "resume=true", ranks=2)
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        expected = [line[name] for line in read_metrics(trained)]
+        assert [line[name] for line in found] == pytest.approx(expected, rel=tolerance)
+
+
+def test_adapters_that_are_not_there_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
+    train(base, dataset, tmp_path / "run", "model.lora_rank=0", "trainer.steps=1")
+    with pytest.raises(ConfigError, match="the run trained all weights") as refused:
+        export(tmp_path / "run", tmp_path / "out", adapters_only=True)
+    assert "--adapter" in refused.value.fix
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,141 @@
+"""Real runs of `recipes.pretrain`: the same on every layout, over a stop, and of a corpus blended with SFT data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import LoaderError
+from harness.formats.indexed_writer import IndexedWriter
+from recipes import pretrain as recipe
+
+from .conftest import VOCAB, Run, launcher, read_metrics, run_command, run_here
+
+SMALL = (
+    "model.num_layers=4",
+    "model.hidden_size=32",
+    "model.ffn_hidden_size=64",
+    f"model.vocab_size={VOCAB}",
+    "loader.global_batch_size=6",
+    "loader.num_workers=1",
+    "data.sequence_length=64",
+    "data.split='90,10,0'",
+    "data.eod=0",
+    "data.reset_attention_mask=true",
+    "data.reset_position_ids=true",
+    "optimizer.decay_steps=10",
+    "trainer.device=cpu",
+    "trainer.record_digests=true",
+    "trainer.checkpoint_interval=3",
+    "trainer.eval_interval=3",
+    "trainer.eval_batches=1",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "pairs_text_document"
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix) as writer:
+        for length in rng.integers(10, 150, 150):
+            document = np.append(rng.integers(1, 290) + np.arange(length) % 7, 0)
+            writer.append(document, np.array([length + 1]))
+    return prefix
+
+
+@pytest.fixture
+def pretrain(corpus: Path) -> Callable[..., Run]:
+    """pretrain(folder, *overrides, ranks=1): run to the end."""
+
+    def run(folder: Path, *overrides: str, ranks: int = 1) -> Run:
+        settings = [f"data.path={corpus}", f"data.path_to_cache={corpus.parent / 'cache'}", f"run_dir={folder}"]
+        if ranks == 1:
+            run_here(recipe, recipe.PretrainConfig, [*settings, *SMALL, *overrides])
+            return Run(0, "", read_metrics(folder))
+        code, output = run_command([*launcher(ranks), "recipes.pretrain", *settings, *SMALL, *overrides])
+        return Run(code, output, read_metrics(folder))
+
+    return run
+
+
+def digests(folder: Path) -> list[str]:
+    return [json.loads(line)["digest"] for line in (folder / "digests.jsonl").read_text().splitlines()]
+
+
+def begun(whole: Path, folder: Path, step: int) -> Path:
+    """A copy of a run that had been stopped after `step`. Layouts are compared from one checkpoint, not from a seed."""
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if path.name != f"step-{step:08d}":
+            shutil.rmtree(path)
+    return folder
+
+
+def test_a_stopped_run_goes_on_with_other_ranks_and_trains_the_same_samples(pretrain, tmp_path) -> None:
+    whole = pretrain(tmp_path / "whole", "trainer.steps=6")
+    assert whole.code == 0, whole.output
+    assert whole.column("packs_consumed") == [6, 12, 18, 24, 30, 36]
+    assert whole.column("tokens") == [6 * 64] * 6
+    assert whole.column("loss")[-1] < whole.column("loss")[0]
+    assert (tmp_path / "whole" / "report.md").exists()
+
+    folder = begun(tmp_path / "whole", tmp_path / "parts", 3)
+    rest = pretrain(folder, "trainer.steps=6", "resume=true", "parallel=tp2_sp", "loader.num_workers=0", ranks=2)
+    assert rest.code == 0, rest.output
+    assert rest.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+    assert rest.metrics[5]["validation_loss"] == pytest.approx(whole.metrics[5]["validation_loss"], rel=1e-5)
+    assert digests(folder) == digests(tmp_path / "whole")
+
+
+def test_an_order_that_more_steps_would_change_is_refused_and_not_trained(pretrain, tmp_path) -> None:
+    assert pretrain(tmp_path / "run", "trainer.steps=3", "trainer.eval_interval=0").code == 0
+    with pytest.raises(LoaderError, match="in another order"):
+        pretrain(tmp_path / "run", "trainer.steps=60", "resume=true")
+    assert len(read_metrics(tmp_path / "run")) == 3
+
+
+@pytest.mark.nightly
+def test_a_corpus_and_sft_data_train_in_one_run(pretrain, corpus, dataset, tmp_path) -> None:
+    blend = [
+        f"data.blend=[{{path:{corpus},weight:0.5}},{{path:{dataset},weight:0.5}}]",
+        "data.sequence_length=256",
+        "data.micro_batch_size=3",
+        "trainer.steps=4",
+    ]
+    one = pretrain(tmp_path / "one", *blend)
+    assert one.code == 0, one.output
+    folder = begun(tmp_path / "one", tmp_path / "two", 3)
+    two = pretrain(folder, *blend, "resume=true", "parallel=pp2", ranks=2)
+    assert two.code == 0, two.output
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    # Packs have prompts that are not trained, and are shorter than samples of the corpus.
+    assert all(line["trained_tokens"] < line["tokens"] < 6 * 256 for line in one.metrics)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("parallel", ["cp2", "tp2", "pp2_cp2", "data_distributed"])
+def test_every_layout_pretrains_to_the_same_losses(pretrain, tmp_path, parallel) -> None:
+    ranks = 4 if parallel == "pp2_cp2" else 2
+    one = pretrain(tmp_path / "one", "trainer.steps=6")
+    folder = begun(tmp_path / "one", tmp_path / "other", 3)
+    other = pretrain(folder, "trainer.steps=6", "resume=true", f"parallel={parallel}", ranks=ranks)
+    assert (one.code, other.code) == (0, 0), other.output
+    assert other.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    assert other.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+    assert digests(tmp_path / "one") == digests(tmp_path / "other")
+
+
+@pytest.mark.nightly
+def test_ranks_that_find_a_pair_damaged_all_end_with_the_reason(pretrain, tmp_path) -> None:
+    Path(f"{tmp_path}/x.bin").write_bytes(b"\0\0")
+    Path(f"{tmp_path}/x.idx").write_bytes(b"nonsense" * 9)
+    done = pretrain(tmp_path / "run", f"data.path={tmp_path}/x", ranks=2)
+    assert done.code == 1
+    assert "FormatError: begins with b'nonsensen'" in done.output, done.output
+    assert f"where: {tmp_path}/x.idx" in done.output
