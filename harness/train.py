@@ -18,7 +18,14 @@ from harness.loader.step import StepBatch
 # The validation set beside the training set, by which a run is judged.
 OWN_VALIDATION = "validation"
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-_LEAST = {"steps": 1, "eval_interval": 0, "early_stop": 0, "checkpoint_interval": 0, "keep_checkpoints": 1}
+_LEAST = {
+    "steps": 1,
+    "eval_interval": 0,
+    "early_stop": 0,
+    "checkpoint_interval": 0,
+    "keep_checkpoints": 1,
+    "sample_tokens": 1,
+}
 
 
 @dataclass
@@ -39,6 +46,8 @@ class TrainerConfig:
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
         trackers: what shows the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Their
             own variables say where: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and so on.
+        sample_prompts: what a user says; the model answers it at every evaluation, in `samples.jsonl`.
+        sample_tokens: of an answer, at most.
     """
 
     steps: int = 60
@@ -53,6 +62,8 @@ class TrainerConfig:
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    sample_prompts: list[str] = field(default_factory=list)
+    sample_tokens: int = 48
 
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
@@ -185,7 +196,7 @@ def train(
             )
         took = time.perf_counter() - began
         evaluations = {}
-        if _due(number, config.eval_interval, config.steps):
+        if is_due(number, config.eval_interval, config.steps):
             evaluations = {
                 name: step.evaluate(_told(batches_of(), partial(at, number, "validating")))
                 for name, batches_of in validation.items()
@@ -195,7 +206,7 @@ def train(
         losses += [] if own is None else [own.loss]
         is_over = own is not None and number < config.steps and _stands_still(losses, config.early_stop)
         reason = stop()
-        saves = reason is not None or is_over or _due(number, config.checkpoint_interval, config.steps)
+        saves = reason is not None or is_over or is_due(number, config.checkpoint_interval, config.steps)
         if saves:
             at(number, "writing a checkpoint")
             save(number, batch.state)
@@ -219,5 +230,6 @@ def _told(batches: Iterable[StepBatch], tell: Callable[[], None]) -> Iterator[St
         yield batch
 
 
-def _due(step: int, interval: int, last: int) -> bool:
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether what is done every `interval` steps, 0 for never, and after the last is done after `step`."""
     return step == last or (interval > 0 and step % interval == 0)

@@ -89,6 +89,12 @@ def check(config: PretrainConfig, world_size: int) -> None:
             where="model.vocab_size",
             fix="set it to the size of the tokenizer that made the corpus",
         )
+    if trainer.sample_prompts:
+        raise ConfigError(
+            "prompts are answered with the tokenizer of the data, and a corpus names none",
+            where="trainer.sample_prompts",
+            fix="leave them out; `harness export` the run, and generate with transformers",
+        )
     check_trackers(trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(trainer.device))
 

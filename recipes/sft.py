@@ -25,7 +25,7 @@ from harness.megatron.model_config import sequence_cost
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.topology import Topology
 from harness.train import OWN_VALIDATION
-from recipes.sft_config import SftConfig, check
+from recipes.sft_config import SftConfig, check, find_tokenizer
 from recipes.training import Task, leaving_refusals, run_training
 
 
@@ -108,6 +108,7 @@ def run(config: SftConfig) -> int:
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, world_size, pretrained)
     capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
+    tokenizer = find_tokenizer(config, data) if config.trainer.sample_prompts else None
     task = Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
@@ -117,6 +118,7 @@ def run(config: SftConfig) -> int:
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
         },
+        tokenizer=tokenizer,
     )
     return run_training(config, task, world_size=world_size)
 

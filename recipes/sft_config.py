@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from harness.errors import ConfigError
+from harness.formats import PackReader
 from harness.loader.datasets import DataConfig, LiveData, RunData
+from harness.loader.joined import JoinedReader
 from harness.megatron import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.pretrained import Pretrained
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.report.inspect import find_tokenizer_folder
 from harness.report.trackers import check_trackers
 from harness.schedule import ScheduleConfig
 from recipes.training import RunConfig
@@ -73,3 +77,36 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
             fix=f"set model.vocab_size to {stored} or more, or leave it null",
         )
     return wanted or stored or 0
+
+
+def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> ChatTokenizer:
+    """That of the data, with which `trainer.sample_prompts` are asked and answered.
+
+    Raises:
+        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
+    """
+    tokenizer = data.tokenizer if isinstance(data, LiveData) else None
+    if tokenizer is None:
+        name = config.data.tokenizer
+        try:
+            train = data.train
+            one = train.readers[0] if isinstance(train, JoinedReader) else train
+            name = name or str(find_tokenizer_folder(one)) if isinstance(one, PackReader) else name
+        except ConfigError:
+            pass
+        if not name:
+            raise ConfigError(
+                "prompts are answered with the tokenizer of the data, which does not say which",
+                where="trainer.sample_prompts",
+                fix="name it with data.tokenizer, or leave the prompts out",
+            )
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name))
+    longest = max(len(tokenizer.prompt(prompt)) for prompt in config.trainer.sample_prompts)
+    if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
+        raise ConfigError(
+            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+            f"model's max_sequence_length {config.model.max_sequence_length:,}",
+            where="trainer.sample_prompts, trainer.sample_tokens",
+            fix="shorten them",
+        )
+    return tokenizer

@@ -28,10 +28,12 @@ from harness.megatron.live_feed import LiveFeed
 from harness.megatron.model import build_model
 from harness.megatron.model_config import ModelConfig
 from harness.megatron.pretrained import Pretrained
+from harness.megatron.sampling import Sampler
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.stopping import StopSignals
 from harness.megatron.topology import ParallelConfig, Topology, join
 from harness.megatron.watchdog import Watchdog
+from harness.prep.tokenize import ChatTokenizer
 from harness.report.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.report.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
 from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
@@ -43,7 +45,7 @@ from harness.report.run_folder import (
     open_run_folder,
     whole_checkpoints,
 )
-from harness.train import StepRecord, TrainerConfig, train
+from harness.train import StepRecord, TrainerConfig, is_due, train
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Task:
         row_tokens: pad every row to so many tokens, None to leave rows as long as they are.
         pretrained: weights to begin with.
         facts: about data and schedule, for the run's report.
+        tokenizer: of the data; samples need it.
     """
 
     feeds: Callable[[Topology, LoaderState | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
@@ -88,6 +91,7 @@ class Task:
     row_tokens: int | None
     pretrained: Pretrained | None
     facts: Mapping[str, str]
+    tokenizer: ChatTokenizer | None = None
 
 
 def leaving_refusals(config: RunConfig, run: Callable[[], int]) -> int:
@@ -137,6 +141,17 @@ def run_training(config: RunConfig, task: Task, *, world_size: int) -> int:
         shown = stack.enter_context(RunProgress(config.trainer.steps, done=first_step - 1, quiet=not speaks))
         trackers = config.trainer.trackers
         writer = MetricsWriter(folder, first_step=first_step, trackers=trackers, say=shown.say) if speaks else None
+        sampler = None
+        if task.tokenizer is not None and config.trainer.sample_prompts:
+            sampler = Sampler(
+                step,
+                task.tokenizer,
+                folder if speaks else None,
+                prompts=config.trainer.sample_prompts,
+                max_tokens=config.trainer.sample_tokens,
+                multiple=config.parallel.row_multiple,
+                first_step=first_step,
+            )
         if newest is not None:
             shown.say(f"goes on behind step {first_step - 1}, from {newest}")
 
@@ -161,6 +176,10 @@ def run_training(config: RunConfig, task: Task, *, world_size: int) -> int:
             if writer is not None:
                 writer.write(metrics)
             shown.step(metrics)
+            if sampler is not None and is_due(taken.step, config.trainer.eval_interval, config.trainer.steps):
+                with shown.doing("answering prompts"):
+                    for prompt, answer in sampler.answer(taken.step):
+                        shown.say(f"  {prompt!r}: {answer!r}")
 
         checkpoints = CheckpointWriter(
             folder / CHECKPOINTS,

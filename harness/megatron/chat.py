@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.megatron.export import export
+from harness.prep.tokenize import end_tokens
 
 _MODEL_FILE = "config.json"
 
@@ -76,7 +77,7 @@ class Chat:
             **prompt,
             **self._draw,
             max_new_tokens=self._max_tokens,
-            eos_token_id=self._ends(),
+            eos_token_id=end_tokens(self._tokenizer),
             pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
             streamer=streamer,
         )
@@ -88,12 +89,6 @@ class Chat:
         return self._tokenizer.apply_chat_template(
             self._messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-
-    def _ends(self) -> list[int]:
-        """Tokens that end an answer: the tokenizer's own, and the one that its template writes after a turn."""
-        marks = [self._tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "</s>"]
-        known = self._tokenizer.get_vocab()
-        return sorted({known[mark] for mark in marks if mark in known})
 
 
 @contextmanager

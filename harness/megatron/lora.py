@@ -51,6 +51,8 @@ class Adapter(torch.nn.Module):
     Args:
         inputs, outputs: of the whole layer, over all ranks.
         halves: parts that the rows of B consist of on every rank, 2 for the gated layer.
+        rank, alpha: the inner size of the two, and how much they count.
+        by_columns: whether ranks divide the layer's inputs, and not its outputs.
         shard: this rank's part.
         generator: draws A, the same on every rank.
 
@@ -107,7 +109,8 @@ class Adapter(torch.nn.Module):
             low = gather_from_sequence_parallel_region(low)
         else:
             low = copy_to_tensor_model_parallel_region(low)
-        return functional.linear(low, torch.cat(list(self.b))) * self.scale
+        rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
+        return functional.linear(low, rows) * self.scale
 
     def weight(self) -> torch.Tensor:
         """[outputs, inputs]: what is added to the layer's weight, where one rank holds all of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,9 @@ from harness.megatron.batch import to_device
 from harness.megatron.topology import ParallelConfig, Topology
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
+
+# One microbatch through one chunk: its output, and what makes the loss of it.
+ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
 
 
 @dataclass
@@ -117,6 +120,7 @@ class MegatronStep:
         self.vocab_size = vocab_size
         self.topology = topology
         self.row_tokens = row_tokens
+        self.microbatch_group = parallel.microbatch_group
         self.device = device
         self.config = get_model_config(chunks[0])
         self.optimizer: Any = get_megatron_optimizer(
@@ -190,9 +194,16 @@ class MegatronStep:
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
         if self.row_tokens is not None:
             rows = [pad_row(row, self.row_tokens) for row in rows]
+        reports = self.run_rows(rows, self._forward, forward_only=forward_only)
+        if not reports:
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
+        return torch.stack(reports).sum(dim=0)
+
+    def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
+        """Rows through the model by Megatron's schedule; what `forward`'s loss function reports of each."""
         iterators = [iter(rows) for _ in self.chunks]
-        reports: list[torch.Tensor] = self._forward_backward(
-            forward_step_func=self._forward,
+        reports: list[Any] = self._forward_backward(
+            forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(rows),
@@ -200,9 +211,7 @@ class MegatronStep:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        if not reports:
-            return torch.zeros(2, dtype=torch.float64, device=self.device)
-        return torch.stack(reports).sum(dim=0)
+        return reports
 
     def _forward(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         arrays = next(rows)

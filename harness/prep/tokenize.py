@@ -143,6 +143,16 @@ class ChatTokenizer:
         """Write it as a Hugging Face tokenizer folder, with the template in use."""
         self._hf.save_pretrained(str(folder))
 
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of a conversation in which a user has said `text`, up to where the answer begins."""
+        rendered, _ = self._template([{"role": "user", "content": text}], prompt=True)
+        return list(self._backend.encode(rendered, add_special_tokens=False).ids)
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        return end_tokens(self._hf)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=False))
@@ -225,6 +235,13 @@ class ChatTokenizer:
                 **self._hf.special_tokens_map,
             )
         return texts[0], [(start, end) for start, end in found[0]] if spans else []
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """Of a tokenizer of transformers: its own end, and what templates write after a turn."""
+    marks = [tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "</s>"]
+    known = tokenizer.get_vocab()
+    return sorted({known[mark] for mark in marks if mark in known})
 
 
 def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:

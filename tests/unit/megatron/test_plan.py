@@ -14,9 +14,10 @@ from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.megatron import runtime
 from harness.megatron.batch import to_device
+from harness.megatron.memory import count_weights, layer_activation_bytes, plan_memory
 from harness.megatron.model import build_model
 from harness.megatron.model_config import ModelConfig
-from harness.megatron.plan import AssumedPacks, count_weights, layer_activation_bytes, plan_memory, plan_run
+from harness.megatron.plan import AssumedPacks, plan_run
 from harness.megatron.step import MegatronStep, OptimizerConfig
 from harness.megatron.topology import ParallelConfig, join
 from harness.megatron.work import Machine
@@ -50,6 +51,8 @@ def model_of(**settings) -> ModelConfig:
         {"dtype": "bfloat16", "recompute": "full"},
         {"family": "qwen2", "tie_embeddings": False},
         {"family": "qwen3", "dtype": "bfloat16"},
+        {"lora_rank": 4},
+        {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "float32",
 )
@@ -70,7 +73,8 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         )
         parameters = list(chunks[0].parameters())
         assert planned.weights == sum(one.numel() * one.element_size() for one in parameters)
-        assert planned.gradients == sum(one.main_grad.numel() * one.main_grad.element_size() for one in parameters)
+        trained = [one for one in parameters if one.requires_grad]
+        assert planned.gradients == sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained)
 
         own = {one.untyped_storage().data_ptr() for one in parameters}
         kept: dict[int, torch.Tensor] = {}
@@ -100,7 +104,7 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         step.optimizer.step()
         state = [value for one in step.optimizer.optimizer.state.values() for value in one.values()]
         moments = sum(value.numel() * value.element_size() for value in state if value.numel() > 1)
-        copies = 0 if model.dtype == "float32" else 4 * sum(one.numel() for one in parameters)
+        copies = 0 if model.dtype == "float32" else 4 * sum(one.numel() for one in trained)
         assert planned.optimizer == moments + copies
 
 

@@ -1,0 +1,148 @@
+"""What the model says while it is trained: the likeliest tokens behind a few prompts, on any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from harness.megatron.batch import to_device
+from harness.megatron.step import MegatronStep
+from harness.prep.tokenize import ChatTokenizer
+from harness.records import Int64Array, SequenceView
+from harness.report.metrics import keep_lines_before
+from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+def generate(
+    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int], multiple: int
+) -> list[list[int]]:
+    """The likeliest token behind each prompt, again and again; every rank of the job takes part and gets them.
+
+    All prompts are one row, run anew for each token: a few answers at an evaluation are not worth a cache.
+
+    Args:
+        prompts: token ids, at least one of each.
+        max_tokens: of an answer.
+        ends: tokens that end one; they are not part of it.
+        multiple: every sequence is padded to it (`ParallelConfig.row_multiple`).
+    """
+    for chunk in step.chunks:
+        chunk.eval()
+    told = [list(prompt) for prompt in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
+    open_ones = list(range(len(told)))
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            if not open_ones:
+                break
+            found = _next_tokens(step, [told[one] for one in open_ones], multiple)
+            for one, token in zip(list(open_ones), found, strict=True):
+                if token in ends:
+                    open_ones.remove(one)
+                else:
+                    told[one].append(token)
+                    answers[one].append(token)
+    return answers
+
+
+def _next_tokens(step: MegatronStep, sequences: list[list[int]], multiple: int) -> list[int]:
+    # A row pairs each token with the one behind it, which is what is asked for here.
+    views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
+    row = build_thd_batch(views, multiple=multiple)
+    lasts = row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1
+    if step.row_tokens is not None and len(row) <= step.row_tokens:
+        row = pad_row(row, step.row_tokens)
+    kept: list[torch.Tensor] = []
+
+    def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+        tensors = to_device(next(rows), step.device, cp_size=step.topology.cp_size, cp_rank=step.topology.cp_rank)
+        output = chunk(
+            input_ids=tensors.tokens,
+            position_ids=tensors.position_ids,
+            attention_mask=None,
+            labels=None,
+            packed_seq_params=tensors.packed_seq_params,
+        )
+
+        def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            if not kept:
+                kept.append(_likeliest(step, logits[0], row, lasts))
+            return logits.sum() * 0, torch.tensor(1), torch.zeros(2, dtype=torch.float64)
+
+        return output, keep
+
+    step.run_rows([row] * step.microbatch_group, forward)
+    tokens = kept[0] if kept else torch.zeros(len(sequences), dtype=torch.int64, device=step.device)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.broadcast(
+            tokens,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return [int(token) for token in tokens.tolist()]
+
+
+def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: Int64Array) -> torch.Tensor:
+    """int64 [S]: the likeliest token at each of these positions of the row; logits [T / cp, V / tp] are this rank's."""
+    topology = step.topology
+    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+    place_of = np.full(len(row), -1, dtype=np.int64)
+    place_of[held] = np.arange(held.shape[0])
+    places = torch.from_numpy(place_of[lasts]).to(logits.device)
+    chosen = gather_from_tensor_model_parallel_region(logits[places.clamp(min=0)])
+    tokens = chosen[:, : step.vocab_size].argmax(dim=-1)
+    tokens = torch.where(places >= 0, tokens, torch.zeros_like(tokens))
+    if topology.cp_size > 1:
+        torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return tokens
+
+
+class Sampler:
+    """Answers a run's prompts at its evaluations and appends them to `samples.jsonl`.
+
+    Args:
+        folder: the run's; None where this rank writes nothing.
+        prompts: what a user says, each in a conversation of its own.
+        max_tokens: of an answer.
+        first_step: lines of it and later ones, left by a run that was stopped, are removed.
+    """
+
+    def __init__(
+        self,
+        step: MegatronStep,
+        tokenizer: ChatTokenizer,
+        folder: Path | None,
+        *,
+        prompts: Sequence[str],
+        max_tokens: int,
+        multiple: int,
+        first_step: int = 1,
+    ) -> None:
+        self._step, self._tokenizer, self._prompts = step, tokenizer, list(prompts)
+        self._max_tokens, self._multiple = max_tokens, multiple
+        self._ids = [tokenizer.prompt(prompt) for prompt in prompts]
+        self._path = None if folder is None else folder / SAMPLES_FILE
+        if self._path is not None:
+            keep_lines_before(self._path, first_step)
+
+    def answer(self, step: int) -> list[tuple[str, str]]:
+        """Every prompt with its answer; every rank of the job takes part."""
+        found = generate(
+            self._step, self._ids, max_tokens=self._max_tokens, ends=self._tokenizer.ends, multiple=self._multiple
+        )
+        told = [(prompt, self._tokenizer.decode(ids)) for prompt, ids in zip(self._prompts, found, strict=True)]
+        if self._path is not None:
+            with self._path.open("a") as file:
+                for (prompt, answer), ids in zip(told, found, strict=True):
+                    line = {"step": step, "prompt": prompt, "answer": answer, "tokens": ids}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return told

@@ -1,0 +1,138 @@
+"""What a run's model answers at its evaluations is what transformers generates from the exported checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.formats import Provenance, open_writer
+from harness.megatron.chat import Chat
+from harness.megatron.export import export
+from harness.prep.bpe import train_bpe
+from harness.prep.tokenize import end_tokens, tokenizer_hash
+from harness.records import Pack
+from recipes import sft
+from recipes.sft_config import SftConfig
+
+from .conftest import command, overrides_of, run_command, run_here
+from .test_weights import settings_of
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
+PROMPTS = ["fox", "Pack my box with five dozen", "the lazy dog jumps over the quick brown fox"]
+VOCAB, TOKENS = 280, 10
+SAMPLES = (
+    f"trainer.sample_prompts={json.dumps(PROMPTS)}",
+    f"trainer.sample_tokens={TOKENS}",
+    "trainer.steps=3",
+    "trainer.eval_interval=2",
+    "optimizer.lr=0.01",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    train_bpe(TEXTS, vocab_size=VOCAB, folder=folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    provenance = Provenance(tokenizer_hash=tokenizer_hash(str(model)), counts={"vocab_size": VOCAB})
+    with open_writer(folder, format="memmap", pack_size=64, provenance=provenance) as writer:
+        for _ in range(18):
+            writer.append(Pack(rng.integers(0, VOCAB, 40), np.r_[np.ones(39), 0].astype(np.uint8), [0]))
+    return folder
+
+
+def samples(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def of_transformers(folder: Path, prompt: str) -> list[int]:
+    chat = Chat(folder, max_tokens=TOKENS)
+    chat._messages.append({"role": "user", "content": prompt})
+    asked = chat._encode()
+    ends = end_tokens(chat._tokenizer)
+    made = chat._model.generate(**asked, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends, pad_token_id=0)
+    answer = made[0, asked["input_ids"].shape[1] :].tolist()
+    return answer[: next((at for at, token in enumerate(answer) if token in ends), len(answer))]
+
+
+def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> list[dict[str, object]]:
+    overrides = [*SAMPLES, f"data.tokenizer={model}", *settings_of(model), *more]
+    if ranks == 1:
+        run_here(sft, SftConfig, [*overrides_of(data, folder, *overrides)])
+    else:
+        code, output = run_command(command(data, folder, *overrides, ranks=ranks))
+        assert code == 0, output
+        assert repr(PROMPTS[0]) in output
+    return samples(folder)
+
+
+def test_answers_are_those_of_transformers_and_a_run_that_goes_on_repeats_none(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    found = train(model, data, tmp_path / "run")
+    assert [(line["step"], line["prompt"]) for line in found] == [
+        (step, prompt) for step in (2, 3) for prompt in PROMPTS
+    ]
+    assert any(len(line["tokens"]) == TOKENS for line in found)
+    assert [line["tokens"] for line in found[:3]] != [line["tokens"] for line in found[3:]]
+    export(tmp_path / "run", tmp_path / "out")
+    # The run's data does not lie beside its tokenizer here.
+    for path in model.glob("*token*"):
+        (tmp_path / "out" / path.name).write_bytes(path.read_bytes())
+    assert [line["tokens"] for line in found[3:]] == [of_transformers(tmp_path / "out", prompt) for prompt in PROMPTS]
+    more = train(model, data, tmp_path / "run", "trainer.steps=4", "resume=true")
+    assert [line["step"] for line in more] == [2] * 3 + [3] * 3 + [4] * 3
+    assert more[:6] == found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "more"),
+    [
+        ("tp2_sp", 2, ()),
+        ("cp2", 2, ()),
+        ("pp2_vpp2", 2, ("loader.global_batch_size=8",)),
+        ("tp2_pp2", 4, ("parallel.static_rows=true",)),
+    ],
+)
+def test_every_layout_gives_the_same_answers(
+    model: Path, data: Path, tmp_path: Path, parallel: str, ranks: int, more: tuple[str, ...]
+) -> None:
+    expected = train(model, data, tmp_path / "one", *more)
+    found = train(model, data, tmp_path / "other", f"parallel={parallel}", *more, ranks=ranks)
+    assert found == expected
+
+
+def test_prompts_that_cannot_be_answered_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
+    def refused(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            run_here(sft, SftConfig, overrides_of(data, tmp_path / "run", *SAMPLES, *settings_of(model), *overrides))
+        return error.value.what
+
+    assert "does not say which" in refused()
+    assert "are longer than the model's" in refused(f"data.tokenizer={model}", "trainer.sample_tokens=1020")
