@@ -105,6 +105,8 @@ def test_answers_are_those_of_transformers_and_a_run_that_goes_on_repeats_none(
     for path in model.glob("*token*"):
         (tmp_path / "out" / path.name).write_bytes(path.read_bytes())
     assert [line["tokens"] for line in found[3:]] == [of_transformers(tmp_path / "out", prompt) for prompt in PROMPTS]
+    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({**found[0], "step": 4}) + "\n")  # of a step that no checkpoint holds
     more = train(model, data, tmp_path / "run", "trainer.steps=4", "resume=true")
     assert [line["step"] for line in more] == [2] * 3 + [3] * 3 + [4] * 3
     assert more[:6] == found

@@ -111,9 +111,11 @@ def megatrons(config: CorpusConfig, train: int, **changes: Any) -> Any:
     return BlendedMegatronDatasetBuilder(GPTDataset, [train, 8, 8], lambda: True, made).build()[0]
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_step_gets_megatrons_samples_with_their_shapes_shifts_masks_and_positions(corpus: Path, reset: bool) -> None:
-    told = {"reset_position_ids": reset, "reset_attention_mask": reset, "eod_mask_loss": reset}
+@pytest.mark.parametrize(("positions", "attention"), [(False, False), (True, True), (True, False), (False, True)])
+def test_a_step_gets_megatrons_samples_with_their_shapes_shifts_masks_and_positions(
+    corpus: Path, positions: bool, attention: bool
+) -> None:
+    told = {"reset_position_ids": positions, "reset_attention_mask": attention, "eod_mask_loss": attention}
     config = settings(corpus, eod=EOD, **told)
     expected = megatrons(config, 64)
     found = [row for batch in batches(opened(config), config) for row in batch.rows]
@@ -132,13 +134,15 @@ def test_a_step_gets_megatrons_samples_with_their_shapes_shifts_masks_and_positi
         seen = (document[:, None] == document[None, :]) & np.tri(SIZE, dtype=bool)
         np.testing.assert_array_equal(~seen, sample["attention_mask"].numpy()[0])
         ends += int((row.tokens == EOD).sum())
-        if reset:
-            assert (row.loss_mask == (row.tokens != EOD)).all()
+        if positions:
             behind = np.flatnonzero(row.tokens[:-1] == EOD) + 1
             assert (row.position_ids[behind] == 0).all()
         else:
-            assert row.cu_seqlens.tolist() == [0, SIZE]
             np.testing.assert_array_equal(row.position_ids, np.arange(SIZE))
+        if attention:
+            assert (row.loss_mask == (row.tokens != EOD)).all()
+        else:
+            assert row.cu_seqlens.tolist() == [0, SIZE]
             assert row.loss_mask.all()
     assert ends > 20
 
