@@ -19,9 +19,8 @@ from harness.formats import PackReader
 from harness.loader.config import LoaderConfig
 from harness.loader.corpus import CorpusConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout
 from harness.megatron import runtime
-from harness.megatron.feed import Feed
+from harness.megatron.feed import Feed, layout_of
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.model_config import sequence_cost
 from harness.megatron.pretrain_data import open_corpus
@@ -120,13 +119,7 @@ def make_feeds(
         reads=topology.tp_rank == 0,
         ranks=ranks,
     )
-    layout = Layout(
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-        cp_size=topology.cp_size,
-        multiple=config.parallel.row_multiple,
-        group_size=config.parallel.microbatch_group,
-    )
+    layout = layout_of(topology, config.parallel)
 
     def feed(dataset: Any, settings: LoaderConfig, count: int | None, start: LoaderState | None) -> Feed:
         def loader() -> SampleLoader:

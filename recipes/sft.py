@@ -17,9 +17,9 @@ from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
 from harness.loader.live.consumer import Rows
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, PackSource
+from harness.loader.step import PackSource
 from harness.megatron import runtime
-from harness.megatron.feed import Feed, readable
+from harness.megatron.feed import Feed, layout_of, readable
 from harness.megatron.live_feed import LiveFeed
 from harness.megatron.model_config import sequence_cost
 from harness.megatron.pretrained import find_pretrained
@@ -78,13 +78,7 @@ def make_feeds(
 
 def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: LoaderState | None) -> LiveFeed:
     """The training batches of live chunks from `state` on."""
-    layout = Layout(
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-        cp_size=topology.cp_size,
-        multiple=config.parallel.row_multiple,
-        group_size=config.parallel.microbatch_group,
-    )
+    layout = layout_of(topology, config.parallel)
     capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
     return LiveFeed(
         data.train,

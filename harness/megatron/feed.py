@@ -16,8 +16,8 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.step import PackSource, StepBatch
-from harness.megatron.topology import Topology
+from harness.loader.step import Layout, PackSource, StepBatch
+from harness.megatron.topology import ParallelConfig, Topology
 from harness.records import Int32Array, Int64Array, Pack
 
 T = TypeVar("T")
@@ -81,6 +81,17 @@ class LengthsOnly:
             total = int(lengths.sum(dtype=np.int64))
             packs.append(Pack(np.zeros(total, dtype=np.int32), np.zeros(total, dtype=np.uint8), starts))
         return packs
+
+
+def layout_of(topology: Topology, parallel: ParallelConfig) -> Layout:
+    """What of the parallel layout matters to data, on this rank."""
+    return Layout(
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        cp_size=topology.cp_size,
+        multiple=parallel.row_multiple,
+        group_size=parallel.microbatch_group,
+    )
 
 
 def readable(source: PackSource, topology: Topology) -> PackSource:

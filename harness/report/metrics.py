@@ -251,7 +251,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
         **facts,
     }
-    lines = ["# Fine-tuning run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
+    lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n")
