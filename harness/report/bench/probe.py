@@ -153,11 +153,59 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     }
 
 
+def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
+    """A file of conversations to a shard on disk, once for the caches and once for the clock of this process."""
+    from harness.prep.reading import cut_shards
+    from harness.prep.shard_work import Receipt, ShardJob, do_shard
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+    from harness.prep.tokenized_chunk import TokenizeJob
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    loaded = ChatTokenizer(TokenizerConfig(name=tokenizer))
+    job = TokenizeJob(tokenizer, "", "generation", "refuse", 1 << 20, "drop")
+    (shard,) = cut_shards([Path(source)], shard_bytes=1 << 40)
+    seconds, tokens = 0.0, 0
+    for again in range(2):
+        began = time.process_time()
+        made = do_shard(ShardJob(f"{folder}-{again}", job, "", True), 0, shard, lambda _: loaded)
+        seconds = time.process_time() - began
+        assert isinstance(made, Receipt), made
+        tokens = made.tokens
+    return {"megabytes_per_s": _text_megabytes(source, tokenizer)[1] / seconds, "tokens": float(tokens)}
+
+
+def _probe_tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
+    """The same conversations as text in memory to token ids, by the tokenizers library and nothing else."""
+    import tokenizers
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    library = tokenizers.Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
+    texts, megabytes = _text_megabytes(source, tokenizer)
+    seconds, tokens = 0.0, 0
+    for _ in range(2):
+        began = time.process_time()
+        tokens = sum(len(one.ids) for one in library.encode_batch(texts, add_special_tokens=False))
+        seconds = time.process_time() - began
+    return {"megabytes_per_s": megabytes / seconds, "tokens": float(tokens)}
+
+
+def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
+    """Every conversation's text, by the template, and how many megabytes they are."""
+    import transformers
+
+    template = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    with Path(source).open() as file:
+        texts = [template.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in file]
+    return texts, sum(len(text.encode()) for text in texts) / 1e6
+
+
 _PROBES: dict[str, Callable[..., dict[str, float]]] = {
     "open": _probe_open,
     "numpy_load": _probe_numpy_load,
     "first_batch": _probe_first_batch,
     "prepare": _probe_prepare,
+    "tokenize_shard": _probe_tokenize_shard,
+    "tokenizers_alone": _probe_tokenizers_alone,
 }
 
 if __name__ == "__main__":
