@@ -20,6 +20,7 @@ from harness.loader.config import LoaderConfig
 from harness.loader.corpus import CorpusConfig
 from harness.loader.state import LoaderState
 from harness.megatron import runtime
+from harness.megatron.checkpoint import Progress
 from harness.megatron.feed import Feed, layout_of
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.model_config import sequence_cost
@@ -69,6 +70,12 @@ def check(config: PretrainConfig, world_size: int) -> None:
             where="data.sequence_length",
             fix="lower it, or raise model.max_sequence_length",
         )
+    if data.reset_position_ids and not data.reset_attention_mask:
+        raise ConfigError(
+            "rotary positions follow the bounds of attention: reset_position_ids alone would change nothing",
+            where="data.reset_position_ids",
+            fix="set data.reset_attention_mask=true too, or leave both out",
+        )
     if data.reset_attention_mask and config.parallel.static_rows:
         raise ConfigError(
             "rows whose documents are padded one by one have no largest size",
@@ -102,14 +109,17 @@ def make_feeds(
     config: PretrainConfig,
     packs: dict[str, PackReader],
     topology: Topology,
-    state: LoaderState | None,
+    progress: Progress | None,
     ranks: runtime.Runtime,
 ) -> tuple[Feed, dict[str, Feed]]:
-    """The training batches from `state` on, and those of the validation and test splits, by name."""
+    """The training batches from `progress` on, and those of the validation and test splits, by name."""
     data, size, cost = config.data, config.loader.global_batch_size, sequence_cost(config.model)
     batches = config.trainer.eval_batches
     evaluated = None if batches is None else batches * size
-    wanted = config.trainer.steps * size
+    done, state = (progress.step, progress.loader) if progress is not None else (0, None)
+    consumed = state.packs_consumed if state is not None else 0
+    # Steps of before may have had another size.
+    wanted = consumed + max(0, config.trainer.steps - done) * size
     corpus = open_corpus(
         data,
         seed=config.loader.seed,
@@ -164,10 +174,16 @@ def run(config: PretrainConfig) -> int:
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0
     data = config.data
+    if data.eod is not None and not 0 <= data.eod < vocab_size:
+        raise ConfigError(
+            f"the token {data.eod} ends documents, and the model knows {vocab_size:,} tokens",
+            where="data.eod",
+            fix="set it to the id of the token that ends a document",
+        )
     sources = [source.path for some in data.sources().values() for source in some]
 
-    def feeds(topology: Topology, state: LoaderState | None, ranks: runtime.Runtime) -> tuple[Feed, dict[str, Feed]]:
-        return make_feeds(config, packs, topology, state, ranks)
+    def feeds(topology: Topology, progress: Progress | None, ranks: runtime.Runtime) -> tuple[Feed, dict[str, Feed]]:
+        return make_feeds(config, packs, topology, progress, ranks)
 
     row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.row_multiple)[0])
     task = Task(

@@ -19,6 +19,7 @@ from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
 from harness.loader.step import PackSource
 from harness.megatron import runtime
+from harness.megatron.checkpoint import Progress
 from harness.megatron.feed import Feed, layout_of, readable
 from harness.megatron.live_feed import LiveFeed
 from harness.megatron.model_config import sequence_cost
@@ -33,10 +34,11 @@ def make_feeds(
     config: SftConfig,
     data: RunData | LiveData,
     topology: Topology,
-    state: LoaderState | None,
+    progress: Progress | None,
     ranks: runtime.Runtime,
 ) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
-    """The training batches from `state` on, and those that go through each validation set once each time, by name."""
+    """The training batches from `progress` on, and those that go through each validation set each time, by name."""
+    state = progress.loader if progress is not None else None
 
     def feed(
         reader: PackSource,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 
 from harness.config import to_yaml
 from harness.errors import ConfigError, HarnessError
@@ -25,6 +26,7 @@ from harness.megatron.checkpoint_writer import CheckpointWriter
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.feed import Feed
 from harness.megatron.live_feed import LiveFeed
+from harness.megatron.lora import check_same_adapters
 from harness.megatron.model import build_model
 from harness.megatron.model_config import ModelConfig
 from harness.megatron.pretrained import Pretrained
@@ -45,7 +47,7 @@ from harness.report.run_folder import (
     open_run_folder,
     whole_checkpoints,
 )
-from harness.train import StepRecord, TrainerConfig, is_due, train
+from harness.train import OWN_VALIDATION, StepRecord, TrainerConfig, is_due, train
 
 
 @dataclass
@@ -77,8 +79,8 @@ class Task:
     """What a recipe adds to a run.
 
     Attributes:
-        feeds: the training batches from a state on, and the validation sets by name, each of which is gone through once
-            a validation; called on every rank, once they have met.
+        feeds: the training batches from where the run is, None for its begin, and the validation sets by name, each of
+            which is gone through once a validation; called on every rank, once they have met.
         vocab_size: of the model.
         row_tokens: pad every row to so many tokens, None to leave rows as long as they are.
         pretrained: weights to begin with.
@@ -86,7 +88,7 @@ class Task:
         tokenizer: of the data; samples need it.
     """
 
-    feeds: Callable[[Topology, LoaderState | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
+    feeds: Callable[[Topology, checkpoint.Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
     vocab_size: int
     row_tokens: int | None
     pretrained: Pretrained | None
@@ -118,8 +120,15 @@ def run_training(config: RunConfig, task: Task, *, world_size: int) -> int:
         folder, newest = runtime.on_rank_0(lambda: _choose_folder(config))
         progress = checkpoint.read_progress(newest) if newest is not None else None
         topology = join(config.parallel, world_size)
-        training, validation = task.feeds(topology, progress.loader if progress else None, ranks)
+        runtime.on_rank_0(lambda: _check_adapters(config, folder) if newest is not None else None)
+        training, validation = task.feeds(topology, progress, ranks)
         stack.enter_context(training)
+        if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
+            raise ConfigError(
+                "early_stop asks for validations, and there are none before the last step",
+                where="trainer.early_stop",
+                fix="set trainer.eval_interval, and a validation set in data",
+            )
         step = _make_step(config, task, topology, ranks.device, is_new=newest is None)
         if newest is not None:
             checkpoint.load(newest, step)
@@ -293,6 +302,11 @@ def _choose_folder(config: RunConfig) -> tuple[Path, Path | None]:
     for error in passed_over:
         print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
     return folder, newest
+
+
+def _check_adapters(config: RunConfig, folder: Path) -> None:
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # a folder that tells nothing is no reason
+        check_same_adapters(config.model, yaml.safe_load((folder / "config.yaml").read_text())["model"], str(folder))
 
 
 def _validated(folder: Path, first_step: int) -> list[float]:

@@ -15,6 +15,7 @@ import yaml
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
 from harness.launch.script import Job
+from harness.loader.corpus import corpus_paths
 
 SCRIPT = "job.sbatch"
 # Of docker/Dockerfile.
@@ -137,9 +138,7 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     """
     data = settings["data"]
     if "blend_per_split" in data:
-        blends = [data["blend"], *data["blend_per_split"].values()]
-        paths = [source["path"] for blend in blends for source in blend] or [data["path"] or ""]
-        return tuple(dict.fromkeys(path for path in paths if path and "://" not in path))
+        return tuple(dict.fromkeys(path for path in corpus_paths(data) if path and "://" not in path))
     paths = [source["path"] for source in data["blend"]] or ([] if data["live"]["path"] else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)

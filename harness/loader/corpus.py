@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.errors import ConfigError
 
@@ -28,6 +29,15 @@ class CorpusSource:
 
 
 @dataclass
+class SplitSources:
+    """Sources of each split, named as Megatron does."""
+
+    train: list[CorpusSource] = field(default_factory=list)
+    valid: list[CorpusSource] = field(default_factory=list)
+    test: list[CorpusSource] = field(default_factory=list)
+
+
+@dataclass
 class CorpusConfig:
     """What to pretrain on, as Megatron-Core's GPTDataset and BlendedDataset read it.
 
@@ -35,17 +45,19 @@ class CorpusConfig:
         path: one source, divided by `split`. Not used where there is a blend.
         blend: several sources, each divided by `split`; without weights, all samples of each once.
         split: parts of training, validation and test, of any sum: `969,30,1`.
-        blend_per_split: other sources for each of `train`, `valid` and `test`, in place of a blend and a split.
+        blend_per_split: other sources for each split, in place of a blend and a split.
         per_split_data_args_path: these from a JSON file, `{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}`.
         sequence_length: S, the tokens of a sample.
         micro_batch_size: samples of one row.
         num_samples: how many to lay out the order for, None for those that the run trains. Where Megatron needs another
             number of epochs for them, it shuffles anew.
         eod: id of the token that ends a document; the next three need it.
-        reset_position_ids: count positions anew behind it.
+        reset_position_ids: count positions anew behind it. Rotary positions follow what attention is given, so that
+            this alone would change nothing.
         reset_attention_mask: let no document attend to another one.
         eod_mask_loss: do not train what comes behind it.
-        path_to_cache: a folder for the built indices; None for Megatron's own, in a folder named after the source.
+        path_to_cache: a folder for the built indices; None for `index_cache` beside the first source, or in
+            `object_storage_cache_path` where that is in object storage.
         object_storage_cache_path: a folder for the `.idx` of sources in object storage.
         object_storage_chunk_bytes: of the `.bin` there, read at once. Samples come from anywhere in it.
         num_dataset_builder_threads: that build a blend's indices.
@@ -58,7 +70,7 @@ class CorpusConfig:
     path: str = "data/corpus"
     blend: list[CorpusSource] = field(default_factory=list)
     split: str = "99,1,0"
-    blend_per_split: dict[str, list[CorpusSource]] = field(default_factory=dict)
+    blend_per_split: SplitSources = field(default_factory=SplitSources)
     per_split_data_args_path: str | None = None
     sequence_length: int = 1024
     micro_batch_size: int = 1
@@ -110,7 +122,15 @@ class CorpusConfig:
 
     @property
     def is_per_split(self) -> bool:
-        return bool(self.blend_per_split or self.per_split_data_args_path)
+        return bool(self.per_split_data_args_path or any(vars(self.blend_per_split).values()))
+
+    @property
+    def cache(self) -> str:
+        """The folder of the built indices."""
+        first = next(iter(self.sources().values()))[0].path
+        if self.path_to_cache is None and "://" in first:
+            return f"{self.object_storage_cache_path}/index_cache"
+        return self.path_to_cache or str(Path(first).parent / "index_cache")
 
     def sources(self) -> dict[str, Sources]:
         """Of each split, where they differ; else all of them, named `all`.
@@ -120,8 +140,8 @@ class CorpusConfig:
         """
         if self.per_split_data_args_path is not None:
             return _read_splits(Path(self.per_split_data_args_path))
-        if self.blend_per_split:
-            return {name: self.blend_per_split[name] for name in SPLITS if self.blend_per_split.get(name)}
+        if self.is_per_split:
+            return {name: some for name, some in vars(self.blend_per_split).items() if some}
         return {"all": self.blend or [CorpusSource(self.path)]}
 
     def counts(self) -> dict[str, list[int]] | None:
@@ -140,7 +160,18 @@ class CorpusConfig:
         return counts
 
     def _check_sources(self) -> None:
-        given = [name for name in ("blend", "blend_per_split", "per_split_data_args_path") if getattr(self, name)]
+        per_split = vars(self.blend_per_split)
+        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds what is not there
+        if unknown:
+            raise ConfigError(
+                f"there is no split {unknown[0]!r}", where="data.blend_per_split", fix=f"one of {', '.join(SPLITS)}"
+            )
+        named = {
+            "blend": self.blend,
+            "blend_per_split": any(per_split.values()),
+            "per_split_data_args_path": self.per_split_data_args_path,
+        }
+        given = [name for name, value in named.items() if value]
         if len(given) > 1:
             raise ConfigError(
                 f"{' and '.join(given)} both name the sources", where=f"data.{given[1]}", fix="keep one of them"
@@ -151,14 +182,12 @@ class CorpusConfig:
                 where="data.path",
                 fix="name X of X.bin and X.idx, or several in data.blend",
             )
-        unknown = [name for name in self.blend_per_split if name not in SPLITS]
-        if unknown:
-            raise ConfigError(
-                f"there is no split {unknown[0]!r}", where="data.blend_per_split", fix=f"one of {', '.join(SPLITS)}"
-            )
-        for name, some in {"data.blend": self.blend, **_keyed(self.blend_per_split)}.items():
+        for name, some in {
+            "data.blend": self.blend,
+            **{f"data.blend_per_split.{k}": v for k, v in per_split.items()},
+        }.items():
             check_sources(some, where=name)
-        if self.blend_per_split and not self.blend_per_split.get("train"):
+        if any(per_split.values()) and not per_split["train"]:
             raise ConfigError("no source is for training", where="data.blend_per_split", fix="name some under train")
         try:
             parts = [float(part) for part in self.split.split(",")]
@@ -175,7 +204,7 @@ class CorpusConfig:
 def check_sources(sources: Sources, *, where: str) -> None:
     """Refuse sources without a path, or of which only some have a weight, or one of no weight."""
     for number, source in enumerate(sources):
-        if not source.path or not isinstance(source.path, str):
+        if not isinstance(source, CorpusSource) or not source.path or not isinstance(source.path, str):
             raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
         if source.weight is not None and not source.weight > 0:
             raise ConfigError(f"the weight is {source.weight}", where=f"{where}[{number}]", fix="a number above 0")
@@ -183,8 +212,16 @@ def check_sources(sources: Sources, *, where: str) -> None:
         raise ConfigError("some sources have a weight and some have none", where=where, fix="give all of them one")
 
 
-def _keyed(blends: dict[str, Sources]) -> dict[str, Sources]:
-    return {f"data.blend_per_split.{name}": some for name, some in blends.items()}
+def corpus_paths(data: dict[str, Any]) -> list[str]:
+    """The sources that plain settings of a corpus name, those of its JSON file where that is on this machine."""
+    if data["per_split_data_args_path"]:
+        try:
+            blends = list(_read_splits(Path(data["per_split_data_args_path"])).values())
+        except ConfigError:
+            return []
+        return [source.path for blend in blends for source in blend]
+    plain = [data["blend"], *data["blend_per_split"].values()]
+    return [source["path"] for blend in plain for source in blend] or [data["path"]]
 
 
 def _read_json(path: Path, key: str) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ import numpy as np
 from harness.formats.indexed_merge import count_sequences, save_counts
 from harness.formats.indexed_writer import IndexedWriter
 from harness.formats.megatron_index import UINT16
-from harness.loader.corpus import CorpusConfig, CorpusSource
+from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
 from harness.megatron.pretrain_data import build_corpus
 from harness.report.bench.figures import BenchReport, Figure
 from harness.report.bench.timing import take_turns
@@ -55,10 +55,11 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, say: Callable[[
         _write(prefix, settings, seed=number)
     save_counts(count_sequences(prefixes, vocab_size=_VOCABULARY), folder / "counts.json")
     plain = CorpusConfig(
-        blend_per_split={"train": [CorpusSource(prefix, 1.0) for prefix in prefixes]},
+        blend_per_split=SplitSources(train=[CorpusSource(prefix, 1.0) for prefix in prefixes]),
         sequence_length=settings.sequence_length,
         path_to_cache=str(folder / "cache"),
     )
+    Path(plain.cache).mkdir()
     counted = replace(plain, per_dataset_sequences_path=str(folder / "counts.json"))
     fast = replace(counted, fast_cache_load=True)
     say("building the indices")

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
+from harness.errors import ConfigError
 from harness.megatron.model_config import ModelConfig
 from harness.megatron.weights import ADAPTER, Shard, to_hf
 
@@ -223,3 +224,25 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "inference_mode": True,
         "target_modules": [name for target in model.lora_targets for name in _HF_MODULES[target]],
     }
+
+
+def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) -> None:
+    """Refuse to go on with other adapters: a checkpoint would fill those of the same names, however they count.
+
+    Args:
+        before: the model's settings of the run so far, as its config.yaml has them.
+
+    Raises:
+        ConfigError: rank, alpha or targets differ; with both values.
+    """
+    names = ("lora_rank", "lora_alpha", "lora_targets")
+    then, today = {"lora_rank": 0, **before}, vars(model)
+    if then["lora_rank"] == today["lora_rank"] == 0:
+        return
+    changed = [f"model.{n} was {then.get(n)} and is {today[n]}" for n in names if then.get(n) != today[n]]
+    if changed:
+        raise ConfigError(
+            f"the run has other adapters: {'; '.join(changed)}",
+            where=where,
+            fix="go on with the settings it was started with, or start a new run",
+        )

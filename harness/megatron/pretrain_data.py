@@ -7,12 +7,15 @@ the folder, and then the others; what one of them is refused, all are told.
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,7 +35,7 @@ from harness.megatron import runtime
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.feed import together
 from harness.megatron.pretrain_samples import BlendPart, PackDataset, missing_index
-from harness.megatron.pretrain_sources import check_dtype, check_size, check_sources, facts_of
+from harness.megatron.pretrain_sources import check_dtype, check_size, check_sources, check_split, facts_of
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,15 @@ class Corpus:
 
 
 class TokenIds:
-    """Stands for a tokenizer where tokens are all there is. Built indices do not depend on it."""
+    """Stands for a tokenizer where tokens are all there is.
 
-    def __init__(self, eod: int | None, vocab_size: int | None) -> None:
+    Megatron finds a built index by the source's path, its own settings and the tokenizer: what the source holds goes in
+    here, or an index of other data at the same path would be trusted.
+    """
+
+    def __init__(self, eod: int | None, vocab_size: int | None, facts: Sequence[Any] = ()) -> None:
         self.eod, self.vocab_size = eod, vocab_size
-        self.unique_identifiers = OrderedDict({"class": "TokenIds"})
+        self.unique_identifiers = OrderedDict({"class": "TokenIds", "source": list(facts)})
 
 
 class _Sources:
@@ -95,6 +102,10 @@ class _Sources:
 
     def __call__(self, dataset: Any, path: str, indices: Any, num_samples: Any, split: Split, config: Any) -> Any:
         kind = PackDataset if path in self._packs else GPTDataset
+        if indices is not None:
+            check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
+        config = copy.copy(config)
+        config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, facts_of(dataset))
         built = kind(dataset, path, indices, num_samples, split, config)
         self.built[path, split] = built
         return BlendPart(built) if self.is_mixed else built
@@ -120,9 +131,11 @@ def open_corpus(
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
     """
-    build: Callable[[], Corpus | None] = partial(build_corpus, config, seed, sizes, vocab_size, packs)
     runtime.on_rank_0(lambda: check_sources(config, packs))
     mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
+    build: Callable[[], Corpus | None] = partial(
+        build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2
+    )
     corpus: Corpus | None = None
     for turn in range(3):
         does = build if turn == mine and (reads or mine < 2) else _nothing
@@ -140,8 +153,14 @@ def build_corpus(
     sizes: tuple[int, int | None, int | None],
     vocab_size: int,
     packs: dict[str, PackReader],
+    *,
+    finds_built: bool = False,
 ) -> Corpus:
-    """`open_corpus` in this process alone."""
+    """`open_corpus` in this process alone; the folder of the indices is there.
+
+    Args:
+        finds_built: the indices are there too, so that others may read them meanwhile.
+    """
     blends, counts = config.sources(), config.counts()
     sources = _Sources(config, packs, counts)
     named = {source.path for some in blends.values() for source in some}
@@ -159,7 +178,7 @@ def build_corpus(
         "eod_mask_loss": config.eod_mask_loss,
         # Attention is given boundaries: a mask would be S * S bytes a sample.
         "create_attention_mask": False,
-        "path_to_cache": config.path_to_cache or (config.object_storage_cache_path if remote else None),
+        "path_to_cache": config.cache,
         "mmap_bin_files": not remote,
         "object_storage_cache_path": config.object_storage_cache_path,
         "num_dataset_builder_threads": config.num_dataset_builder_threads,
@@ -175,7 +194,7 @@ def build_corpus(
     }
     values |= {name: value for name, value in fast.items() if value is not None}
     try:
-        with _as_a_lone_process():
+        with _as_a_lone_process(), _alone_in(Path(config.cache), shared=finds_built or config.fast_cache_load):
             made = gpt_dataset_config(values)
             builder = BlendedMegatronDatasetBuilder(sources, list(sizes), lambda: True, made)
             train, validation, test = builder.build()
@@ -187,7 +206,8 @@ def build_corpus(
         raise ConfigError(
             f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}",
             where=", ".join(sorted(named)[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
-            fix="`harness verify X.idx` checks a pair; see data.* in `python -m recipes.pretrain --cfg`",
+            fix=f"where an index in {config.cache} is damaged, remove that folder, and it is built again; "
+            "`harness verify X.idx` checks a pair",
         ) from error
     first = blends.get("train", blends.get("all", []))
     check_size(train, sizes[0], first)
@@ -225,6 +245,14 @@ def epochs_of(dataset: Any) -> str:
 def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | None]:
     weights = [source.weight for source in sources if source.weight is not None]
     return [source.path for source in sources], weights or None
+
+
+@contextmanager
+def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
+    """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile."""
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

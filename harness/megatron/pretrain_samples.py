@@ -186,7 +186,7 @@ class SampleReader:
             if not isinstance(part.datasets[0], BlendPart):
                 return np.asarray([self._sequence_length], np.int64)
             if part.dataset_index is None:  # mapped at its first use
-                part[index]
+                self._sample(index)
             part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
         return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self._sequence_length])
 
@@ -195,6 +195,12 @@ class SampleReader:
             found = self._dataset[index]
         except FileNotFoundError as error:
             raise missing_index(error) from None
+        except (ValueError, EOFError, IndexError) as error:
+            raise LoaderError(
+                f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                fix="a built index is damaged, or the corpus changed while it is read: remove the folder of the "
+                "indices (data.path_to_cache), and they are built again",
+            ) from error
         sample = {name: np.asarray(found[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path, parse_s3_path
 
@@ -44,7 +46,7 @@ def facts_of(opened: Any) -> list[Any]:
     if isinstance(opened, PackReader):
         return [opened.fingerprint]
     lengths, pointers = opened.index.sequence_lengths, opened.index.sequence_pointers
-    looked_at = np.linspace(0, len(lengths) - 1, 8).astype(np.int64)
+    looked_at = np.linspace(0, len(lengths) - 1, 64).astype(np.int64)
     return [len(lengths), int(opened.index.document_count), int(pointers[-1]), lengths[looked_at].tolist()]
 
 
@@ -63,11 +65,48 @@ def check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
     _check_storage(config, remote)
+    _check_cache(Path(config.cache))
     if config.fast_cache_load:
         return
     for path in named:
         if path not in remote:
             _check_pair(Path(path))
+
+
+def _check_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"built indices cannot be kept: {error.strerror or error}",
+            where=str(folder),
+            fix="name a folder that can be written to with data.path_to_cache",
+        ) from None
+
+
+def check_split(
+    opened: Any, path: str, indices: npt.NDArray[Any], num_samples: int | None, split: str, sequence_length: int
+) -> None:
+    """Refuse a split of a source that holds nothing, for which Megatron would look for epochs without end."""
+    if isinstance(opened, PackReader):
+        what, enough = f"{indices.shape[0]:,} of {len(opened):,} packs", indices.shape[0] > 0
+    else:
+        if (
+            indices.shape[0] > sequence_length
+        ):  # of so many each need only have a token, and all lengths are long to read
+            return
+        tokens = int(opened.sequence_lengths[indices].sum(dtype=np.int64))
+        what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
+        enough = tokens > (sequence_length if num_samples is None else 0)
+    if not enough:
+        raise ConfigError(
+            f"{split} gets {what} of a source, which is not one sample",
+            where=path,
+            fix="give it a larger part of data.split, or none (\"data.split='100'\"), or sources of its own in "
+            "data.blend_per_split",
+        )
 
 
 def _check_pair(prefix: Path) -> None:

@@ -137,6 +137,22 @@ def test_two_ranks_go_on_with_adapters_of_one(base: Path, dataset: Path, trained
         assert [line[name] for line in found] == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model.lora_targets=[linear_qkv]", "model.lora_targets was"),
+        ("model.lora_alpha=300", "model.lora_alpha was 16.0 and is 300.0"),
+        ("model.lora_rank=0", "model.lora_rank was 4 and is 0"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_adapters(base, dataset, trained, tmp_path, change, told) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    with pytest.raises(ConfigError) as refused:
+        train(base, dataset, tmp_path / "run", change, "trainer.steps=7", "resume=true")
+    assert told in refused.value.what
+    assert len(read_metrics(tmp_path / "run")) == 6
+
+
 def test_adapters_that_are_not_there_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
     train(base, dataset, tmp_path / "run", "model.lora_rank=0", "trainer.steps=1")
     with pytest.raises(ConfigError, match="the run trained all weights") as refused:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.errors import LoaderError
+from harness.errors import HarnessError, LoaderError
 from harness.formats.indexed_writer import IndexedWriter
 from recipes import pretrain as recipe
 
@@ -97,6 +97,49 @@ def test_an_order_that_more_steps_would_change_is_refused_and_not_trained(pretra
     with pytest.raises(LoaderError, match="in another order"):
         pretrain(tmp_path / "run", "trainer.steps=60", "resume=true")
     assert len(read_metrics(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize(("size", "samples"), [(3, 24), (12, 42)])
+def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain, tmp_path, size, samples) -> None:
+    pretrain(tmp_path / "run", "trainer.steps=3")
+    more = pretrain(tmp_path / "run", "trainer.steps=5", "resume=true", f"loader.global_batch_size={size}")
+    assert more.column("step") == [1, 2, 3, 4, 5]
+    assert more.column("packs_consumed") == [6, 12, 18, 18 + size, 18 + 2 * size]
+    assert more.column("packs_consumed")[-1] == samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("data.eod=300",), "the token 300 ends documents, and the model knows 300"),
+        (("data.reset_attention_mask=false",), "reset_position_ids alone would change nothing"),
+        (("trainer.early_stop=1", "trainer.eval_interval=0"), "early_stop asks for validations"),
+        (("trainer.early_stop=1", "data.split='100'"), "early_stop asks for validations"),
+        (("trainer.sample_prompts=[hello]",), "a corpus names none"),
+        (("loader.global_batch_size=7", "data.micro_batch_size=2"), "no multiple of 2"),
+        (("data.sequence_length=5000",), "longer than the model's max_sequence_length"),
+        (
+            (
+                "model.vocab_size=null",
+                "data.eod=null",
+                "data.reset_attention_mask=false",
+                "data.reset_position_ids=false",
+            ),
+            "a corpus does not say",
+        ),
+        (
+            ("data.blend_per_split.train=[{path:a,weight:1.0},{path:b,weight:2.0}]", "trainer.eval_batches=null"),
+            "its validation needs one",
+        ),
+        (("data.blend_per_split.train=[{path:a}]",), "there is no a.bin"),
+        (("+data.blend_per_split.training=[{path:a}]",), "there is no split 'training'"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, settings, told) -> None:
+    with pytest.raises(HarnessError) as refused:
+        pretrain(tmp_path / "run", *settings)
+    assert told in refused.value.what
+    assert refused.value.fix
 
 
 @pytest.mark.nightly

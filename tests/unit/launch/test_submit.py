@@ -62,13 +62,23 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path):
         next_run_dir(tmp_path, "../x")
 
 
-def test_every_dataset_of_a_run_is_checked():
+def test_every_dataset_of_a_run_is_checked(tmp_path):
     one = {"path": "data/a", "blend": [], "validation_path": "s3://b/v", "live": {"path": ""}}
     assert dataset_paths({"data": one}) == ("data/a", "s3://b/v")
     blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None, "live": {"path": ""}}
     assert dataset_paths({"data": blended}) == ("a", "b")
     live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "made/later"}}
     assert dataset_paths({"data": live}) == ()
+    none = {"train": [], "valid": [], "test": []}
+    corpus = {"path": "c", "blend": [], "blend_per_split": none, "per_split_data_args_path": None}
+    assert dataset_paths({"data": corpus}) == ("c",)
+    blended = {**corpus, "blend": [{"path": "a"}, {"path": "s3://b/c"}]}
+    assert dataset_paths({"data": blended}) == ("a",)
+    split = {**corpus, "blend_per_split": {**none, "train": [{"path": "a"}], "valid": [{"path": "a"}, {"path": "b"}]}}
+    assert dataset_paths({"data": split}) == ("a", "b")
+    (tmp_path / "splits.json").write_text('{"train": ["0.5", "x", "0.5", "y"], "valid": null}')
+    named = {**corpus, "per_split_data_args_path": str(tmp_path / "splits.json")}
+    assert dataset_paths({"data": named}) == ("x", "y")
 
 
 @pytest.mark.parametrize(

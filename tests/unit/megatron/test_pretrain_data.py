@@ -21,7 +21,7 @@ from harness.formats.indexed_merge import count_sequences, save_counts
 from harness.formats.indexed_writer import IndexedWriter
 from harness.formats.megatron_index import UINT16
 from harness.loader.config import LoaderConfig
-from harness.loader.corpus import CorpusConfig, CorpusSource
+from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
 from harness.loader.state import LoaderState
 from harness.loader.step import Layout, StepBatch
 from harness.megatron import runtime
@@ -65,6 +65,7 @@ def settings(path: Path | str = "", **changes: Any) -> CorpusConfig:
 
 
 def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed: int = 7) -> Corpus:
+    """As every rank opens it, here a single one."""
     found = open_corpus(
         config,
         seed=seed,
@@ -164,10 +165,9 @@ def test_sources_of_each_split_come_from_settings_or_from_megatrons_json(
     tmp_path: Path, corpus: Path, other: Path
 ) -> None:
     by_hand = settings(
-        blend_per_split={
-            "train": [CorpusSource(str(corpus), 0.5), CorpusSource(str(other), 0.5)],
-            "valid": [CorpusSource(str(other))],
-        },
+        blend_per_split=SplitSources(
+            train=[CorpusSource(str(corpus), 0.5), CorpusSource(str(other), 0.5)], valid=[CorpusSource(str(other))]
+        ),
     )
     written = {"train": ["0.5", str(corpus), "0.5", str(other)], "valid": [str(other)], "test": None}
     (tmp_path / "splits.json").write_text(json.dumps(written))
@@ -298,7 +298,7 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
     tmp_path: Path, corpus: Path, other: Path
 ) -> None:
     cache = str(tmp_path / "cache")
-    sources = {"train": [CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)]}
+    sources = SplitSources(train=[CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)])
     plain = settings(blend_per_split=sources, path_to_cache=cache)
     save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
     fast = replace(
@@ -347,8 +347,9 @@ def test_a_reader_is_sent_to_workers_and_reads_the_same_there(corpus: Path, othe
         ({"defer_npy_index_mmap": True}, "folder of the built indices"),
         ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),
         ({"blend": [CorpusSource("a", -1.0)]}, "the weight is -1.0"),
-        ({"blend_per_split": {"training": [CorpusSource("a")]}}, "no split 'training'"),
-        ({"blend_per_split": {"valid": [CorpusSource("a")]}}, "no source is for training"),
+        ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "no source is for training"),
+        ({"split": "999,1,0"}, "valid gets 0 of 200 documents"),
+        ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be kept"),
         ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both name the sources"),
         ({"per_split_data_args_path": "nowhere.json"}, "cannot be read"),
         ({"sequence_length": 0}, "sequence_length is 0"),
@@ -360,6 +361,36 @@ def test_settings_that_cannot_train_are_refused_by_name(corpus: Path, changes: d
         opened(settings(**{"path": str(corpus), **changes}))
     assert what in refused.value.what
     assert refused.value.fix
+
+
+def test_a_split_without_a_whole_sample_is_refused_where_all_of_it_is_asked_for(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="valid gets 2 of 200 documents with") as refused:
+        opened(settings(corpus, split="99,1,0", sequence_length=500), valid=None)
+    assert "data.split" in refused.value.fix
+
+
+def test_another_corpus_at_the_same_path_gets_indices_of_its_own(tmp_path: Path, corpus: Path) -> None:
+    before = batches(opened(settings(corpus)), settings(corpus))
+    for suffix in (".bin", ".idx"):
+        Path(f"{corpus}{suffix}").unlink()
+    write_corpus(corpus, 300, seed=9)
+    after = batches(opened(settings(corpus)), settings(corpus))
+    fresh = settings(corpus, path_to_cache=str(tmp_path / "fresh"))
+    right = batches(opened(fresh), fresh)
+    assert [one.digest() for one in after] == [one.digest() for one in right]
+    assert [one.digest() for one in after] != [one.digest() for one in before]
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_damaged_index_is_an_error_that_names_its_folder(tmp_path: Path, corpus: Path, defer: bool) -> None:
+    config = settings(corpus, path_to_cache=str(tmp_path / "cache"))
+    opened(config)
+    for path in (tmp_path / "cache").glob("*train-shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(HarnessError) as refused:
+        batches(opened(replace(config, defer_npy_index_mmap=defer)), config)
+    assert "mmap length is greater than file size" in refused.value.what
+    assert "built again" in refused.value.fix
 
 
 @pytest.mark.parametrize("damage", ["short", "header", "empty"])
