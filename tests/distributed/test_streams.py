@@ -32,7 +32,7 @@ FOUR_MORE = [
 
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [pytest.param(2, TWO, marks=pytest.mark.nightly), (4, FOUR), pytest.param(4, FOUR_MORE, marks=pytest.mark.nightly)],
+    [(2, TWO), *(pytest.param(4, four, marks=pytest.mark.nightly) for four in (FOUR, FOUR_MORE))],
     ids=["two ranks", "four ranks", "four ranks, other layouts"],
 )
 def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
