@@ -59,7 +59,6 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, say: Callable[[
         sequence_length=settings.sequence_length,
         path_to_cache=str(folder / "cache"),
     )
-    Path(plain.cache).mkdir()
     counted = replace(plain, per_dataset_sequences_path=str(folder / "counts.json"))
     fast = replace(counted, fast_cache_load=True)
     say("building the indices")

@@ -72,7 +72,12 @@ class _Sources:
 
     Args:
         packs: those of the sources that are packed SFT datasets.
-        mixed: there are both, in one blend.
+        counts: of `CorpusConfig.counts`.
+
+    Attributes:
+        opened: low-level datasets by path.
+        built: mid-level ones by path and split.
+        is_mixed: corpora and packs are in one blend.
     """
 
     __name__ = "GPTDataset"
@@ -156,7 +161,7 @@ def build_corpus(
     *,
     finds_built: bool = False,
 ) -> Corpus:
-    """`open_corpus` in this process alone; the folder of the indices is there.
+    """`open_corpus` in this process alone.
 
     Args:
         finds_built: the indices are there too, so that others may read them meanwhile.
@@ -250,6 +255,7 @@ def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | No
 @contextmanager
 def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
     """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)  # of this node, where nodes share none
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield

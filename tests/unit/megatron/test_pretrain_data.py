@@ -25,10 +25,13 @@ from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
 from harness.loader.state import LoaderState
 from harness.loader.step import Layout, StepBatch
 from harness.megatron import runtime
-from harness.megatron.pretrain_data import Corpus, TokenIds, epochs_of, open_corpus
+from harness.megatron.bench_corpus import QUICK, bench_corpus
+from harness.megatron.compat import gpt_dataset_config
+from harness.megatron.pretrain_data import Corpus, TokenIds, build_corpus, epochs_of, open_corpus
 from harness.megatron.pretrain_samples import SampleLoader, SampleReader
 from harness.megatron.pretrain_sources import find_packs
 from harness.records import Pack
+from harness.report.bench.workspace import Workspace
 
 EOD, VOCAB, SIZE = 0, 300, 32
 ALONE = runtime.Runtime(torch.device("cpu"), 0, 1, 0)
@@ -413,3 +416,23 @@ def test_more_samples_than_a_blend_without_weights_has_are_refused(corpus: Path,
     with pytest.raises(ConfigError, match="one epoch") as refused:
         opened(config, train=10_000)
     assert "weights" in refused.value.fix
+
+
+def test_a_node_that_shares_no_folder_builds_indices_of_its_own(tmp_path: Path, corpus: Path) -> None:
+    config = settings(corpus, path_to_cache=str(tmp_path / "of" / "this" / "node"))
+    built = build_corpus(config, 7, (64, 8, 8), VOCAB, {})
+    assert len(built.train) >= 64
+    assert list((tmp_path / "of" / "this" / "node").glob("*train-sample_index.npy"))
+
+
+def test_an_option_that_megatron_core_has_not_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"megatron-core .* has no warp_speed") as refused:
+        gpt_dataset_config({"warp_speed": True})
+    assert refused.value.where == "data.warp_speed"
+
+
+def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
+    with Workspace(tmp_path) as workspace:
+        report = bench_corpus(replace(QUICK, sources=3, rounds=1), workspace, lambda line: None)
+    assert report.figure("indices built for the first time").value > 0
+    assert report.figure("all fast options").of == ("indices found", "and defer_npy_index_mmap")
