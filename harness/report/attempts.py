@@ -1,7 +1,8 @@
 """How the attempts of one run ended, and whether a scheduler should start it again.
 
 A run that ends early leaves `_stopped.json` in its folder (one that is killed cannot). `decide` turns it and the exit
-code into a line of `attempts.jsonl` and an answer; the batch script asks by `harness requeue`.
+code into a line of `attempts.jsonl` and an answer; the batch script asks by `harness requeue`. Where the script is gone
+too, with its node, the next attempt notes it by `note_lost`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import FormatError
+from harness.errors import FormatError, HarnessError
 from harness.report.metrics import METRICS_FILE, whole_lines
 
 STOPPED_FILE = "_stopped.json"
@@ -24,6 +26,8 @@ ATTEMPTS_FILE = "attempts.jsonl"
 EXIT_STOPPED = 75
 # Of a process that refuses its input: another try would refuse it too.
 EXIT_REFUSED = 2
+# Of these the run is not to blame, and they may come at any step.
+_FROM_OUTSIDE = ("signal", "lost")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Stop:
 
     Attributes:
         step: the newest step that was done, 0 for none.
-        reason: `signal` (asked to stop, state saved), `hang`, or the kind of the error.
+        reason: `signal` (asked to stop, state saved), `hang`, `lost` (nobody was left to tell), or the kind of the
+            error.
         message: for a person.
         rank: that it is about, None for all or unknown.
         requeue: False where another try fails in the same way.
@@ -103,20 +108,16 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
         stop = Stop(steps_done(folder), reason, told, requeue=not refused)
     earlier = _read_attempts(folder)
     same = 1
-    for attempt in reversed([one for one in earlier if one.reason != "signal"]):
+    for attempt in reversed([one for one in earlier if one.reason not in _FROM_OUTSIDE]):
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
             break
         same += 1
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ATTEMPTS_FILE).open("a") as file:
-        line = {**asdict(stop), "exit_code": exit_code, "time": time.time(), "job": os.environ.get("SLURM_JOB_ID")}
-        file.write(json.dumps(line) + "\n")
+    _note(folder, [stop], exit_code)
     forget_stop(folder)
     at = f"after step {stop.step}: {stop.message}"
-    steps = [one.step for one in (*earlier, stop)]
-    stalled = len(steps) - 1 - steps.index(max(steps))
+    stalled, furthest = _stalled([*earlier, stop])
     if stalled >= max_stalled:
-        return Decision(False, f"ended {at}; the last {stalled} attempts came no further than step {max(steps)}")
+        return Decision(False, f"ended {at}; the last {stalled} attempts came no further than step {furthest}")
     if stop.reason == "signal":
         return Decision(True, f"asked to stop {at}; it goes on from its checkpoint")
     if not stop.requeue:
@@ -124,6 +125,51 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
     if same >= max_same:
         return Decision(False, f"failed {at}; that was {same} times in the same way at the same step")
     return Decision(True, f"failed {at}; try {same} of {max_same} at this step")
+
+
+def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -> None:
+    """At the begin of an attempt of a Slurm job: note those before it that its script did not ask about.
+
+    Args:
+        job: its id.
+        restarts: how often Slurm has started it again.
+
+    Raises:
+        HarnessError: with them, `max_stalled` attempts in a row came no further than one before.
+        FormatError: what an earlier attempt left is unreadable.
+    """
+    told = sum(line.get("job") == job for line in _lines(folder))
+    newest = _read_stop(folder)
+    forget_stop(folder)
+    if restarts <= told:
+        return
+    lost = Stop(steps_done(folder), "lost", "nobody was left to tell: a node died, or Slurm took it away")
+    # A script that Slurm ends may not live to ask; the ranks have left their reason.
+    _note(folder, [*[lost] * (restarts - told - 1), newest or lost], None)
+    stalled, furthest = _stalled(_read_attempts(folder))
+    if stalled >= max_stalled:
+        raise HarnessError(
+            f"the last {stalled} attempts came no further than step {furthest}",
+            where=str(folder / ATTEMPTS_FILE),
+            fix="see what Slurm says of the nodes (sacct, slurmd.log); remove the file and submit the run again",
+        )
+
+
+def _note(folder: Path, stops: Sequence[Stop], exit_code: int | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ATTEMPTS_FILE
+    more = {"exit_code": exit_code, "time": time.time(), "job": os.environ.get("SLURM_JOB_ID")}
+    before = list(whole_lines(path)) if path.exists() else []
+    # Whole or not at all: half a line would be read with the one behind it.
+    written = path.with_suffix(".rewritten")
+    written.write_text("".join([*before, *(json.dumps({**asdict(stop), **more}) + "\n" for stop in stops)]))
+    written.replace(path)
+
+
+def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:
+    """How many of the newest came no further than one before them, and the furthest step."""
+    steps = [one.step for one in attempts]
+    return len(steps) - 1 - steps.index(max(steps)), max(steps)
 
 
 def _read_stop(folder: Path) -> Stop | None:
@@ -135,12 +181,19 @@ def _read_stop(folder: Path) -> Stop | None:
         raise _unreadable(folder / STOPPED_FILE, error) from None
 
 
-def _read_attempts(folder: Path) -> list[Stop]:
+def _lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / ATTEMPTS_FILE
     try:
-        return [_stop(json.loads(line)) for line in whole_lines(path)] if path.exists() else []
+        lines = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+        for line in lines:
+            _stop(line)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(path, error) from None
+    return lines
+
+
+def _read_attempts(folder: Path) -> list[Stop]:
+    return [_stop(line) for line in _lines(folder)]
 
 
 def _stop(values: dict[str, Any]) -> Stop:

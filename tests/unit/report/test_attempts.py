@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import FormatError
-from harness.report.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, write_stop
+from harness.errors import FormatError, HarnessError
+from harness.report.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, note_lost, write_stop
 
 
 def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
@@ -104,3 +104,55 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / ATTEMPTS_FILE).write_text("{}\n")
     with pytest.raises(FormatError, match="cannot be read"):
         decide(tmp_path, exit_code=1)
+
+
+def noted(folder: Path) -> list[tuple[str, int]]:
+    lines = (folder / ATTEMPTS_FILE).read_text().splitlines()
+    return [(line["reason"], line["step"]) for line in map(json.loads, lines)]
+
+
+def test_attempts_whose_node_died_are_noted_by_the_next_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    note_lost(tmp_path, job="12", restarts=0)
+    assert not (tmp_path / ATTEMPTS_FILE).exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    write_stop(tmp_path, Stop(1, "hang", "rank 1"))
+    assert decide(tmp_path, exit_code=1).requeue
+    note_lost(tmp_path, job="12", restarts=1)  # which told of itself
+    write_stop(tmp_path, Stop(2, "signal", "SIGUSR2 came"))
+    note_lost(tmp_path, job="12", restarts=3)
+    # Or a refusal of this attempt would find it there, and be taken for it.
+    assert not (tmp_path / STOPPED_FILE).exists()
+    note_lost(tmp_path, job="12", restarts=3)
+    assert noted(tmp_path) == [("hang", 1), ("lost", 2), ("signal", 2)]
+    # What another job left in this folder is not this one's.
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    note_lost(tmp_path, job="13", restarts=1)
+    assert len(noted(tmp_path)) == 4
+
+
+def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for restarts in range(11):
+        note_lost(tmp_path, job="12", restarts=restarts)
+    with pytest.raises(HarnessError, match="the last 10 attempts came no further than step 1"):
+        note_lost(tmp_path, job="12", restarts=11)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    note_lost(tmp_path, job="12", restarts=12)
+
+
+def test_an_attempt_lost_in_between_does_not_reset_the_count(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for restarts, expected in ((1, True), (3, False)):
+        write_stop(tmp_path, Stop(7, "hang", "x"))
+        assert decide(tmp_path, exit_code=1, max_same=2).requeue is expected
+        note_lost(tmp_path, job="12", restarts=restarts + 1)
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    assert decide(tmp_path, exit_code=137).requeue
+    with (tmp_path / ATTEMPTS_FILE).open("a") as file:
+        file.write('{"step": 0, "rea')
+    assert decide(tmp_path, exit_code=137).requeue
+    assert noted(tmp_path) == [("exit code 137", 0)] * 2
