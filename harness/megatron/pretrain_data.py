@@ -254,11 +254,30 @@ def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | No
 
 @contextmanager
 def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile."""
+    """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile, and what was
+    cut short when a builder was killed or failed is built again."""
     folder.mkdir(parents=True, exist_ok=True)  # of this node, where nodes share none
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        if shared:
+            yield
+            return
+        building = folder / ".building"
+        if building.exists():
+            for path in folder.glob("*Dataset-*.npy"):
+                if _is_cut_short(path):
+                    path.unlink(missing_ok=True)
+        building.touch()
         yield
+        building.unlink(missing_ok=True)  # file systems whose locks are a node's own let others in
+
+
+def _is_cut_short(index: Path) -> bool:
+    try:
+        np.load(index, mmap_mode="r")
+    except (ValueError, EOFError, OSError):
+        return True
+    return False
 
 
 @contextmanager

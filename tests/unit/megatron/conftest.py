@@ -1,12 +1,14 @@
-"""A small Megatron model in this process: one rank, on the CPU."""
+"""A small Megatron model and small corpora in this process: one rank, on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from corpora import write_corpus
 
 from harness.megatron import runtime
 from harness.megatron.model import build_model
@@ -25,6 +27,22 @@ def chunks() -> Iterator[list[torch.nn.Module]]:
         # Larger initial weights than in training, so that attention is far from uniform and a leak would show.
         model = ModelConfig(num_layers=3, hidden_size=64, ffn_hidden_size=128, init_std=0.2)
         yield build_model(model, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def job() -> Iterator[runtime.Runtime]:
+    with runtime.start("cpu") as started:
+        yield started
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "a", 200, seed=1)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "b", 60, seed=2)
 
 
 def make_sequence(length: int, seed: int) -> SequenceView:

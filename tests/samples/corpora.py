@@ -1,0 +1,104 @@
+"""Small pretraining corpora, and a run's way to its samples in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from harness.formats import open_writer
+from harness.formats.indexed_writer import IndexedWriter
+from harness.formats.megatron_index import UINT16
+from harness.loader.config import LoaderConfig
+from harness.loader.corpus import CorpusConfig
+from harness.loader.state import LoaderState
+from harness.loader.step import Layout, StepBatch
+from harness.megatron import runtime
+from harness.megatron.pretrain_data import Corpus, TokenIds, open_corpus
+from harness.megatron.pretrain_samples import SampleLoader, SampleReader
+from harness.megatron.pretrain_sources import find_packs
+from harness.records import Pack
+
+EOD, VOCAB, SIZE = 0, 300, 32
+ALONE = runtime.Runtime(torch.device("cpu"), 0, 1, 0)
+
+
+def write_corpus(prefix: Path, documents: int, *, seed: int) -> Path:
+    """Documents of 3 to 60 tokens of 1 to 299, each ended by an EOD."""
+    rng = np.random.default_rng(seed)
+    with IndexedWriter(prefix, dtype=UINT16) as writer:
+        for length in rng.integers(3, 60, documents):
+            document = np.append(rng.integers(1, VOCAB, length), EOD)
+            writer.append(document, np.array([len(document)]))
+    return prefix
+
+
+def settings(path: Path | str = "", **changes: Any) -> CorpusConfig:
+    return CorpusConfig(path=str(path), **{"sequence_length": SIZE, "split": "90,10,0", **changes})
+
+
+def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed: int = 7) -> Corpus:
+    """As every rank opens it, here a single one."""
+    found = open_corpus(
+        config,
+        seed=seed,
+        sizes=(train, valid, valid),
+        vocab_size=VOCAB,
+        packs=find_packs(config),
+        reads=True,
+        ranks=ALONE,
+    )
+    assert found is not None
+    return found
+
+
+def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int) -> list[StepBatch]:
+    places = Layout(**layout)
+    reader = SampleReader(
+        corpus.train,
+        layout=places,
+        sequence_length=SIZE,
+        micro_batch_size=config.micro_batch_size,
+        boundary=config.eod if config.reset_attention_mask else None,
+    )
+    start = LoaderState(7, fingerprint=corpus.fingerprint, order=corpus.order)
+    loading = LoaderConfig(global_batch_size=8, num_workers=0)
+    with SampleLoader(reader, loading, layout=places, num_samples=count, start=start) as loader:
+        return list(loader)
+
+
+def megatrons(config: CorpusConfig, train: int, **changes: Any) -> Any:
+    """The training set as a user of Megatron-Core builds it, with the mask that attention would be given."""
+    blend = [config.path] if not config.blend else [source.path for source in config.blend]
+    weights = [source.weight for source in config.blend] or None
+    made = GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=SIZE,
+        blend=(blend, weights),
+        split=config.split,
+        tokenizer=TokenIds(EOD, VOCAB),
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
+        **changes,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, [train, 8, 8], lambda: True, made).build()[0]
+
+
+def write_sft(folder: Path) -> list[Pack]:
+    packs = [
+        Pack(np.arange(20) + number, np.r_[np.zeros(9), 1, 0, np.ones(8), 0].astype(np.uint8), [0, 11])
+        for number in range(12)
+    ]
+    with open_writer(folder, format="binidx", pack_size=24) as writer:
+        for pack in packs:
+            writer.append(pack)
+    return packs
+
+
+def count_tokens(prefix: Path) -> int:
+    return Path(f"{prefix}.bin").stat().st_size // 2
