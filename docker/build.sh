@@ -6,6 +6,7 @@
 # --base takes the place of BASE_IMAGE of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis.
 # ENGINE names one of docker, podman, buildah where several are here.
 set -euo pipefail
+from=$PWD
 cd "$(dirname "$0")/.."
 
 # shellcheck source=docker/versions.env
@@ -20,7 +21,7 @@ while (($#)); do
       case $1 in
         --tag) tag=$2 ;;
         --base) BASE_IMAGE=$2 ;;
-        --sqsh) sqsh=$2 ;;
+        --sqsh) [[ $2 == /* ]] && sqsh=$2 || sqsh=$from/$2 ;;
       esac
       shift 2
       ;;
@@ -70,6 +71,15 @@ if [[ -n $sqsh ]] && ! command -v enroot >/dev/null; then
 fi
 if [[ -n $sqsh && $engine == buildah ]]; then
   echo "build.sh: enroot imports from docker and podman; set ENGINE=podman" >&2
+  exit 2
+fi
+# Told before the minutes of a build.
+if [[ -n $sqsh && -e $sqsh ]]; then
+  echo "build.sh: $sqsh is there already, and enroot writes over nothing; remove it first" >&2
+  exit 2
+fi
+if [[ -n $sqsh && ! -d $(dirname "$sqsh") ]]; then
+  echo "build.sh: there is no folder for $sqsh" >&2
   exit 2
 fi
 

@@ -53,12 +53,22 @@ preflight() {
   local said=$logs/preflight-$SLURM_JOB_ID.jsonl nodes
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   timeout --kill-after=5 @limit@ "${on_each_node[@]}" \\
-    "${harness[@]}" preflight probe --run-dir="$run_dir"@data@ --timeout-s=@timeout@ >"$said"
-  "${on_first_node[@]}" "${harness[@]}" preflight judge --nodes="$nodes" \\
-    @expected@ <"$said" || return 1
+    "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$said"
+  judge "$said" @expected@ || return 1
   timeout --kill-after=5 @limit@ "${@reduce_step@[@]}" \\
     "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$said.reduce"
-  "${on_first_node[@]}" "${harness[@]}" preflight judge --nodes="$nodes" <"$said.reduce"
+  judge "$said.reduce"
+}
+# Where the first node hangs too, the names of those that have said nothing are all that can be told.
+judge() {
+  timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
+    "${harness[@]}" preflight judge --nodes="$nodes" "${@:2}" <"$1" && return 0
+  (($? == 1)) && return 1
+  echo "preflight: $first_node: what the nodes said could not be read there within @limit@ s"
+  for node in ${nodes//,/ }; do
+    grep -q "node.: .${node}[^-.a-z0-9]" "$1" || echo "preflight: $node: the node has said nothing"
+  done
+  return 1
 }
 preflight || { echo "preflight: job $SLURM_JOB_ID does not start" >&2; exit 1; }"""
 
@@ -125,7 +135,17 @@ if ((code == 0)); then
   echo "finished: $run_dir"
   exit 0
 fi
-if "${on_first_node[@]}" "${harness[@]}" requeue "$run_dir" --exit-code "$code" --max-same @max_same@; then
+# Time is short then, and there is nothing to decide: the next attempt notes how this one ended.
+if [[ $warned ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
+  echo "asked to stop: it goes on from its checkpoint"
+  run_again
+fi
+timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
+  "${harness[@]}" requeue "$run_dir" --exit-code "$code" --max-same @max_same@
+decided=$?
+if ((decided == 0)); then run_again; fi
+if ((decided == 124 || decided == 137)); then
+  echo "$first_node does not say within @limit@ s whether to start again: another node may"
   run_again
 fi
 exit "$code\""""

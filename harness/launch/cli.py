@@ -22,13 +22,15 @@ preflight_app = typer.Typer(
 def probe(
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="of the run")],
     data: Annotated[list[str] | None, typer.Option(metavar="PATH", help="a dataset that is trained on")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="DIR", help="weights that the model begins with")] = None,
+    live: Annotated[str | None, typer.Option(metavar="DIR", help="of live chunks")] = None,
     timeout_s: Annotated[float, typer.Option(help="until a check that hangs is told")] = 40.0,
 ) -> None:
     """Check the node that this runs on, as one task of a Slurm step with one a node; prints JSON lines."""
     from harness.launch.probe import node_checks, place_in_slurm, run_checks
 
     place = place_in_slurm()
-    checks = node_checks(place, run_dir=run_dir, data=data or [], timeout_s=timeout_s)
+    checks = node_checks(place, run_dir=run_dir, data=data or [], weights=weights, live=live, timeout_s=timeout_s)
     run_checks(checks, node=place.node, timeout_s=timeout_s)
     # A thread that hangs in the kernel would keep the interpreter from ending.
     os._exit(0)
@@ -41,12 +43,13 @@ def judge(
     min_shm_mib: Annotated[int, typer.Option(help="of /dev/shm")] = 0,
     min_disk_gib: Annotated[float, typer.Option(help="free for the run's folder")] = 0.0,
     max_clock_offset_s: Annotated[float, typer.Option(help="from the first node")] = float("inf"),
+    code: Annotated[str, typer.Option(help="digest of the harness's code and configs")] = "",
 ) -> None:
     """Read on stdin what the nodes said and name those that are wrong; exit code 1 where there are any."""
     from harness.launch.judge import Limits
     from harness.launch.judge import judge as judge_nodes
 
-    limits = Limits(gpus, min_shm_mib, min_disk_gib, max_clock_offset_s)
+    limits = Limits(gpus, min_shm_mib, min_disk_gib, max_clock_offset_s, code)
     findings, right = judge_nodes(sys.stdin, nodes.split(","), limits)
     for finding in findings:
         print(f"preflight: {finding}")

@@ -24,6 +24,7 @@ class PreflightConfig:
         min_shm_mib: of /dev/shm, through which loader workers hand over their batches.
         min_disk_gib: free where the run's folder is.
         max_clock_offset_s: between a node and the first one.
+        same_code: an image has to hold the code and the configs of the folder that submits.
     """
 
     enabled: bool = True
@@ -31,6 +32,7 @@ class PreflightConfig:
     min_shm_mib: int = 1024
     min_disk_gib: float = 10.0
     max_clock_offset_s: float = 2.0
+    same_code: bool = True
 
     def __post_init__(self) -> None:
         if not 5 <= self.timeout_s <= 3600:

@@ -26,6 +26,7 @@ class Limits:
     min_shm_mib: int = 0
     min_disk_gib: float = 0.0
     max_clock_offset_s: float = float("inf")
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -
             f"disk: {facts['disk']['gib']:.1f} GiB are free where the run's folder is, of {limits.min_disk_gib:g}",
             "make room, name another folder with runs=, or lower cluster.preflight.min_disk_gib",
         )
+    if limits.code and facts.get("versions", {}).get("code", limits.code) != limits.code:
+        yield Finding(
+            node,
+            f"versions: the container's code or configs are not those that submitted the job (code {limits.code})",
+            "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, "
+            "DIR:/opt/harness), or take the image's own: cluster.preflight.same_code=false",
+        )
     offset_s = facts.get("first node", {}).get("offset_s", 0.0)
     if abs(offset_s) > limits.max_clock_offset_s:
         ahead = "ahead of" if offset_s > 0 else "behind"
@@ -137,7 +145,7 @@ def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -
 def _differences(nodes: Sequence[str], said: dict[str, _Said]) -> Iterable[Finding]:
     """Facts that have to be the same on every node: those of most nodes, of the first one where they are even."""
     for check in dict.fromkeys(name for node in nodes for name in said[node].facts):
-        if check not in _SAME_EVERYWHERE and not check.startswith("dataset "):
+        if check not in _SAME_EVERYWHERE and not check.startswith(("dataset ", "weights ", "live chunks ")):
             continue
         facts = {node: _comparable(said[node].facts[check]) for node in nodes if check in said[node].facts}
         for key in dict.fromkeys(key for one in facts.values() for key in one):
@@ -149,7 +157,7 @@ def _differences(nodes: Sequence[str], said: dict[str, _Said]) -> Iterable[Findi
                     yield Finding(
                         node,
                         f"{check}: {key} is {value}, on {reference} it is {expected}",
-                        _SAME_EVERYWHERE.get(check, "copy the dataset to it again, or name one path that all share"),
+                        _SAME_EVERYWHERE.get(check, "copy it there again, or name one path that all share"),
                     )
 
 

@@ -92,7 +92,9 @@ def run_checks(checks: Mapping[str, Check], *, node: str, timeout_s: float, rank
             say(name, error=f"no answer within {timeout_s:g} s", where="", fix="", late=True)
 
 
-def node_checks(place: Place, *, run_dir: Path, data: list[str], timeout_s: float) -> dict[str, Check]:
+def node_checks(
+    place: Place, *, run_dir: Path, data: list[str], weights: str | None, live: str | None, timeout_s: float
+) -> dict[str, Check]:
     """The checks of this node by name; those that wait for another node give up before `timeout_s`."""
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     return {
@@ -112,17 +114,26 @@ def node_checks(place: Place, *, run_dir: Path, data: list[str], timeout_s: floa
             timeout_s=timeout_s - 2,
         ),
         **{f"dataset {path}": partial(read_dataset, path) for path in data},
+        **({f"weights {weights}": lambda: read_weights(Path(weights))} if weights else {}),
+        # The producer may make it later; nodes that see it before others do not share it.
+        **({f"live chunks {live}": lambda: {"folder": "there" if Path(live).is_dir() else "missing"}} if live else {}),
     }
 
 
 def read_versions() -> Facts:
     """Versions of what a run depends on, and a digest of the harness's own code."""
-    code = xxhash.xxh3_64()
-    root = Path(harness.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        code.update(path.read_bytes())
     found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-    return {**found, "code": code.hexdigest(), "interpreter": sys.executable, "folder": str(Path.cwd())}
+    return {**found, "code": code_digest(), "interpreter": sys.executable, "folder": str(Path.cwd())}
+
+
+def code_digest() -> str:
+    """Of the code and the configs that a run is made of."""
+    code = xxhash.xxh3_64()
+    root = Path(harness.__file__).parents[1]
+    for folder, pattern in (("harness", "*.py"), ("recipes", "*.py"), ("configs", "*.yaml")):
+        for path in sorted((root / folder).rglob(pattern)):
+            code.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return code.hexdigest()
 
 
 def _version(package: str) -> str:
@@ -201,6 +212,19 @@ def read_dataset(path: str) -> Facts:
     data = open_datasets(DataConfig(path=path))
     data.train.read([0, len(data.train) - 1])
     return {"fingerprint": data.train.fingerprint, "packs": len(data.train)}
+
+
+def read_weights(folder: Path) -> Facts:
+    """How many files a model's folder has, and their bytes."""
+    try:
+        sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+    except OSError as error:
+        raise HarnessError(
+            f"cannot be read: {error.strerror}",
+            where=str(folder),
+            fix="mount it on every node (in a container: among cluster.mounts)",
+        ) from None
+    return {"files": len(sizes), "bytes": sum(sizes)}
 
 
 def _nearest(path: Path) -> Path:

@@ -33,6 +33,9 @@ class Job:
         workdir: absolute path to run in.
         python: the interpreter.
         data: datasets that every node has to read; empty checks none.
+        weights: the folder that the model begins with, if any.
+        live: the folder of live chunks, if any.
+        code: the digest that the nodes' code has to have; empty for any that is the same on all.
     """
 
     name: str
@@ -43,12 +46,15 @@ class Job:
     workdir: str
     python: str
     data: tuple[str, ...] = ()
+    weights: str | None = None
+    live: str | None = None
+    code: str = ""
 
     def __post_init__(self) -> None:
         for text, where in ((self.name, "name"), (self.run_dir, "runs"), (self.workdir, "cluster.workdir")):
             check_directive(text, where)
-        for text in (*self.overrides, *self.data, self.python):
-            check_one_line(text, "settings")
+        for setting in (*self.overrides, *self.data, self.weights, self.live, self.python):
+            check_one_line(setting or "", "settings")
 
     @property
     def logs(self) -> str:
@@ -86,8 +92,9 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     parts += ["", FORWARDING]
     if cluster.preflight.enabled:
         parts += ["", _preflight(job, cluster)]
+    ending = fill(ENDING, max_same=cluster.max_same_failures, limit=f"{max(60.0, cluster.preflight.timeout_s):g}")
     ranks = SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS
-    parts += ["", ranks, "", fill(ENDING, max_same=cluster.max_same_failures)]
+    parts += ["", ranks, "", ending]
     return "\n".join(parts) + "\n"
 
 
@@ -168,15 +175,18 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterator[str]:
 
 def _preflight(job: Job, cluster: ClusterConfig) -> str:
     limits = cluster.preflight
+    needed = [("data", path) for path in job.data]
+    needed += [(name, path) for name, path in (("weights", job.weights), ("live", job.live)) if path]
     expected = [
         f"--gpus={cluster.gpus_per_node}",
         f"--min-shm-mib={limits.min_shm_mib}",
         f"--min-disk-gib={limits.min_disk_gib:g}",
         f"--max-clock-offset-s={limits.max_clock_offset_s:g}",
+        *([f"--code={job.code}"] if job.code else []),
     ]
     return fill(
         PREFLIGHT,
-        data="".join(f" --data={shlex.quote(path)}" for path in job.data),
+        needed="".join(f" --{name}={shlex.quote(path)}" for name, path in needed),
         timeout=f"{limits.timeout_s:g}",
         # srun itself is ended a little later, so that the nodes' own words about a timeout arrive.
         limit=f"{limits.timeout_s + 5:g}",

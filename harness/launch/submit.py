@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
+from harness.launch.probe import code_digest
 from harness.launch.script import Job
 from harness.loader.corpus import corpus_paths
 
@@ -81,6 +83,13 @@ def plan_job(
             fix=f"--nodes {wanted // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node}; or "
             f"parallel.ranks={ranks}, once `harness plan {experiment} parallel.ranks={ranks}` says that it fits",
         )
+    if wanted is None:  # what does not fit so many ranks is told here, too
+        recipe_settings(module, [*settings, f"parallel.ranks={ranks}"])
+    weights = told.get("model", {}).get("init_from")
+    weights = weights if weights and Path(weights).is_dir() else None  # else a name on a hub
+    live = told["data"].get("live", {}).get("path")
+    if cluster.image:
+        _check_absolute([*dataset_paths(told), weights, live])
     if run_dir is not None and not run_dir.is_dir():
         raise ConfigError(
             "there is no run to go on with", where=str(run_dir), fix="leave --run-dir out to start a new one"
@@ -94,7 +103,20 @@ def plan_job(
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=dataset_paths(told),
+        weights=weights,
+        live=live,
+        code=code_digest() if cluster.image and cluster.preflight.same_code else "",
     )
+
+
+def _check_absolute(paths: Sequence[str | None]) -> None:
+    for path in paths:
+        if path and "://" not in path and not Path(path).is_absolute():
+            raise ConfigError(
+                f"{path} would be looked for in the container's own folder",
+                where="data.path, model.init_from",
+                fix=f"{Path(path).absolute()}, with a folder above it among cluster.mounts",
+            )
 
 
 def recipe_settings(module: str, overrides: list[str]) -> dict[str, Any]:

@@ -98,14 +98,16 @@ def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit,
     assert went_on_behind(job) == stopped["step"]
 
 
-def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed):
+@pytest.mark.parametrize("node", ["node1", "node2"])  # the first has the batch script
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed, node):
     job = submit(*LONG)
     wait_for_step(job, 45)
-    slurm.kill_node("node2")
+    slurm.kill_node(node)
     job.wait_for(lambda: job.facts["JobState"] == "PENDING" and job.facts["Restarts"] != "0", "requeue")
-    slurm.start_slurmd("node2")
+    slurm.start_slurmd(node)
     assert job.wait() == "COMPLETED", job.log
     assert int(job.facts["Restarts"]) >= 1
+    assert len(attempts(job)) == int(job.facts["Restarts"])
     assert went_on_behind(job) in range(20, 150, 20)
     assert job.losses == undisturbed
 

@@ -93,12 +93,20 @@ def test_a_node_of_another_version_another_dataset_and_little_shared_memory_is_t
     assert "preflight: node1" not in log
 
 
-def test_a_folder_that_is_not_shared_is_told(refused, slurm, tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "own").mkdir()
-    with mounted(slurm, "node2", tmp_path / "own", tmp_path / "runs"):
-        log = refused()
+def test_folders_that_are_not_shared_are_told(refused, slurm, tmp_path):
+    for name in ("runs", "weights", "streams/live", "own"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "weights" / "model.safetensors").write_text("never read")
+    with (
+        mounted(slurm, "node2", tmp_path / "own", tmp_path / "runs"),
+        mounted(slurm, "node2", tmp_path / "own", tmp_path / "weights"),
+        mounted(slurm, "node2", tmp_path / "own", tmp_path / "streams"),
+    ):
+        live, weights = tmp_path / "streams" / "live", tmp_path / "weights"
+        log = refused(f"data.live.path={live}", "data.live.pack_size=256", f"model.init_from={weights}")
     assert "preflight: node2: run folder: the run's folder is not shared" in log
+    assert f"preflight: node2: weights {weights}: files is 0, on node1 it is 1" in log
+    assert f"preflight: node2: live chunks {live}: folder is missing, on node1 it is there" in log
 
 
 def test_a_port_that_was_taken_after_it_was_chosen_is_told(refused, slurm):
@@ -117,7 +125,8 @@ def test_a_port_that_was_taken_after_it_was_chosen_is_told(refused, slurm):
     assert f"preflight: node1: first node: rank 0 cannot listen on port {port}" in log
 
 
-def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path):
+@pytest.mark.parametrize("node", ["node1", "node2"])  # on the first one it is judged what the nodes say
+def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path, node):
     """Its Python hangs, as one does whose file system is gone."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 300\n")
@@ -126,6 +135,6 @@ def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path):
     real.parent.mkdir()
     real.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     real.chmod(0o755)
-    with mounted(slurm, "node2", python, real):
+    with mounted(slurm, node, python, real):
         log = refused(f"cluster.python={real}", "cluster.preflight.timeout_s=10")
-    assert "preflight: node2: the node has said nothing" in log
+    assert f"preflight: {node}: the node has said nothing" in log

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,8 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
         "disk": {"gib": 500.0},
         "first node": {"offset_s": 0.001},
         "dataset /d": {"fingerprint": "f0", "packs": 40},
+        "weights /w": {"files": 4, "bytes": 99},
+        "live chunks /l": {"folder": "there"},
     }
     return [
         line(node, check, facts=changed.get(check, one) if node == nodes[-1] else one)
@@ -69,6 +72,8 @@ def test_good_nodes_are_told_in_a_line():
         ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free where the run's folder is, of 10"),
         ("first node", {"offset_s": -7.25}, "clock: 7.2 s behind the first node's"),
         ("dataset /d", {"fingerprint": "f1", "packs": 40}, "dataset /d: fingerprint is f1, on n1 it is f0"),
+        ("weights /w", {"files": 4, "bytes": 90}, "weights /w: bytes is 90, on n1 it is 99"),
+        ("live chunks /l", {"folder": "missing"}, "live chunks /l: folder is missing, on n1 it is there"),
     ],
 )
 def test_the_one_node_that_differs_is_named_with_what_to_do(check, facts, said):
@@ -76,6 +81,15 @@ def test_the_one_node_that_differs_is_named_with_what_to_do(check, facts, said):
     assert findings[0].node == "n3"
     assert findings[0].what.startswith(said)
     assert all(finding.fix for finding in findings)
+
+
+def test_an_image_of_other_code_than_what_submitted_is_told():
+    nodes = ["n1", "n2"]
+    assert judge(lines(*nodes), nodes, replace(LIMITS, code="ab"))[0] == []
+    findings, _ = judge(lines(*nodes), nodes, replace(LIMITS, code="cd"))
+    assert [finding.node for finding in findings] == nodes
+    assert "not those that submitted the job (code cd)" in findings[0].what
+    assert "docker/build.sh" in findings[0].fix
 
 
 def test_a_silent_node_is_named_first_and_those_that_waited_for_another_last():

@@ -89,6 +89,14 @@ def test_every_dataset_of_a_run_is_checked(tmp_path):
         (["nothing"], "No module named recipes.nothing"),
         (["sft_tiny", "--cluster", "nowhere"], "Could not find 'cluster/nowhere'"),
         (
+            ["sft", "--cluster", "h100_ib", "--nodes", "4"],
+            "32 data-parallel ranks (32 ranks / 1 that share a model) cannot each train a part of 16 packs",
+        ),
+        (
+            ["sft_tiny", "--cluster", "h100_pyxis", "data.path=data/mine"],
+            "data/mine would be looked for in the container's own folder\n  where: data.path",
+        ),
+        (
             ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
             "planned for 32 ranks, and 2 nodes of 8 have 16\n  where: --nodes\n  fix:   --nodes 4",
         ),
