@@ -16,10 +16,11 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, LoaderError
 from harness.loader.state import LoaderState
 from harness.megatron import optimizer_state
 from harness.megatron.step import MegatronStep
+from harness.megatron.watchdog import is_about_ranks
 from harness.report.run_folder import RUN_FILE, whole_checkpoints
 
 
@@ -109,12 +110,22 @@ def load(path: Path, step: MegatronStep) -> None:
 
     Raises:
         CheckpointError: it does not fit this model.
+        LoaderError: it cannot be read, which may go better at the next try.
+        RuntimeError: another rank is gone.
     """
     wanted, tensors = model_state(step, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
     # Megatron and torch raise many kinds, one of them no Exception; the reader needs one sentence.
     except (Exception, CheckpointException) as error:
+        if is_about_ranks(error):
+            raise
+        causes = [error, *(cause for cause, _ in getattr(error, "failures", {}).values())]
+        unread = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        if unread is not None:
+            raise LoaderError(
+                f"the checkpoint cannot be read: {unread}", where=str(path), fix="look at the file system of that node"
+            ) from error
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
             f"the checkpoint does not fit this run: {told}",

@@ -106,8 +106,9 @@ class CheckpointWriter:
 
     def _make_folder(self, progress: Progress) -> Path:
         # A name of this process's own: a writer left by a run that was killed may still be at work in its.
-        for old in self._folder.glob("step-*.unfinished*"):
-            shutil.rmtree(old, ignore_errors=True)
+        for what in ("unfinished*", "removed"):  # when that run was killed
+            for old in self._folder.glob(f"step-*.{what}"):
+                shutil.rmtree(old, ignore_errors=True)
         name = f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
         path = self._folder / name
         path.mkdir(parents=True)

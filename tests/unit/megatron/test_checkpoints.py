@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, LoaderError
 from harness.loader.state import LoaderState
+from harness.megatron import checkpoint as checkpoints
 from harness.megatron.checkpoint import Progress, find_newest, read_progress
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
@@ -53,6 +56,26 @@ def test_a_damaged_one_is_passed_over_by_name_and_never_loaded(tmp_path: Path, d
     with pytest.raises(CheckpointError) as error:
         find_newest(tmp_path)
     assert told in error.value.what
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), RuntimeError, "closed by peer"),
+        (CheckpointException("read", {3: (OSError(5, "Input/output error"), None)}), LoaderError, "cannot be read"),
+        (CheckpointException("load", {0: (KeyError("w"), None)}), CheckpointError, "does not fit this run"),
+    ],
+)
+def test_what_stops_a_load_is_told_apart(tmp_path: Path, monkeypatch, error, kind, told: str) -> None:
+    """A rank or a file system that is gone may be back at the next try; another model will not fit then either."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoints.dist_checkpointing, "load", fail)
+    monkeypatch.setattr(checkpoints, "model_state", lambda step, is_loading: ({}, {}))
+    with pytest.raises(kind, match=told):
+        checkpoints.load(tmp_path, SimpleNamespace())
 
 
 def test_one_of_before_sizes_were_written_is_whole(tmp_path: Path) -> None:
