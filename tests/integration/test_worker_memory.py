@@ -20,7 +20,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Of all processes together, in bytes; a page that several of them have counts once."""
+    """Of all processes together, in bytes; a page that several of them have counts once.
+
+    Attributes:
+        anonymous: not from a file.
+        mapped: from files of the dataset.
+    """
 
     anonymous: int
     mapped: int
@@ -47,10 +52,23 @@ def read_with(path: Path, *, ranks: int, workers: int) -> Memory:
             dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
             for pid in pids
         ]
+        mapped = sum(mapped_from(path, pid) for pid in pids)
         for process in processes:
             process.stdin.close()
     assert all(process.returncode == 0 for process in processes)
-    return Memory(*(sum(int(one[name]) for one in found) * 1024 for name in ("Pss_Anon:", "Pss_File:")))
+    return Memory(sum(int(one["Pss_Anon:"]) for one in found) * 1024, mapped)
+
+
+def mapped_from(folder: Path, pid: str) -> int:
+    """A process's share of the pages that are mapped from files below a folder: libraries are others' too."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # a mapping's first line
+            counts = values[-1].startswith(f"{folder}/")
+        elif name == "Pss:" and counts:
+            total += int(values[0]) * 1024
+    return total
 
 
 def check_pages_are_shared(tmp_path: Path, write_packs, format: str, *, packs: int, ranks: int, workers: int) -> None:

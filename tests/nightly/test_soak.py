@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import time
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def test_a_soak_of_2000_steps_grows_in_nothing(source, tmp_path, device, format,
             taken = sample(top, made)
             if taken is not None:
                 samples.append(taken)
-            time.sleep(0.5)
+            time.sleep(1.5)  # to walk every page of five processes takes its time, too
     finally:
         process.kill()
         process.wait()
@@ -110,8 +111,9 @@ def test_a_soak_of_2000_steps_grows_in_nothing(source, tmp_path, device, format,
     assert len(early) >= 3
     assert len(late) >= 3
     checks = (
-        ("memory_bytes", 24 * 2**20, max),
-        # A checkpoint is written by forked processes, each with all open files, and which sample meets them is chance.
+        # A checkpoint is written by forked processes, each with memory and all open files, and which sample meets them
+        # is chance: what stays is in every sample.
+        ("memory_bytes", 24 * 2**20, statistics.median),
         ("open_files", 8, min),
         ("processes", 1, min),
         ("shm_bytes", 2**20, max),
