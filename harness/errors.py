@@ -61,6 +61,12 @@ class LoaderError(HarnessError):
     """Data does not arrive: a worker died, a state belongs to another dataset."""
 
 
+class LostRankError(HarnessError):
+    """Another rank of the job is gone, or has not come: `about`, None where it cannot be told."""
+
+    about: int | None = None
+
+
 class CheckpointError(HarnessError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 

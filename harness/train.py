@@ -42,6 +42,8 @@ class TrainerConfig:
         background_checkpoints: train on while a checkpoint is written; the next one waits for it.
         device: auto, cpu or cuda.
         timeout_s: a rank that makes no progress for so long ends the job, with a message that names it.
+        startup_timeout_s: the same for each part of what comes before the first step: ranks meet, data is opened,
+            indices are built, weights are loaded.
         record_digests: write digests of every step's data into the run's folder (`harness.report.parity.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
         trackers: what shows the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Their
@@ -59,6 +61,7 @@ class TrainerConfig:
     background_checkpoints: bool = True
     device: str = "auto"
     timeout_s: float = 600.0
+    startup_timeout_s: float = 1800.0
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -71,8 +74,9 @@ class TrainerConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix=f"a number of {low} or more"
                 )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}", where="trainer.timeout_s", fix="seconds above 0")
+        for name in ("timeout_s", "startup_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix="seconds above 0")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise ConfigError(
                 f"eval_batches is {self.eval_batches}", where="trainer.eval_batches", fix="1 or more, or null for all"
@@ -83,6 +87,11 @@ class TrainerConfig:
                 where="trainer.trackers",
                 fix=f"[] or some of {', '.join(TRACKERS)}, each once",
             )
+
+    @property
+    def patience_s(self) -> float:
+        """How long a collective waits: the watchdog speaks first, which knows for whom."""
+        return max(self.startup_timeout_s, self.timeout_s) + 60
 
 
 @dataclass(frozen=True)

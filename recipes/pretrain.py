@@ -9,6 +9,7 @@ datasets may be sources too. Loop, checkpoints, metrics and launch are those of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ from harness.megatron.topology import Topology
 from harness.report.trackers import check_trackers
 from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION
-from recipes.training import RunConfig, Task, leaving_refusals, run_training
+from recipes.run import RunConfig, Task
+from recipes.training import run_training
 
 
 @dataclass
@@ -46,14 +48,18 @@ class PretrainConfig(RunConfig):
     data: CorpusConfig = field(default_factory=CorpusConfig)
     name: str = "pretrain"
 
+    def check_layout(self, world_size: int) -> None:
+        data, parallel = self.data, self.parallel
+        self.model.check(parallel)
+        per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
+        rows = -(-per_rank // parallel.row_multiple) * parallel.row_multiple
+        parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)
+
 
 def check(config: PretrainConfig, world_size: int) -> None:
     """Refuse what cannot train, before any rank waits for another."""
     data, trainer, size = config.data, config.trainer, config.loader.global_batch_size
-    config.model.check(config.parallel)
-    per_rank = -(-data.micro_batch_size * data.sequence_length // config.parallel.context_parallel_size)
-    multiple = config.parallel.row_multiple
-    config.parallel.check(world_size, global_batch_size=size, max_tokens_per_rank=-(-per_rank // multiple) * multiple)
+    config.check_layout(world_size)
     dp_size, group = config.parallel.dp_size(world_size), config.parallel.microbatch_group
     if size % (data.micro_batch_size * dp_size * group):
         raise ConfigError(
@@ -164,12 +170,12 @@ def make_feeds(
 
 def main(config: PretrainConfig) -> int:
     """Train; gives the exit code, 75 where a signal ended the run before its last step."""
-    return leaving_refusals(config, lambda: run(config))
+    return run_training(config, partial(open_task, config))
 
 
-def run(config: PretrainConfig) -> int:
-    world_size = runtime.place_in_job("WORLD_SIZE")
-    check(config, world_size)
+def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
+    """Check the settings, as far as they can be without reading the corpus."""
+    check(config, ranks.world_size)
     packs = find_packs(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0
@@ -186,7 +192,7 @@ def run(config: PretrainConfig) -> int:
         return make_feeds(config, packs, topology, progress, ranks)
 
     row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.row_multiple)[0])
-    task = Task(
+    return Task(
         feeds=feeds,
         vocab_size=vocab_size,
         row_tokens=data.micro_batch_size * row if config.parallel.static_rows else None,
@@ -196,7 +202,6 @@ def run(config: PretrainConfig) -> int:
             "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} in a row",
         },
     )
-    return run_training(config, task, world_size=world_size)
 
 
 if __name__ == "__main__":

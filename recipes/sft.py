@@ -26,8 +26,9 @@ from harness.megatron.model_config import sequence_cost
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.topology import Topology
 from harness.train import OWN_VALIDATION
+from recipes.run import Task
 from recipes.sft_config import SftConfig, check, find_tokenizer
-from recipes.training import Task, leaving_refusals, run_training
+from recipes.training import run_training
 
 
 def make_feeds(
@@ -95,17 +96,17 @@ def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: Load
 
 def main(config: SftConfig) -> int:
     """Train; gives the exit code, 75 where a signal ended the run before its last step."""
-    return leaving_refusals(config, lambda: run(config))
+    return run_training(config, partial(open_task, config))
 
 
-def run(config: SftConfig) -> int:
-    world_size = runtime.place_in_job("WORLD_SIZE")
+def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
+    """Check the settings against the data, and open it."""
     data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
-    config.model.vocab_size = check(config, data, world_size, pretrained)
+    config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
     capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
     tokenizer = find_tokenizer(config, data) if config.trainer.sample_prompts else None
-    task = Task(
+    return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
         row_tokens=capacity if config.parallel.static_rows else None,
@@ -116,7 +117,6 @@ def run(config: SftConfig) -> int:
         },
         tokenizer=tokenizer,
     )
-    return run_training(config, task, world_size=world_size)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.report.inspect import find_tokenizer_folder
 from harness.report.trackers import check_trackers
 from harness.schedule import ScheduleConfig
-from recipes.training import RunConfig
+from recipes.run import RunConfig
 
 
 @dataclass
@@ -26,15 +26,18 @@ class SftConfig(RunConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     name: str = "sft"
 
+    def check_layout(self, world_size: int) -> None:
+        self.model.check(self.parallel)
+        self.parallel.check(
+            world_size,
+            global_batch_size=self.loader.global_batch_size,
+            max_tokens_per_rank=self.schedule.max_tokens_per_rank,
+        )
+
 
 def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:
     """Refuse what cannot train, before any rank waits for another; gives the vocabulary size."""
-    config.model.check(config.parallel)
-    config.parallel.check(
-        world_size,
-        global_batch_size=config.loader.global_batch_size,
-        max_tokens_per_rank=config.schedule.max_tokens_per_rank,
-    )
+    config.check_layout(world_size)
     if isinstance(data, RunData) and data.blend is not None:
         data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
     if isinstance(data, LiveData) and config.schedule.name != "as_packed":
@@ -42,12 +45,6 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
             f"the schedule {config.schedule.name} plans with lengths that are not known yet of live chunks",
             where="schedule.name",
             fix="schedule=as_packed trains packs as they come",
-        )
-    if config.trainer.early_stop and (data.validation is None or not config.trainer.eval_interval):
-        raise ConfigError(
-            "early_stop asks for validations, and there are none before the last step",
-            where="trainer.early_stop",
-            fix="set trainer.eval_interval, and data.validation_path where the data has no validation set",
         )
     check_trackers(config.trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from harness.errors import HarnessError, LoaderError
+from harness.errors import HarnessError
 from harness.loader.step import Layout, PackSource, StepBatch
 from harness.megatron.topology import ParallelConfig, Topology
+from harness.megatron.watchdog import waiting
 from harness.records import Int32Array, Int64Array, Pack
 
 T = TypeVar("T")
@@ -26,8 +27,8 @@ T = TypeVar("T")
 def together(function: Callable[[], T], *, device: torch.device) -> T:
     """Run `function` on every rank; where it raises a HarnessError on one, every rank raises.
 
-    The rank that failed raises its own error, the others a LoaderError that names the rank and what happened there.
-    Without this the others would wait in their next collective for a rank that is gone.
+    A rank that failed raises its own error, the others one of the same kind that names the first of them and what
+    happened there. Without this the others would wait in their next collective for a rank that is gone.
     """
     error: HarnessError | None = None
     try:
@@ -35,17 +36,21 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
     except HarnessError as raised:
         error = raised
     if torch.distributed.get_world_size() > 1:
-        rank = torch.distributed.get_rank()
-        failed = torch.tensor([-1 if error is None else rank], device=device)
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        failed = torch.tensor([world_size if error is None else rank], device=device)
+        with waiting():
+            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MIN)
         first = int(failed.item())
-        if first >= 0:
-            told = [(error.what, error.where, error.fix) if error is not None else None]
+        if first < world_size:
+            told = [error]
             torch.distributed.broadcast_object_list(told, src=first, device=device)
-            if error is None and told[0] is not None:
-                what, where, fix = told[0]
-                error = LoaderError(f"rank {first}: {what}", where=where, fix=fix)
+            theirs = told[0]
+            assert theirs is not None
+            if error is None:
+                error = type(theirs)(f"rank {first}: {theirs.what}", where=theirs.where, fix=theirs.fix)
                 error.is_shared = True
+            elif rank != first:
+                error.is_shared = str(error) == str(theirs)  # said once is enough
     if error is not None:
         raise error
     return result

@@ -6,8 +6,11 @@ a function mode that maps those to the CPU; nothing of Megatron is replaced, so 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +19,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, LostRankError
+from harness.megatron.watchdog import waiting
 
 DEVICES = ("auto", "cpu", "cuda")
 T = TypeVar("T")
@@ -74,13 +79,18 @@ def place_in_job(name: str) -> int:
 
 
 @contextmanager
-def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime]:
+def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None) -> Iterator[Runtime]:
     """Join the job that torchrun (or a lone process) describes in its environment; leave it at the end.
 
     Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
 
+    Args:
+        timeout_s: of a collective.
+        meet_timeout_s: how long ranks wait for one that has not come; None for `timeout_s`.
+
     Raises:
         ConfigError: no such device, or an incomplete launcher environment.
+        LostRankError: a rank has not come, or rank 0 cannot be reached.
     """
     chosen = choose_device(device)
     rank, world_size, local_rank = (place_in_job(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -95,10 +105,10 @@ def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime
     with _cpu_as_cuda() if chosen.type == "cpu" else _on_gpu(chosen):
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
-        if world_size > 1:
-            torch.distributed.init_process_group(backend, timeout=timeout)
-        else:
-            torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
+        torch.distributed.init_process_group(
+            backend, store=PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
+        )
         try:
             yield runtime
         except HarnessError as error:
@@ -110,6 +120,58 @@ def start(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[Runtime
             if parallel_state.model_parallel_is_initialized():
                 parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
+    """The store of the job, once every rank has come to it; who has not is told on every rank."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    timeout = timedelta(seconds=timeout_s)
+    fix = "look at its log and node: it hangs, was refused or never began. The others wait trainer.startup_timeout_s"
+    try:
+        store = _open_store(rank, world_size, timeout)
+        names = [f"came/{one}" for one in range(world_size)]
+        store.set(names[rank], socket.gethostname())
+        if rank == 0:
+            _wait_for(store, names, timeout)
+            hosts = {name: store.get(name).decode() for name in names if store.check([name])}
+            store.set("hosts", json.dumps(hosts))
+            if len(hosts) < world_size:
+                time.sleep(2)  # the store may be in this process, and the others are reading it
+        elif _wait_for(store, names[:1], timeout) and _wait_for(store, ["hosts"], timeout + timedelta(seconds=10)):
+            hosts = json.loads(store.get("hosts"))
+        else:
+            hosts = {name: store.get(name).decode() for name in names if store.check([name])}
+    except (RuntimeError, ValueError) as error:
+        lost = LostRankError(f"rank 0 cannot be met: {str(error).splitlines()[0]}", where=place, fix=fix)
+        lost.about = 0
+        raise lost from None
+    missing = [one for one, name in enumerate(names) if name not in hosts]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        told = f"rank {missing[0]}{more} of {world_size} has not come within {timeout_s:g} s"
+        there = ", ".join(f"{host} ({count})" for host, count in sorted(Counter(hosts.values()).items()))
+        lost = LostRankError(told, where=f"{place}, where ranks have come from {there}", fix=fix)
+        lost.about = missing[0]
+        lost.is_shared = True
+        raise lost
+    return store
+
+
+def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps one
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        return cast(Store, store)
+    # PyTorch's own way waits for all without saying who is missing.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, world_size, rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(names, timeout)
+    except torch.distributed.DistStoreError:
+        return False
+    return True
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
@@ -130,7 +192,8 @@ def on_rank_0(function: Callable[[], T]) -> T:
                 fix="name a folder that can be written to",
             )
     if torch.distributed.get_world_size() > 1:
-        torch.distributed.broadcast_object_list(outcome, src=0)
+        with waiting():
+            torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         outcome[1].is_shared = True
         raise outcome[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,20 +26,41 @@ class StopSignals:
     def __init__(self) -> None:
         self._seen = 0
         self._before: dict[signal.Signals, Any] = {}
+        self._noticed: tuple[str, float] | None = None
 
     def __enter__(self) -> StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
+        # A handler has to wait for a main thread that is in a read or a collective; these bytes come at once.
+        self._bytes, self._wakeup = os.pipe()
+        os.set_blocking(self._bytes, False)
+        os.set_blocking(self._wakeup, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        os.close(self._wakeup)
+        os.close(self._bytes)
+        self._bytes = -1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._seen = number
+
+    def noticed(self) -> tuple[str, float] | None:
+        """The signal that this rank has seen, and for how many seconds another thread has known; None for none.
+
+        For one thread beside the main one, which may be stuck.
+        """
+        if self._noticed is None:
+            with suppress(OSError):  # nothing came, or all is over
+                came = [number for number in os.read(self._bytes, 4096) if number in SIGNALS]
+                self._noticed = (signal.Signals(came[0]).name, time.monotonic()) if came else None
+        return None if self._noticed is None else (self._noticed[0], time.monotonic() - self._noticed[1])
 
     def agreed(self) -> str | None:
         """The signal that any rank has seen, the same answer on every rank; every rank takes part.

@@ -142,14 +142,15 @@ class Topology:
     is_last_stage: bool
 
 
-def join(config: ParallelConfig, world_size: int) -> Topology:
-    """Make Megatron's process groups and say where this rank stands."""
+def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> Topology:
+    """Make Megatron's process groups, whose collectives wait for `timeout_s`, and say where this rank stands."""
     dp_size = config.dp_size(world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel_size,
         pipeline_model_parallel_size=config.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     return Topology(
         dp_rank=parallel_state.get_data_parallel_rank(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError
 from harness.formats.files import Marker
 from harness.report.attempts import Stop, forget_stop, steps_done, write_stop
 
@@ -101,20 +101,28 @@ def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[N
 
 
 def leave_refusal(folder: Path, error: HarnessError) -> None:
-    """Leave in a run's folder why a try of it ended before it began, where no other run is at work in it.
+    """`leave_early_stop` of an error, after the steps that the run has done.
 
     A launcher may turn every exit code into 1; a scheduler would start again what is refused each time.
     """
+    requeue = isinstance(error, LoaderError | LostRankError)
+    rank = error.about if isinstance(error, LostRankError) else None
+    leave_early_stop(folder, Stop(steps_done(folder), type(error).__name__, error.what, rank, requeue))
+
+
+def leave_early_stop(folder: Path, stop: Stop) -> bool:
+    """Leave in a run's folder why a try of it ended before it began, where no other run is at work in it; False where
+    one of its ranks has."""
     if not folder.is_dir():
-        return
+        return True
     running = Marker(folder / _RUNNING)
     with suppress(FormatError, OSError):
         running.acquire()
         try:
-            done = steps_done(folder)
-            write_stop(folder, Stop(done, type(error).__name__, error.what, requeue=isinstance(error, LoaderError)))
+            return write_stop(folder, stop)
         finally:
             running.release(remove=True)
+    return True
 
 
 def _write_settings(folder: Path, settings: str) -> None:

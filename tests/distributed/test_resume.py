@@ -50,6 +50,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_other_data_is_refused(sft, un
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000005"]
     (checkpoints / "step-00000005").rename(checkpoints / "step-00000005.unfinished")
     (checkpoints / "step-00000007").mkdir()
+    (checkpoints / "step-00000001.removed").mkdir()
 
     other = sft(folder, *SETTINGS, "resume=true", f"data.path={dataset / 'validation'}")
     assert other.code == 2
@@ -64,4 +65,6 @@ def test_a_checkpoint_cut_short_is_passed_over_and_other_data_is_refused(sft, un
     resumed = sft(folder, *SETTINGS, "resume=true")
     assert resumed.code == 0, resumed.output
     assert resumed.column("step") == list(range(1, 10))
+    # What a run that was killed was writing or removing is gone.
+    assert [path.name for path in checkpoints.iterdir() if path.suffix] == []
     assert resumed.column("loss") == pytest.approx([line["loss"] for line in undisturbed], rel=1e-5)

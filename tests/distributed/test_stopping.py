@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,11 +29,16 @@ FOREVER = (*SETTINGS, "trainer.steps=100000")
 class Job:
     """A run under torchrun that can be disturbed."""
 
-    def __init__(self, arguments: list[str], folder: Path, log: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, log: Path, variables: Mapping[str, str]) -> None:
         self.folder, self.log = folder, log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                arguments, env=environment(), cwd=ROOT, start_new_session=True, stdout=file, stderr=file
+                arguments,
+                env={**environment(), **variables},
+                cwd=ROOT,
+                start_new_session=True,
+                stdout=file,
+                stderr=file,
             )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -73,8 +78,10 @@ class Job:
 
 
 @contextmanager
-def started(dataset: Path, folder: Path, *overrides: str, ranks: int = 2) -> Iterator[Job]:
-    job = Job(command(dataset, folder, *overrides, ranks=ranks), folder, folder.parent / "log")
+def started(
+    dataset: Path, folder: Path, *overrides: str, ranks: int = 2, variables: Mapping[str, str] | None = None
+) -> Iterator[Job]:
+    job = Job(command(dataset, folder, *overrides, ranks=ranks), folder, folder.parent / "log", variables or {})
     try:
         yield job
     finally:

@@ -161,11 +161,7 @@ def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):
         main(live_config(tmp_path))
 
 
-def test_stopping_early_without_a_validation_is_refused_and_further_sets_are_checked_too(tmp_path, data):
-    made = config()
-    made.trainer.early_stop = 3
-    with pytest.raises(ConfigError, match="early_stop asks for validations"):
-        check(made, data(), 1)
+def test_further_validation_sets_are_checked_too(data):
     small, large = data(), data(pack_size=128)
     with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
         check(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, LostRankError
 from harness.megatron import runtime
+from harness.report.parity.processes import free_ports
 
 
 def test_cuda_means_the_cpu_inside_a_cpu_job_and_nothing_is_left_behind() -> None:
@@ -70,3 +71,16 @@ def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
 
     with pytest.raises(ConfigError, match="planted on rank 0"), runtime.start("cpu"):
         runtime.on_rank_0(fails)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, "rank 1 (and 1 more) of 3 has not come"), (1, "rank 0 cannot be met")])
+def test_ranks_that_have_not_come_are_named(monkeypatch, rank, told) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(LostRankError) as lost, runtime.start("cpu", meet_timeout_s=1):
+        pass
+    assert lost.value.what.startswith(told)
+    assert lost.value.about == 1 - rank
+    assert f"127.0.0.1:{place['MASTER_PORT']}" in lost.value.where

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 
-from harness.megatron.watchdog import Beat, find_culprit
+import pytest
+
+from harness.megatron import runtime
+from harness.megatron.watchdog import Beat, Watchdog, find_culprit
+from harness.report.attempts import Stop
 
 TRAINING = Beat(count=10, step=37, doing="training", stood_s=61.0, host="node1", process=4711)
 
@@ -50,3 +56,60 @@ def test_where_all_ranks_train_the_same_step_none_is_named() -> None:
         None,
         "all 2 ranks are in step 37, training, and none goes on",
     )
+
+
+def test_where_all_ranks_read_data_none_is_named_and_where_one_rank_is_all_it_is() -> None:
+    reading = replace(TRAINING, doing="opening the data")
+    beats = told(r0=reading, r1=replace(reading, stood_s=61.2))
+    assert find_culprit(beats, later(beats)) == (
+        None,
+        "all 2 ranks are in step 37, opening the data, and none goes on",
+    )
+    alone = told(r0=TRAINING)
+    assert find_culprit(alone, later(alone))[0] == 0
+
+
+@pytest.fixture
+def ended(monkeypatch) -> tuple[threading.Event, list[int]]:
+    """Set when the process would have ended, and its exit codes."""
+    event, codes = threading.Event(), []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        event.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    return event, codes
+
+
+def test_a_signal_ends_a_startup_that_goes_on_for_longer_than_its_grace(ended, capsys) -> None:
+    event, codes = ended
+    left: list[Stop] = []
+    asked = iter([("SIGTERM", 19.0), ("SIGTERM", 21.0)])
+    with (
+        runtime.start("cpu"),
+        Watchdog(limit_s=4, asked=lambda: next(asked, None), leave=lambda stop: not left.append(stop)) as watchdog,
+    ):
+        watchdog.at(8, "loading the checkpoint")
+        assert event.wait(timeout=10)
+    assert codes == [75]
+    assert left == [Stop(7, "signal", "SIGTERM came before the first step, in step 8, loading the checkpoint")]
+    assert "resume=auto starts again" in capsys.readouterr().err
+
+
+def test_a_signal_to_a_run_that_trains_is_left_to_its_next_step(ended, tmp_path) -> None:
+    event, _ = ended
+    with runtime.start("cpu"), Watchdog(limit_s=4, asked=lambda: ("SIGTERM", 100.0)) as watchdog:
+        watchdog.training_begins(tmp_path, limit_s=4)
+        assert not event.wait(timeout=2)
+
+
+def test_a_startup_that_stands_still_ends_with_the_setting_that_it_may_need(ended, capfd) -> None:
+    event, codes = ended
+    left: list[Stop] = []
+    with runtime.start("cpu"), Watchdog(limit_s=0.4, leave=lambda stop: not left.append(stop)) as watchdog:
+        watchdog.at(1, "opening the data")
+        assert event.wait(timeout=10)
+    assert codes[0] == 70
+    assert (left[0].reason, left[0].rank) == ("hang", 0)
+    assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err

@@ -1,0 +1,110 @@
+"""Jobs that do not come to their first step: who is waited for is named, and a signal ends them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.formats import MANIFEST_NAME
+from harness.report.attempts import decide
+from harness.report.parity.processes import free_ports
+
+from .conftest import ROOT, command, environment, overrides_of, run_command
+from .test_stopping import started
+
+
+def unlike(dataset: Path, folder: Path, *overrides: str, rank_1: str) -> list[str]:
+    """Two ranks under torchrun, of which the second begins with `rank_1` in its shell."""
+    recipe = [sys.executable, "-m", "recipes.sft", *overrides_of(dataset, folder, *overrides)]
+    script = f'if [ "$RANK" = 1 ]; then {rank_1}; fi; exec "$@"'
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    return [*launcher, "bash", "-c", script, "bash", *recipe]
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (number - 1) & 1)
+
+
+@pytest.fixture
+def unreadable(dataset, tmp_path) -> Path:
+    """A dataset on storage that does not answer: whoever opens its manifest waits for good."""
+    folder = tmp_path / "data"
+    shutil.copytree(dataset, folder)
+    manifest = folder / "train" / MANIFEST_NAME
+    manifest.unlink()
+    os.mkfifo(manifest)
+    return folder
+
+
+def test_a_rank_that_does_not_come_is_named(dataset, tmp_path) -> None:
+    arguments = unlike(dataset, tmp_path / "run", "trainer.startup_timeout_s=5", rank_1="exec sleep 1000")
+    code, output = run_command(arguments)
+    assert code == 1
+    assert output.count("LostRankError: rank 1 of 2 has not come within 5 s") == 1, output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_that_one_rank_does_not_find_ends_the_job_at_once(dataset, tmp_path) -> None:
+    missing = tmp_path / "missing"
+    arguments = unlike(dataset, tmp_path / "run", rank_1=f'set -- "$@" data.path={missing}')
+    code, output = run_command(arguments)
+    assert code == 1
+    assert f"FormatError: rank 1: no dataset there\n  where: {missing}" in output, output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("which", ["one", "all"])
+def test_storage_that_does_not_answer_ends_the_job_and_names_who_waits_for_it(
+    dataset, unreadable, tmp_path, which
+) -> None:
+    """Ranks that are started one by one, as by srun: the store that they meet at ends with rank 0."""
+    folders = (dataset if which == "one" else unreadable, unreadable)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    ranks = [
+        subprocess.Popen(
+            command(data, tmp_path / "run", "trainer.startup_timeout_s=12"),
+            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, data in enumerate(folders)
+    ]
+    told = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks][1] == 70, told
+    named = "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none goes on"
+    said = [line for line in "".join(told).splitlines() if line.startswith("HarnessError: no progress for 12 s")]
+    assert len(said) == 1, told
+    assert f"in step 1: {named}" in said[0]
+    assert "Raise trainer.startup_timeout_s" in "".join(told)
+    # Where the rank stands that holds the others up.
+    assert "manifest.py" in told[1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+def test_a_job_that_is_asked_to_stop_before_its_first_step_ends(unreadable, tmp_path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()  # as Slurm's script does
+    with started(unreadable, folder, "resume=auto", variables={"SLURM_JOB_ID": "7"}) as job:
+        job.wait_for(lambda: [handles(one.pid, signal.SIGUSR2) for one in job.everyone()[1:]] == [True, True])
+        began = time.monotonic()
+        for one in job.everyone()[1:]:
+            one.send_signal(signal.SIGUSR2)
+        code, output = job.end()
+    assert 15 < time.monotonic() - began < 90
+    assert code == 1
+    assert "exitcode  : 75" in output
+    assert "SIGUSR2 came before the first step, in step 1, opening the data" in output
+    assert job.stopped()["reason"] == "signal"
+    assert decide(folder, exit_code=code).requeue
