@@ -74,7 +74,7 @@ preflight || { echo "preflight: job $SLURM_JOB_ID does not start" >&2; exit 1; }
 
 FORWARDING = """\
 # The ranks checkpoint at their next step and end with code 75. TERM comes where Slurm preempts without a warning.
-step='' warned=''
+step='' warned='' ended=''
 stop() {
   echo "$1 at $(date +%T)${step:+: the ranks checkpoint and stop}"
   [[ $step ]] || run_again
@@ -93,7 +93,7 @@ run_again() {
   exit 1
 }
 trap 'warned=yes; stop USR2' USR2
-trap 'stop TERM' TERM"""
+trap 'ended=yes; stop TERM' TERM"""
 
 SRUN_RANKS = """\
 # Until a rank handles USR2 it ignores it: while it imports, the signal would end it.
@@ -135,9 +135,11 @@ if ((code == 0)); then
   echo "finished: $run_dir"
   exit 0
 fi
-# Time is short then, and there is nothing to decide: the next attempt notes how this one ended.
-if [[ $warned ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
-  echo "asked to stop: it goes on from its checkpoint"
+# Before the time limit there is little time and nothing to decide: the next attempt notes how this one ended. Not where
+# Slurm has begun to end the job, as in a preemption: it would be put back into the queue twice.
+if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
+  step=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
+  echo "asked to stop after step $step: it goes on from its checkpoint"
   run_again
 fi
 timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\

@@ -70,6 +70,7 @@ class Batch:
         self._folder = folder
         self.began = time.monotonic()
         self.measured = self.began
+        self.measuring_s = 0.0  # what the last measurement took
         self.peak_memory_bytes = 0
         first = self.cells[0]
         home = run_folder(folder, first).parent
@@ -118,13 +119,15 @@ class Batch:
 
     def measure(self) -> None:
         """Note the memory of the fullest rank with its workers, where pages that processes share count once."""
-        self.measured = time.monotonic()
+        began = time.monotonic()
         with suppress(psutil.Error, OSError):
             top = psutil.Process(self._process.pid)
             ranks = [top] if self.ranks == 1 else top.children()
             for rank in ranks:
                 total = sum(_proportional_bytes(one) for one in [rank, *rank.children(recursive=True)])
                 self.peak_memory_bytes = max(self.peak_memory_bytes, total)
+        self.measured = time.monotonic()
+        self.measuring_s = self.measured - began
 
     def end(self) -> None:
         """Kill it with everything it started; torchrun gives its ranks sessions of their own."""
