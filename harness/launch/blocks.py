@@ -138,8 +138,8 @@ fi
 # Before the time limit there is little time and nothing to decide: the next attempt notes how this one ended. Not where
 # Slurm has begun to end the job, as in a preemption: it would be put back into the queue twice.
 if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
-  step=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
-  echo "asked to stop after step $step: it goes on from its checkpoint"
+  made=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
+  echo "asked to stop after step $made: it goes on from its checkpoint"
   run_again
 fi
 timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
