@@ -112,7 +112,7 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
             break
         same += 1
-    _note(folder, [stop], exit_code)
+    _note(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"))
     forget_stop(folder)
     at = f"after step {stop.step}: {stop.message}"
     stalled, furthest = _stalled([*earlier, stop])
@@ -141,11 +141,13 @@ def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -
     told = sum(line.get("job") == job for line in _lines(folder))
     newest = _read_stop(folder)
     forget_stop(folder)
-    if restarts <= told:
-        return
     lost = Stop(steps_done(folder), "lost", "nobody was left to tell: a node died, or Slurm took it away")
     # A script that Slurm ends may not live to ask; the ranks have left their reason.
-    _note(folder, [*[lost] * (restarts - told - 1), newest or lost], None)
+    if restarts <= told:
+        if newest is not None:  # of another job
+            _note(folder, [newest], None, job=None)
+        return
+    _note(folder, [*[lost] * (restarts - told - 1), newest or lost], None, job=job)
     stalled, furthest = _stalled(_read_attempts(folder))
     if stalled >= max_stalled:
         raise HarnessError(
@@ -155,10 +157,10 @@ def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -
         )
 
 
-def _note(folder: Path, stops: Sequence[Stop], exit_code: int | None) -> None:
+def _note(folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ATTEMPTS_FILE
-    more = {"exit_code": exit_code, "time": time.time(), "job": os.environ.get("SLURM_JOB_ID")}
+    more = {"exit_code": exit_code, "time": time.time(), "job": job}
     before = list(whole_lines(path)) if path.exists() else []
     # Whole or not at all: half a line would be read with the one behind it.
     written = path.with_suffix(".rewritten")

@@ -140,12 +140,13 @@ def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
     job = submit(*LONG, "cluster.ranks_per_node=2")
     wait_for_step(job, 25)
     job.signal("USR2")
-    job.wait_for(lambda: (job.run_dir / "attempts.jsonl").exists(), "stop")
+    job.wait_for(lambda: job.facts["JobState"] == "PENDING", "requeue")
     job.cluster.on("login", "scancel", job.job_id, check=True)
     job.wait()
-    (stopped,) = attempts(job)
     job = submit(*LONG, nodes=1, run_dir=job.run_dir)
     assert job.wait() == "COMPLETED", job.log
+    (stopped,) = attempts(job)
+    assert stopped["reason"] == "signal"
     assert [line["step"] for line in job.metrics] == list(range(1, 151))
     assert 25 <= stopped["step"] < 150
     assert went_on_behind(job) == stopped["step"]
@@ -170,9 +171,9 @@ def test_a_job_that_fails_in_the_same_way_stops_requeueing(submit, tmp_path):
 @pytest.mark.parametrize("kind", ["srun", "torchrun"])
 def test_a_run_that_refuses_its_settings_is_not_started_again(submit, kind):
     job = submit(
-        *("trainer.steps=2", "cluster.ranks_per_node=1", "parallel.tensor_parallel_size=3"),
+        *("trainer.steps=2", "cluster.ranks_per_node=1", "model.max_sequence_length=100"),
         *(f"cluster.launcher={kind}", "cluster.preflight.enabled=false"),
     )
     assert job.wait() == "FAILED", job.log
     assert job.facts["Restarts"] == "0"
-    assert "ConfigError" in job.log
+    assert "ConfigError: the dataset's pack_size 256 is above" in job.log

@@ -125,10 +125,11 @@ def test_attempts_whose_node_died_are_noted_by_the_next_one(tmp_path: Path, monk
     assert not (tmp_path / STOPPED_FILE).exists()
     note_lost(tmp_path, job="12", restarts=3)
     assert noted(tmp_path) == [("hang", 1), ("lost", 2), ("signal", 2)]
-    # What another job left in this folder is not this one's.
-    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    # What another job left in this folder is noted, and is not this one's.
+    write_stop(tmp_path, Stop(2, "hang", "rank 1"))
+    note_lost(tmp_path, job="13", restarts=0)
     note_lost(tmp_path, job="13", restarts=1)
-    assert len(noted(tmp_path)) == 4
+    assert noted(tmp_path)[3:] == [("hang", 2), ("lost", 2)]
 
 
 def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch) -> None:
