@@ -94,7 +94,7 @@ class Watchdog:
     Args:
         limit_s: a rank without progress for so long before its first step ends the job, with exit code 70.
         asked: the signal to stop that this rank has seen, and since how many seconds; None for none.
-        leave: takes the reason of an end before `training_begins`; False where another rank has told one.
+        leave: keeps the reason of an end before `training_begins`; False where it has that of another rank.
 
     Attributes:
         current: the one at work in this process.
@@ -153,12 +153,13 @@ class Watchdog:
         return min(self._limit_s / 8, max(1.0, self._world / 256))
 
     def _leave_stop(self, stop: Stop) -> bool:
-        """Leave the reason of an end; False where another rank has."""
+        """Leave the reason of an end; True on one rank, which tells it."""
         if self._folder is not None:
             return write_stop(self._folder, stop)
         is_first = self._leave_early(stop)
         with suppress(RuntimeError):
-            is_first = int(self._store.add("told", 1)) == 1 and is_first
+            # The store alone decides while it answers: of two ranks one may be first there, the other in the folder.
+            is_first = int(self._store.add("told", 1)) == 1
         return is_first
 
     def _leave(self, error: Exception, *, rank: int | None) -> bool:

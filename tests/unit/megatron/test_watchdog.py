@@ -97,6 +97,17 @@ def test_a_signal_ends_a_startup_that_goes_on_for_longer_than_its_grace(ended, c
     assert "resume=auto starts again" in capsys.readouterr().err
 
 
+def test_an_end_is_told_by_whoever_is_first_in_the_store(ended, capsys) -> None:
+    """Two ranks that end at the same time: the other one has been first in the run's folder."""
+    event, _ = ended
+    with (
+        runtime.start("cpu"),
+        Watchdog(limit_s=4, asked=lambda: ("SIGTERM", 21.0), leave=lambda stop: False),
+    ):
+        assert event.wait(timeout=10)
+    assert "SIGTERM came before the first step" in capsys.readouterr().err
+
+
 def test_a_signal_to_a_run_that_trains_is_left_to_its_next_step(ended, tmp_path) -> None:
     event, _ = ended
     with runtime.start("cpu"), Watchdog(limit_s=4, asked=lambda: ("SIGTERM", 100.0)) as watchdog:
