@@ -24,6 +24,7 @@ from harness.loader.workers import (
     kill,
     leave_the_end_to_the_parent,
     lost_worker,
+    warm_up,
 )
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class StepStream(Generic[T]):
         self._where = where
         self._sampler = StepSampler()
         workers = config.num_workers
+        if workers:
+            warm_up(config.start_method)
         self._dataloader: DataLoader[T | HarnessError] = DataLoader(
             StepDataset(reader),
             batch_size=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.connection
 import os
 import re
@@ -61,6 +62,15 @@ class StepSampler(Sampler[Step]):
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
+
+
+def warm_up(start_method: str | None) -> None:
+    """Let forkserver's server import what every worker needs, PyTorch above all, once for all of them.
+
+    Has no effect once the server runs.
+    """
+    if (start_method or multiprocessing.get_start_method()) == "forkserver":
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["harness.loader.loader"])
 
 
 def leave_the_end_to_the_parent(worker_id: int) -> None:

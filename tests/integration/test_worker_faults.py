@@ -112,6 +112,17 @@ def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
         assert is_gone(pid)
 
 
+def test_a_server_of_workers_imports_for_all_of_them(in_every_format: dict[str, Path]) -> None:
+    command = [sys.executable, RANK, in_every_format["parquet"], "0", "1", "2", "forkserver", "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        pids = process.stdout.readline().split()
+        servers = {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1] for pid in pids[1:]}
+        assert len(servers) == 1
+        assert servers != {str(process.pid)}
+        assert "libtorch" in Path(f"/proc/{servers.pop()}/maps").read_text()
+        process.kill()
+
+
 @pytest.mark.parametrize(
     "start_method",
     ["fork", pytest.param("spawn", marks=pytest.mark.nightly), pytest.param("forkserver", marks=pytest.mark.nightly)],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +171,5 @@ def test_the_whole_matrix(in_every_format: dict[str, Path], seed: int) -> None:
         for dp_size in (1, 2)
     }
     assert expected[1][0] == expected[2][0]
-    multiprocessing.set_forkserver_preload(["harness.loader.loader"])
     for cell in dict.fromkeys(FORKED + WHOLE[seed::SEEDS]):
         assert run(cell, in_every_format[cell.format], seed=seed) == expected[cell.dp_size], str(cell)
