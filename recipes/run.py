@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from harness.train import OWN_VALIDATION, TrainerConfig
 
 
 @dataclass
-class RunConfig:
+class RunConfig(ABC):
     """Settings that every recipe that trains has.
 
     Attributes:
@@ -64,9 +65,9 @@ class RunConfig:
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
+    @abstractmethod
     def check_layout(self, world_size: int) -> None:
         """Refuse a model, a batch or rows that so many ranks cannot hold; raises ConfigError. Needs no data."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
