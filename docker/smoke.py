@@ -35,9 +35,9 @@ def versions() -> dict[str, str | None]:
 def train_one_step() -> float:
     """The loss of one step of `recipes.sft` on a dataset made here."""
     from harness.config import compose_config
+    from harness.plan.settings import SftConfig
     from recipes.parity import make_dataset
     from recipes.sft import main
-    from recipes.sft_config import SftConfig
 
     with tempfile.TemporaryDirectory() as folder:
         data, run = make_dataset(Path(folder) / "data"), Path(folder) / "run"

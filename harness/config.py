@@ -6,8 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm
+from harness.plan.settings import to_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")
@@ -67,27 +66,6 @@ def compose_config(name: str, schema: type[T], overrides: list[str] | None = Non
 
 def _shown(overrides: list[str] | None) -> str:
     return f" with {' '.join(overrides)}" if overrides else ""
-
-
-def to_plain(config: Any) -> Any:
-    """Dataclasses as dicts, lists and scalars: what is written to YAML and JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, Path):
-            return str(value)
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return value
-
-    return plain(asdict(config) if is_dataclass(config) and not isinstance(config, type) else config)
-
-
-def to_yaml(config: Any) -> str:
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:

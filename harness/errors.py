@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 
 
 class HarnessError(Exception):
@@ -93,3 +94,11 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             print(f"rank {rank}: {told}", file=sys.stderr)
         sys.stdout.flush()
         sys.exit(2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a dataset: what, and where."""
+
+    what: str
+    where: str

@@ -24,14 +24,14 @@ from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, open_writer
 from harness.formats.convert import convert
+from harness.parity.assemble import cell_result, command_line, environment, skipped
+from harness.parity.cells import FORMAT, VERSION, Cell, CheckPlan, parse_case, plan_check
+from harness.parity.compare import IDENTICAL, Tolerances
+from harness.parity.pages import HTML_FILE, render_all
+from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
+from harness.parity.running import default_slots, run_cells
+from harness.parity.table import LiveTable, show
 from harness.records import Pack
-from harness.report.parity.assemble import cell_result, command_line, environment, skipped
-from harness.report.parity.cells import FORMAT, VERSION, Cell, CheckPlan, parse_case, plan_check
-from harness.report.parity.compare import IDENTICAL, Tolerances
-from harness.report.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
-from harness.report.parity.running import default_slots, run_cells
-from harness.report.parity.table import LiveTable, show
-from harness.report.render import HTML_FILE, render_all
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")

@@ -8,7 +8,7 @@ datasets may be sources too. Loop, checkpoints, metrics and launch are those of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,42 +18,23 @@ from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader.config import LoaderConfig
-from harness.loader.corpus import CorpusConfig
 from harness.loader.state import LoaderState
-from harness.megatron import runtime
-from harness.megatron.checkpoint import Progress
-from harness.megatron.feed import Feed, layout_of
-from harness.megatron.model import use_transformer_engine
-from harness.megatron.model_config import sequence_cost
-from harness.megatron.pretrain_data import open_corpus
-from harness.megatron.pretrain_samples import SampleLoader, SampleReader
-from harness.megatron.pretrain_sources import find_packs
-from harness.megatron.pretrained import find_pretrained
-from harness.megatron.topology import Topology
-from harness.report.trackers import check_trackers
+from harness.megatron.data.corpus import open_corpus
+from harness.megatron.data.feed import Feed, layout_of
+from harness.megatron.data.samples import SampleLoader, SampleReader
+from harness.megatron.data.sources import find_packs
+from harness.megatron.job import runtime
+from harness.megatron.job.run import Task
+from harness.megatron.job.topology import Topology
+from harness.megatron.job.training import run_training
+from harness.megatron.model.gpt import use_transformer_engine
+from harness.megatron.state.checkpoint import Progress
+from harness.megatron.weights.pretrained import find_pretrained
+from harness.plan.model import sequence_cost
+from harness.plan.settings import PretrainConfig
 from harness.thd import padded_lengths
-from harness.train import OWN_VALIDATION
-from recipes.run import RunConfig, Task
-from recipes.training import run_training
-
-
-@dataclass
-class PretrainConfig(RunConfig):
-    """Settings of a pretraining run: those of every run, and its corpus.
-
-    Of `loader`, `global_batch_size` are samples, `seed` is that of Megatron's shuffle, and what shuffles packs is not
-    used.
-    """
-
-    data: CorpusConfig = field(default_factory=CorpusConfig)
-    name: str = "pretrain"
-
-    def check_layout(self, world_size: int) -> None:
-        data, parallel = self.data, self.parallel
-        self.model.check(parallel)
-        per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
-        rows = -(-per_rank // parallel.row_multiple) * parallel.row_multiple
-        parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)
+from harness.train.loop import OWN_VALIDATION
+from harness.train.trackers import check_trackers
 
 
 def check(config: PretrainConfig, world_size: int) -> None:

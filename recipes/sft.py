@@ -16,19 +16,20 @@ from harness.loader.blend import Blend
 from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
 from harness.loader.live.consumer import Rows
 from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.plan import PackSource
 from harness.loader.state import LoaderState
-from harness.loader.step import PackSource
-from harness.megatron import runtime
-from harness.megatron.checkpoint import Progress
-from harness.megatron.feed import Feed, layout_of, readable
-from harness.megatron.live_feed import LiveFeed
-from harness.megatron.model_config import sequence_cost
-from harness.megatron.pretrained import find_pretrained
-from harness.megatron.topology import Topology
-from harness.train import OWN_VALIDATION
-from recipes.run import Task
-from recipes.sft_config import SftConfig, check, find_tokenizer
-from recipes.training import run_training
+from harness.megatron.data.feed import Feed, layout_of, readable
+from harness.megatron.data.live_feed import LiveFeed
+from harness.megatron.job import runtime
+from harness.megatron.job.run import Task
+from harness.megatron.job.topology import Topology
+from harness.megatron.job.training import run_training
+from harness.megatron.state.checkpoint import Progress
+from harness.megatron.weights.pretrained import find_pretrained
+from harness.plan.model import sequence_cost
+from harness.plan.settings import SftConfig
+from harness.train.loop import OWN_VALIDATION
+from recipes.sft_config import check, find_tokenizer
 
 
 def make_feeds(

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from harness.errors import ConfigError
 from harness.formats import PackReader
-from harness.loader.datasets import DataConfig, LiveData, RunData
+from harness.formats.inspect import find_tokenizer_folder
+from harness.loader.datasets import LiveData, RunData
 from harness.loader.joined import JoinedReader
-from harness.megatron import runtime
-from harness.megatron.model import use_transformer_engine
-from harness.megatron.pretrained import Pretrained
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.report.inspect import find_tokenizer_folder
-from harness.report.trackers import check_trackers
-from harness.schedule import ScheduleConfig
-from recipes.run import RunConfig
-
-
-@dataclass
-class SftConfig(RunConfig):
-    """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    name: str = "sft"
-
-    def check_layout(self, world_size: int) -> None:
-        self.model.check(self.parallel)
-        self.parallel.check(
-            world_size,
-            global_batch_size=self.loader.global_batch_size,
-            max_tokens_per_rank=self.schedule.max_tokens_per_rank,
-        )
+from harness.megatron.job import runtime
+from harness.megatron.model.gpt import use_transformer_engine
+from harness.megatron.weights.pretrained import Pretrained
+from harness.plan.settings import SftConfig
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.train.trackers import check_trackers
 
 
 def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from harness.config import compose_config
 from harness.errors import exit_on_error
+from harness.plan.settings import SftConfig
 from recipes.sft import main
-from recipes.sft_config import SftConfig
 
 if __name__ == "__main__":
     # The launcher's store remembers the run before; each meets at a port of its own.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
+from harness.cli.app import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

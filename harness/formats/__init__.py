@@ -11,9 +11,9 @@ from harness.formats.base import Format
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance
 from harness.formats.opening import open_path
 from harness.formats.reader import PackReader
-from harness.formats.uris import ObjectPath, is_uri, redact
 from harness.formats.writer import PackWriter
 from harness.formats.writer_local import LocalPackWriter
+from harness.storage.uris import ObjectPath, is_uri, redact
 
 __all__ = [
     "FORMATS",
@@ -30,12 +30,12 @@ __all__ = [
 # Name -> module that defines `FORMAT`. A new format is one file and one line here. Files without a manifest are tried
 # in this order; parquet is last because pyarrow takes longest to import.
 FORMATS: dict[str, str] = {
-    "npy": "harness.formats.npy",
+    "npy": "harness.formats.npy.shard",
     "memmap": "harness.formats.memmap",
     "binidx": "harness.formats.binidx",
     "jsonl": "harness.formats.jsonl",
-    "virtual": "harness.formats.virtual",
-    "parquet": "harness.formats.parquet",
+    "virtual": "harness.formats.virtual.store",
+    "parquet": "harness.formats.parquet.shard",
 }
 
 
@@ -69,7 +69,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
 def holds_manifest(path: str | PathLike[str]) -> bool:
     """Whether a folder, on a disk or in object storage, has a manifest; it is not read."""
     if is_uri(str(path)):
-        from harness.formats.storage import ObjectStore
+        from harness.storage.bucket import ObjectStore
 
         place = ObjectPath.parse(str(path)) / MANIFEST_NAME
         return ObjectStore(place).find_size(place) is not None

@@ -12,8 +12,8 @@ import xxhash
 from harness.errors import ConfigError, FormatError
 from harness.formats import Manifest, PackReader, Provenance, open_dataset, open_writer
 from harness.formats.digest import dataset_fingerprint, pack_digest
-from harness.formats.uris import ObjectPath, is_uri
 from harness.formats.verify import diff_readers
+from harness.storage.uris import ObjectPath, is_uri
 
 _CHUNK = 64
 

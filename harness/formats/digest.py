@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,6 @@ from harness.records import Int32Array, Pack, UInt8Array
 
 UInt64Array = npt.NDArray[np.uint64]
 
-_READ_BYTES = 1 << 20
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
@@ -46,13 +44,4 @@ def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
     total = xxhash.xxh3_128()
     for piece in digests:
         total.update(np.ascontiguousarray(piece, dtype="<u8").data)
-    return str(total.hexdigest())
-
-
-def file_digest(path: Path) -> str:
-    """xxh3_64 (hexadecimal) of a file's bytes."""
-    total = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            total.update(block)
     return str(total.hexdigest())

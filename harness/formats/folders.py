@@ -11,12 +11,11 @@ from typing import Protocol
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo
-from harness.formats.digest import file_digest
-from harness.formats.files import natural_key
 from harness.formats.index import INDEX_FOLDER, index_names, load_index
 from harness.formats.kept_fingerprint import KeptFingerprint
-from harness.formats.manifest import MANIFEST_NAME, Manifest, StoredFile
+from harness.formats.manifest import MANIFEST_NAME, Manifest
 from harness.formats.reader import PackReader
+from harness.storage.files import StoredFile, file_digest, natural_key
 
 # Present while a writer is at work: tells an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"

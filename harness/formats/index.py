@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.digest import UInt64Array, dataset_fingerprint, file_digest
+from harness.formats.digest import UInt64Array, dataset_fingerprint
 from harness.formats.manifest import Manifest
-from harness.formats.npy_files import NpyStream, map_npy
 from harness.records import Int32Array, Int64Array
+from harness.storage.arrays import NpyStream, map_npy
+from harness.storage.files import file_digest
 
 INDEX_FOLDER = "index"
 PACK_OFFSETS = "pack_offsets.npy"

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.formats.digest import file_digest
-from harness.formats.files import write_atomically
 from harness.formats.manifest import MANIFEST_NAME
+from harness.storage.files import file_digest, write_atomically
 
 _NAME = "fingerprint.json"
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.errors import FormatError
-from harness.formats.files import write_atomically
+from harness.storage.files import StoredFile, write_atomically
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
@@ -43,15 +43,6 @@ class Provenance:
     seed: int | None = None
     settings_hash: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
-
-    path: str
-    num_bytes: int
-    xxh3: str
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
-from harness.formats.files import natural_key, sync_folder, write_atomically
 from harness.formats.index import lengths_from_starts
-from harness.formats.npy_files import NpyStream, map_npy, read_npy_header
 from harness.records import Int32Array, Int64Array, Pack
+from harness.storage.arrays import NpyStream, map_npy, read_npy_header
+from harness.storage.files import natural_key, sync_folder, write_atomically
 
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from harness.formats.digest import content_digest, file_digest
-from harness.formats.files import write_atomically
+from harness.formats.digest import content_digest
 from harness.formats.index import IndexPart
-from harness.formats.manifest import Shard, StoredFile
+from harness.formats.manifest import Shard
 from harness.records import Int32Array, Pack
+from harness.storage.files import StoredFile, file_digest, write_atomically
 
 PART_SUFFIX = ".part"
 

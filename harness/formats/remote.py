@@ -13,16 +13,16 @@ import xxhash
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardInfo, ShardReader
-from harness.formats.cache import Entry, LocalCache
-from harness.formats.files import natural_key
 from harness.formats.folders import MARKER_NAME, list_file_problems
 from harness.formats.index import PackIndex, load_index
-from harness.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Shard, StoredFile, parse_manifest
+from harness.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Shard, parse_manifest
 from harness.formats.opening import interrupted, open_bare, some
 from harness.formats.reader import PackReader
-from harness.formats.storage import REQUEST_BYTES, ObjectStore
-from harness.formats.uris import ObjectPath
 from harness.records import Pack
+from harness.storage.bucket import REQUEST_BYTES, ObjectStore
+from harness.storage.cache import Entry, LocalCache
+from harness.storage.files import StoredFile, natural_key
+from harness.storage.uris import ObjectPath
 
 
 def open_remote(uri: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:

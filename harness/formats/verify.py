@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.errors import ConfigError, FormatError, HarnessError
+from harness.errors import ConfigError, FormatError, HarnessError, Problem
 from harness.formats import PackReader, load_format, open_dataset
 from harness.formats.base import Format
 from harness.formats.digest import dataset_fingerprint, pack_digest
@@ -17,18 +17,10 @@ from harness.formats.folders import DatasetFolder, LocalFolder, list_file_proble
 from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest, load_manifest
 from harness.formats.parts import Totals
-from harness.formats.uris import is_uri
 from harness.records import Pack
+from harness.storage.uris import is_uri
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a dataset: what, and where."""
-
-    what: str
-    where: str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardWriter
 from harness.formats.digest import dataset_fingerprint
-from harness.formats.files import TEMPORARY_SUFFIX, Marker, sync_folder
 from harness.formats.folders import MARKER_NAME
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
@@ -25,6 +24,7 @@ from harness.formats.parts import (
     stored_files,
 )
 from harness.formats.writer import OURS, PackWriter, already_there
+from harness.storage.files import TEMPORARY_SUFFIX, Marker, sync_folder
 
 
 class LocalPackWriter(PackWriter):

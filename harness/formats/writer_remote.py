@@ -21,19 +21,12 @@ from harness.formats.base import Format, ShardWriter
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.folders import MARKER_NAME
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, write_index
-from harness.formats.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Provenance,
-    Shard,
-    StoredFile,
-    parse_manifest,
-)
+from harness.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Provenance, Shard, parse_manifest
 from harness.formats.parts import PART_SUFFIX, FinishedShard, load_part, pack_index_bytes, save_part, stored_files
-from harness.formats.storage import REQUEST_BYTES, ObjectStore
-from harness.formats.uris import ObjectPath
 from harness.formats.writer import OURS, PackWriter, already_there
+from harness.storage.bucket import REQUEST_BYTES, ObjectStore
+from harness.storage.files import StoredFile
+from harness.storage.uris import ObjectPath
 
 
 class RemoteFile:

@@ -67,7 +67,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     Raises:
         ConfigError: a name or path that sbatch would read otherwise, or a setting of several lines.
     """
-    harness = [job.python, "-m", "harness.cli"]
+    harness = [job.python, "-m", "harness.cli.app"]
     parts = [
         "#!/bin/bash",
         # Texts for the shells of other nodes, lists with commas, and a function that a trap calls.

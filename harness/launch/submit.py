@@ -15,7 +15,7 @@ import yaml
 
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
-from harness.launch.probe import code_digest
+from harness.launch.preflight.probe import code_digest
 from harness.launch.script import Job
 from harness.loader.corpus import corpus_paths
 

@@ -10,8 +10,8 @@ from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig
 from harness.loader.order import Step, steps_from, steps_per_epoch
+from harness.loader.plan import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
 from harness.loader.stream import StepStream
 from harness.schedule import ScheduleConfig, SequenceCost
 
@@ -29,7 +29,7 @@ class Loader:
         reader: an open dataset; it is pickled to workers that are not forked.
         config: see LoaderConfig.
         schedule: how sequences become rows.
-        dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.step.Layout`.
+        dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.plan.Layout`.
         cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
         tokenizer: hash of what made the dataset, which a run that goes on compares; empty asks nothing.
         blend: how the packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,70 +16,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader.step import StepBatch
+from harness.loader.plan import StepBatch
 from harness.megatron.batch import to_device
-from harness.megatron.topology import ParallelConfig, Topology
+from harness.megatron.job.topology import Topology
+from harness.plan.layout import ParallelConfig
+from harness.plan.settings import OptimizerConfig
 from harness.thd import ThdBatch, pad_row
-from harness.train import Evaluation, StepResult
+from harness.train.loop import Evaluation, StepResult
 
 # One microbatch through one chunk: its output, and what makes the loss of it.
 ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
-
-    Attributes:
-        lr, min_lr: largest and final learning rate.
-        warmup_steps: linear from 0 to lr.
-        decay_steps: where the schedule ends, None for the run's number of steps.
-        decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
-        clip_grad: largest gradient norm, 0 for none.
-    """
-
-    lr: float = 2e-3
-    min_lr: float = 2e-4
-    warmup_steps: int = 5
-    decay_steps: int | None = None
-    decay: str = "cosine"
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_lr <= self.lr or self.lr <= 0:
-            raise ConfigError(
-                f"learning rates are {self.lr} (largest) and {self.min_lr} (smallest)",
-                where="optimizer.lr, optimizer.min_lr",
-                fix="0 <= min_lr <= lr, and lr above 0",
-            )
-        if self.decay not in ("cosine", "linear", "constant", "inverse-square-root"):
-            raise ConfigError(
-                f"decay {self.decay!r} is unknown",
-                where="optimizer.decay",
-                fix="one of cosine, linear, constant, inverse-square-root",
-            )
-        if self.warmup_steps < 0 or self.clip_grad < 0:
-            raise ConfigError(
-                f"warmup_steps is {self.warmup_steps} and clip_grad {self.clip_grad}",
-                where="optimizer",
-                fix="0 or more",
-            )
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.weight_decay >= 0):
-            raise ConfigError(
-                f"beta1 is {self.beta1}, beta2 {self.beta2}, eps {self.eps} and weight_decay {self.weight_decay}",
-                where="optimizer",
-                fix="betas of 0 to below 1, eps above 0, weight_decay of 0 or more",
-            )
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ConfigError(
-                f"decay_steps is {self.decay_steps}",
-                where="optimizer.decay_steps",
-                fix="1 or more, or null for the run's number of steps",
-            )
 
 
 def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

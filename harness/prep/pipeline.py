@@ -13,27 +13,27 @@ from typing import Any
 
 from rich.console import Console
 
+from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.formats import FORMATS, Provenance
-from harness.formats.files import write_atomically
 from harness.formats.manifest import load_manifest
-from harness.prep import prepared_folder as layout
-from harness.prep.bpe import train_bpe
+from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
-from harness.prep.checks import require_choice
-from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
-from harness.prep.prepare_report import PrepareReport, SplitReport, render_report, to_markdown
-from harness.prep.prepared_folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.pydoc_source import write_pydoc_corpus
+from harness.prep.engines.chunk import TokenizeJob
+from harness.prep.engines.shard import BAD_RECORDS, Receipt, ShardJob, refuse, shard_folder
+from harness.prep.engines.spool import Split, Spool, divide
+from harness.prep.engines.workers import count_workers, do_shards
+from harness.prep.folder import PreparedFolder, files_digest, settings_hash
+from harness.prep.packing.plan import PACKED_STORAGE, PackingConfig, plan_packs
+from harness.prep.pydoc.source import write_pydoc_corpus
 from harness.prep.reading import cut_shards, read_chunks
-from harness.prep.shard_work import BAD_RECORDS, Receipt, ShardJob, refuse, shard_folder
+from harness.prep.report import PrepareReport, SplitReport, render_report, to_markdown
 from harness.prep.sources import SourceConfig, files_left_out, list_files
-from harness.prep.spool import Split, Spool, divide
 from harness.prep.stages import Stages
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.prep.tokenized_chunk import TokenizeJob
-from harness.prep.workers import count_workers, do_shards
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
 from harness.prep.write import write_packs
+from harness.storage.files import write_atomically
 
 # Raised when the same settings begin to give other data.
 _VERSION = 1

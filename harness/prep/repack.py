@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.formats.manifest import Manifest
-from harness.formats.virtual_plan import open_store, write_plan
-from harness.prep.packing import plan_packs
+from harness.formats.virtual.plan import open_store, write_plan
+from harness.prep.packing.plan import plan_packs
 
 
 def repack(

@@ -6,9 +6,9 @@ import glob
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.checks import require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.formats.files import natural_key
-from harness.prep.checks import require_at_least, require_choice
+from harness.storage.files import natural_key
 
 SOURCE_KINDS = ("files", "pydoc")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

@@ -10,8 +10,8 @@ import pytest
 from parity_nights import NEWEST, restless
 from parity_reports import all_same, cell, one_of_each, reference, report, series
 
-from harness.report.parity.result import Check, ParityReport
-from harness.report.render import HISTORY_FILE, HTML_FILE, render_all, render_history
+from harness.parity.pages import HISTORY_FILE, HTML_FILE, render_all, render_history
+from harness.parity.result import Check, ParityReport
 
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 NASTY = "<img src=x onerror=alert(1)> <b>bold</b> &amp; a_name_that_goes_on_and_on_without_a_place_to_break_it"

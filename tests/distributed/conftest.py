@@ -20,7 +20,7 @@ import torch
 from harness.config import compose_config
 from harness.formats import Provenance, open_writer
 from harness.records import Pack
-from harness.report.metrics import whole_lines
+from harness.train.metrics import whole_lines
 
 VOCAB = 300
 SMALL = (

@@ -11,10 +11,11 @@ import torch
 from harness.errors import HarnessError
 from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.step import PackSource
-from harness.megatron import runtime
-from harness.megatron.feed import Feed, readable
-from harness.megatron.topology import ParallelConfig, join
+from harness.loader.plan import PackSource
+from harness.megatron.data.feed import Feed, readable
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

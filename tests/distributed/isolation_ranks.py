@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from harness.config import compose_config
-from harness.megatron import runtime
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
-from harness.megatron.isolation import IsolationCheck, Prepare
-from harness.megatron.model import build_model
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import Topology, join
+from harness.megatron.model.gpt import build_model
+from harness.parity.isolation import IsolationCheck, Prepare
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
+from harness.plan.settings import SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch
-from recipes.sft_config import SftConfig
 
 VOCAB = 256
 MODEL = ModelConfig(

@@ -15,14 +15,15 @@ import torch
 from harness.errors import HarnessError
 from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.megatron import runtime
 from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.data_schedule import (
+from harness.megatron.data.two_phase import (
     get_batch_on_this_rank_for_sequence_packing,
     needs_data_iterator,
     wrap_data_iterator,
 )
-from harness.megatron.topology import ParallelConfig, Topology, join
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import Topology, join
+from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.megatron.feed import LengthsOnly
+from harness.megatron.data.feed import LengthsOnly
 from harness.schedule import ScheduleConfig
 
 from .conftest import launcher, run_command

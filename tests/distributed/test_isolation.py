@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.report.parity.processes import free_ports
-from recipes.sft_config import SftConfig
+from harness.parity.processes import free_ports
+from harness.plan.settings import SftConfig
 
 from .conftest import launcher, run_command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.parity.result import REPORT_FILE, CellResult, read_report
+from harness.parity.result import REPORT_FILE, CellResult, read_report
 
 from .conftest import run_command
 

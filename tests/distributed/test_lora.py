@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.export import export
+from harness.megatron.weights.export import export
+from harness.plan.settings import SftConfig
 from recipes import sft
-from recipes.sft_config import SftConfig
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
 from .test_weights import SIZES, settings_of, tensors

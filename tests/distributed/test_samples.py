@@ -11,13 +11,13 @@ import torch
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.megatron.chat import Chat
-from harness.megatron.export import export
-from harness.prep.bpe import train_bpe
-from harness.prep.tokenize import end_tokens, tokenizer_hash
+from harness.megatron.weights.chat import Chat
+from harness.megatron.weights.export import export
+from harness.plan.settings import SftConfig
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.tokenizer import end_tokens, tokenizer_hash
 from harness.records import Pack
 from recipes import sft
-from recipes.sft_config import SftConfig
 
 from .conftest import command, overrides_of, run_command, run_here
 from .test_weights import settings_of

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness.formats import MANIFEST_NAME
-from harness.report.attempts import decide
-from harness.report.parity.processes import free_ports
+from harness.parity.processes import free_ports
+from harness.train.attempts import decide
 
 from .conftest import ROOT, command, environment, overrides_of, run_command
 from .test_stopping import started

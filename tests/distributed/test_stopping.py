@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.report.attempts import decide
-from harness.report.parity.processes import free_ports
+from harness.parity.processes import free_ports
+from harness.train.attempts import decide
 
 from .conftest import ROOT, command, environment, launcher, overrides_of, read_metrics, run_command
 from .test_resume import SAME

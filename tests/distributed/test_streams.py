@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.parity.processes import free_ports
+from harness.parity.processes import free_ports
 
 from .conftest import launcher, run_command
 

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config import to_plain
 from harness.errors import HarnessError
-from harness.megatron import runtime
-from harness.megatron.hf_config import read_hf_config
-from harness.megatron.model import build_chunks
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.pretrained import find_pretrained
-from harness.megatron.topology import ParallelConfig, join
-from harness.megatron.weights import (
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.gpt import build_chunks
+from harness.megatron.weights.mapping import (
     HfWeights,
     Shard,
     check_weights,
@@ -27,7 +23,12 @@ from harness.megatron.weights import (
     global_parameters,
     to_hf,
 )
-from harness.report.parity.processes import free_ports
+from harness.megatron.weights.pretrained import find_pretrained
+from harness.parity.processes import free_ports
+from harness.plan.hf_config import read_hf_config
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
+from harness.plan.settings import to_plain
 
 from .conftest import command, launcher, run_command
 
@@ -164,7 +165,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
     )
     assert code == 0, output
     code, output = run_command(
-        [sys.executable, "-m", "harness.cli", "export", str(tmp_path / "run"), str(tmp_path / "out")]
+        [sys.executable, "-m", "harness.cli.app", "export", str(tmp_path / "run"), str(tmp_path / "out")]
     )
     assert code == 0, output
     assert "without a tokenizer" in output

@@ -20,13 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from harness.megatron import runtime
 from harness.megatron.batch import to_device
-from harness.megatron.hf_config import read_hf_config
-from harness.megatron.model import build_model
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.pretrained import find_pretrained
-from harness.megatron.topology import ParallelConfig, join
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.gpt import build_model
+from harness.megatron.weights.pretrained import find_pretrained
+from harness.plan.hf_config import read_hf_config
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from harness.parity.processes import free_ports
 from harness.records import SequenceView
-from harness.report.parity.processes import free_ports
 from harness.thd import build_thd_batch, context_parallel_indices
 from recipes.parity import make_dataset
 

@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from harness.errors import exit_on_error
-from harness.formats.files import write_atomically
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import Rows
+from harness.loader.plan import Layout
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout
-from harness.megatron.live_feed import LiveFeed
-from harness.megatron.runtime import gather_on_rank_0
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.report.metrics import keep_lines_before
+from harness.megatron.data.live_feed import LiveFeed
+from harness.megatron.job.runtime import gather_on_rank_0
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
 from harness.schedule import SequenceCost
+from harness.storage.files import write_atomically
+from harness.train.metrics import keep_lines_before
 
 SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3
 

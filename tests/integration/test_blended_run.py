@@ -11,8 +11,8 @@ import pytest
 from harness.errors import ConfigError, LoaderError
 from harness.loader.blend import BlendOrder
 from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.plan.settings import SftConfig
 from recipes.sft import main
-from recipes.sft_config import SftConfig
 
 FORMATS = (("parquet", "memmap", "jsonl"), ("binidx", "npy", "parquet"))
 

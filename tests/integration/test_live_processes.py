@@ -18,8 +18,8 @@ from live_streams import some_chats, some_packs, train, write_stream
 
 from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
-from harness.report.metrics import whole_lines
-from harness.report.parity.processes import free_ports
+from harness.parity.processes import free_ports
+from harness.train.metrics import whole_lines
 
 from ..distributed.conftest import ROOT, environment
 from .live_rank import SIZE

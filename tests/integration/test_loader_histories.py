@@ -15,8 +15,8 @@ from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader.blend import Blend
 from harness.loader.joined import JoinedReader
 from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.plan import PackSource, StepBatch
 from harness.loader.state import LoaderState
-from harness.loader.step import PackSource, StepBatch
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

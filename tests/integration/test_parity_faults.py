@@ -18,15 +18,15 @@ import pytest
 
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.step import StepBatch
+from harness.loader.plan import StepBatch
+from harness.parity.compare import IDENTICAL, compare_runs
+from harness.parity.locate import recorded_run
+from harness.parity.result import Check, Difference
 from harness.records import Pack
-from harness.report.metrics import METRICS_FILE
-from harness.report.parity.compare import IDENTICAL, compare_runs
-from harness.report.parity.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
-from harness.report.parity.locate import recorded_run
-from harness.report.parity.result import Check, Difference
 from harness.schedule import ScheduleConfig
 from harness.thd import thd_from_arrays
+from harness.train.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
+from harness.train.metrics import METRICS_FILE
 from recipes.parity import make_dataset
 
 from ..distributed.conftest import run_command

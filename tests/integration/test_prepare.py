@@ -15,11 +15,11 @@ from harness.errors import ConfigError, HarnessError, PrepError
 from harness.formats import open_dataset
 from harness.formats.verify import verify
 from harness.prep.chat import parse_line
-from harness.prep.packing import PackingConfig
+from harness.prep.packing.plan import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare
 from harness.prep.repack import repack
 from harness.prep.sources import SourceConfig
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
 
 WORDS = ["packs", "hold", "sequences", "of", "tokens", "that", "a", "model", "reads", "and", "learns", "to", "continue"]
 

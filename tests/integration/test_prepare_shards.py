@@ -18,12 +18,13 @@ import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.formats.files import natural_key
-from harness.prep import pipeline, shard_work
-from harness.prep.packing import PackingConfig
+from harness.prep import pipeline
+from harness.prep.engines import shard as shard_work
+from harness.prep.packing.plan import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare
 from harness.prep.sources import SourceConfig
-from harness.prep.tokenize import TokenizerConfig
+from harness.prep.tokenize.tokenizer import TokenizerConfig
+from harness.storage.files import natural_key
 
 WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]
 SETTINGS = {"pack_size": 256, "validation_fraction": 0.2, "num_workers": 0}

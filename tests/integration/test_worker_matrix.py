@@ -13,7 +13,7 @@ import xxhash
 
 from harness.formats import FORMATS, open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.step import StepBatch
+from harness.loader.plan import StepBatch
 from harness.schedule import ScheduleConfig
 
 # A warning of torch: the test machine may have fewer cores than a test has workers.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.parity.result import REPORT_FILE, CellResult, ParityReport, read_report
+from harness.parity.result import REPORT_FILE, CellResult, ParityReport, read_report
 
 from ..distributed.conftest import run_command
 

@@ -14,10 +14,10 @@ from live_streams import some_chats, some_packs, train, write_stream
 from harness.errors import HarnessError
 from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
-from harness.prep.bpe import train_bpe
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.report.metrics import read_metrics
-from harness.report.parity.digests import read_digests
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.train.digests import read_digests
+from harness.train.metrics import read_metrics
 
 from ..distributed.conftest import ROOT, environment, launcher, run_command
 from ..integration.live_rank import SIZE

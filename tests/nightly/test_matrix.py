@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from harness.formats import FORMATS, Provenance, open_dataset, open_writer
+from harness.parity.result import REPORT_FILE
 from harness.records import Pack
-from harness.report.parity.result import REPORT_FILE
 from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, environment

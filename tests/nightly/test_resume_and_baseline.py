@@ -9,10 +9,10 @@ import pytest
 
 from harness.formats import FORMATS
 from harness.formats.convert import convert
-from harness.report.parity.baselines import BASELINES, against
-from harness.report.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
-from harness.report.parity.locate import recorded_run
-from harness.report.parity.result import REPORT_FILE, write_report
+from harness.parity.baselines import BASELINES, against
+from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
+from harness.parity.locate import recorded_run
+from harness.parity.result import REPORT_FILE, write_report
 from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, kill_after, launcher, run_command

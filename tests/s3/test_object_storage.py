@@ -21,10 +21,10 @@ import pytest
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
 from harness.formats.convert import convert
+from harness.formats.inspect import find_datasets, inspect_dataset
 from harness.formats.verify import verify
 from harness.loader.datasets import DataConfig, open_datasets
 from harness.records import Pack
-from harness.report.inspect import find_datasets, inspect_dataset
 
 pytestmark = pytest.mark.s3
 

@@ -14,7 +14,7 @@ import pyarrow.fs as pa_fs
 import pytest
 
 from harness.errors import ConfigError
-from harness.formats.indexed_writer import IndexedWriter
+from harness.indexed.writer import IndexedWriter
 from recipes import pretrain as recipe
 
 from ..distributed.conftest import run_here

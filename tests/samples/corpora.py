@@ -11,16 +11,16 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from harness.formats import open_writer
-from harness.formats.indexed_writer import IndexedWriter
-from harness.formats.megatron_index import UINT16
+from harness.indexed.index import UINT16
+from harness.indexed.writer import IndexedWriter
 from harness.loader.config import LoaderConfig
 from harness.loader.corpus import CorpusConfig
+from harness.loader.plan import Layout, StepBatch
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, StepBatch
-from harness.megatron import runtime
-from harness.megatron.pretrain_data import Corpus, TokenIds, open_corpus
-from harness.megatron.pretrain_samples import SampleLoader, SampleReader
-from harness.megatron.pretrain_sources import find_packs
+from harness.megatron.data.corpus import Corpus, TokenIds, open_corpus
+from harness.megatron.data.samples import SampleLoader, SampleReader
+from harness.megatron.data.sources import find_packs
+from harness.megatron.job import runtime
 from harness.records import Pack
 
 EOD, VOCAB, SIZE = 0, 300, 32

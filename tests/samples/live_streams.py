@@ -18,9 +18,9 @@ from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.rank import RankStream
+from harness.loader.plan import Layout, StepBatch
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, StepBatch
-from harness.prep.tokenize import ChatTokenizer
+from harness.prep.tokenize.tokenizer import ChatTokenizer
 from harness.records import Pack
 from harness.schedule import SequenceCost
 

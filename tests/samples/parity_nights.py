@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.report.parity.history import History, Metric, Night
+from harness.parity.history import History, Metric, Night
 
 NEWEST = "2026-11-20T02:10:00+00:00"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from harness.report.parity.result import CellResult, Check, Difference, ParityReport, Series
+from harness.parity.result import CellResult, Check, Difference, ParityReport, Series
 
 ENVIRONMENT = {
     "python": "3.11.9",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.report.metrics import METRICS_FILE, StepMetrics
-from harness.report.parity.digests import DigestWriter, merge_ranks, rank_rows
 from harness.schedule import ScheduleConfig
+from harness.train.digests import DigestWriter, merge_ranks, rank_rows
+from harness.train.metrics import METRICS_FILE, StepMetrics
 
 
 def write_run(

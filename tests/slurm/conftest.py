@@ -19,7 +19,7 @@ from ..distributed.conftest import ROOT, read_metrics
 from ..nightly.conftest import TINY
 from .cluster import Cluster, missing
 
-HARNESS = (sys.executable, "-m", "harness.cli")
+HARNESS = (sys.executable, "-m", "harness.cli.app")
 SETTINGS = (
     *TINY,
     "loader.global_batch_size=8",

@@ -12,7 +12,7 @@ from pathlib import Path
 import parity_reports
 import pytest
 
-from harness.report.parity.result import REPORT_FILE, write_report
+from harness.parity.result import REPORT_FILE, write_report
 
 from ..distributed.conftest import ROOT, environment
 from .conftest import SlurmJob

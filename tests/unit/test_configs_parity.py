@@ -11,9 +11,9 @@ import pytest
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import FORMATS
-from harness.report.parity.cells import Cell, parse_case
-from harness.report.parity.processes import log_file, run_folder
-from harness.report.parity.running import Finished, fingerprints, run_cells
+from harness.parity.cells import Cell, parse_case
+from harness.parity.processes import log_file, run_folder
+from harness.parity.running import Finished, fingerprints, run_cells
 from recipes.parity import ParityConfig, device_of, plan
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import yaml
 
-from harness.config import CONFIGS, compose_config, hydra_entry, to_yaml
+from harness.config import CONFIGS, compose_config, hydra_entry
 from harness.errors import ConfigError
-from recipes.sft_config import SftConfig
+from harness.plan.settings import SftConfig, to_yaml
 
 CHOICES = [
     f"{group}={file.stem}"
@@ -100,7 +100,7 @@ def test_a_prep_machine_needs_neither_torch_nor_hydra():
 import sys
 for name in {blocked!r}:
     sys.modules[name] = None
-import harness.cli, harness.formats.convert, harness.formats.verify, harness.prep.packing, harness.thd
+import harness.cli.app, harness.formats.convert, harness.formats.verify, harness.prep.packing.plan, harness.thd
 import harness.schedule.imbalance, harness.loader.order, harness.loader.state, harness.loader.live.produce
 from harness.formats import FORMATS, load_format
 for name in FORMATS:

@@ -12,12 +12,13 @@ from harness.formats import Provenance, open_writer
 from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import LiveFolder
+from harness.plan.settings import SftConfig
 from harness.records import Pack
-from harness.report.attempts import decide
-from harness.report.run_folder import open_run_folder
 from harness.schedule import ScheduleConfig
+from harness.train.attempts import decide
+from harness.train.folder import open_run_folder
 from recipes.sft import main
-from recipes.sft_config import SftConfig, check
+from recipes.sft_config import check
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.errors import ConfigError, HarnessError
-from harness.train import Evaluation, StepResult, TrainerConfig, train
+from harness.plan.settings import TrainerConfig
+from harness.train.loop import Evaluation, StepResult, train
 
 
 class LinearLoss:

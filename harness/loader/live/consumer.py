@@ -14,8 +14,8 @@ from harness.loader.live.folder import ago, chunk_name
 from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
+from harness.loader.plan import Layout, StepBatch
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, StepBatch
 from harness.records import Int64Array, Schedule
 from harness.schedule import SequenceCost
 from harness.schedule.imbalance import imbalance

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.files import sync_folder, write_atomically
-from harness.formats.uris import is_uri
+from harness.storage.files import sync_folder, write_atomically
+from harness.storage.uris import is_uri
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
-from harness.formats.files import TEMPORARY_SUFFIX, Marker, sync_folder
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
@@ -29,7 +29,7 @@ from harness.loader.live.folder import (
     chunk_name,
 )
 from harness.loader.live.writing import ChunkRows, ProducerNote, end_after
-from harness.prep.checks import require_at_least, require_choice
+from harness.storage.files import TEMPORARY_SUFFIX, Marker, sync_folder
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20

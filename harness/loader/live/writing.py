@@ -17,13 +17,12 @@ import xxhash
 
 from harness.errors import FormatError
 from harness.formats.base import ShardOptions
-from harness.formats.digest import file_digest
-from harness.formats.files import AtomicFile
 from harness.formats.jsonl import line_of_pack
-from harness.formats.parquet_writer import ParquetWriter
+from harness.formats.parquet.writer import ParquetWriter
 from harness.loader.live.folder import JSONL, PACKS, EndRecord, ReadyRecord
 from harness.prep.chat import BadRecord, parse_line
 from harness.records import Pack
+from harness.storage.files import AtomicFile, file_digest
 
 _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

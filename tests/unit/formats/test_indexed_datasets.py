@@ -17,12 +17,12 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
-from harness.formats.files import AtomicFile
-from harness.formats.indexed_merge import count_sequences, merge_indexed, save_counts
-from harness.formats.indexed_verify import verify_indexed
-from harness.formats.indexed_writer import IndexedWriter
-from harness.formats.megatron_index import INT32, UINT16
+from harness.indexed.index import INT32, UINT16
+from harness.indexed.merge import count_sequences, merge_indexed, save_counts
+from harness.indexed.verify import verify_indexed
+from harness.indexed.writer import IndexedWriter
 from harness.records import Pack
+from harness.storage.files import AtomicFile
 
 # Three documents of 2, 1 and 1 sequences.
 TOKENS = [[5, 6, 7], [8], [9, 10], [65_535, 1]]
@@ -307,7 +307,7 @@ GROWTH = """
 import sys
 import numpy as np
 from pathlib import Path
-from harness.formats.indexed_writer import IndexedWriter
+from harness.indexed.writer import IndexedWriter
 tokens = np.zeros(1 << 16, np.int32)
 lengths = np.ones(1 << 16, np.int32)
 with IndexedWriter(Path(sys.argv[1])) as writer:

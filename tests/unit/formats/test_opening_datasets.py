@@ -13,9 +13,9 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.files import natural_key
 from harness.formats.manifest import Manifest, load_manifest
 from harness.records import Pack
+from harness.storage.files import natural_key
 
 PACKS = [Pack([1, 2, 3], [1, 1, 0], [0]), Pack([4, 5], [0, 0], [0, 1])]
 

@@ -12,9 +12,9 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer
-from harness.formats.parquet_decode import row_begins
-from harness.formats.parquet_reader import ParquetShard
-from harness.formats.parquet_writer import SCHEMA
+from harness.formats.parquet.decode import row_begins
+from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet.writer import SCHEMA
 from harness.records import Pack
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet_pages import Chunk, Page, read_page, read_pages
-from harness.formats.parquet_reader import ParquetShard
-from harness.formats.sources import LocalSource
+from harness.formats.parquet.pages import Chunk, Page, read_page, read_pages
+from harness.formats.parquet.reader import ParquetShard
 from harness.records import Pack
+from harness.storage.ranges import LocalSource
 
 ROWS = {
     "input_ids": [[1, 2, 3, 70_000, 5], [9], [4, 4, 4]],
@@ -150,7 +150,7 @@ def _flip_and_read(path: Path, offset: int) -> None:
 
 
 def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.formats.parquet_reader.CACHE_BYTES", 200)
+    monkeypatch.setattr("harness.formats.parquet.reader.CACHE_BYTES", 200)
     path = tmp_path / "one.parquet"
     with open_writer(path, pack_size=8, rows_per_group=1) as writer:
         for number in range(20):

@@ -10,8 +10,8 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.formats.storage_errors import Verdict, explain, judge
-from harness.formats.uris import ObjectPath, join_path, redact
+from harness.storage.bucket_errors import Verdict, explain, judge
+from harness.storage.uris import ObjectPath, join_path, redact
 
 
 def test_an_address_is_taken_apart_and_put_together() -> None:

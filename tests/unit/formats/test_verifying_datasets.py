@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from harness.errors import Problem
 from harness.formats import FORMATS, open_dataset, open_writer
-from harness.formats.verify import Difference, Problem, diff, verify
+from harness.formats.verify import Difference, diff, verify
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]

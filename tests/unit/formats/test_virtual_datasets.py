@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli import app
+from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.convert import convert
 from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.remote import RemoteFolder
-from harness.formats.uris import ObjectPath
 from harness.formats.verify import diff, verify
-from harness.formats.virtual import FORMAT
-from harness.formats.virtual_plan import open_store, write_plan
-from harness.prep.packing import plan_packs
+from harness.formats.virtual.plan import open_store, write_plan
+from harness.formats.virtual.store import FORMAT
+from harness.prep.packing.plan import plan_packs
 from harness.prep.repack import repack
 from harness.records import Pack
+from harness.storage.uris import ObjectPath
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16], [17, 18, 19, 20, 21, 22], [23, 24]]
 

@@ -15,8 +15,8 @@ import pytest
 from harness.errors import FormatError
 from harness.formats import FORMATS, load_format, open_dataset, open_writer
 from harness.formats.convert import convert
-from harness.formats.files import AtomicFile
 from harness.records import Pack
+from harness.storage.files import AtomicFile
 
 PACKS = [Pack([number, 2, 3, 4, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(3)]
 OPERATIONS = ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "pwrite")

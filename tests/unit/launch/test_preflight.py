@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import HarnessError
-from harness.launch.judge import Limits, judge
-from harness.launch.meet import meet
-from harness.launch.probe import Place, read_gpus, run_checks, share_folder
+from harness.launch.preflight.judge import Limits, judge
+from harness.launch.preflight.meet import meet
+from harness.launch.preflight.probe import Place, read_gpus, run_checks, share_folder
 
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
 

@@ -10,7 +10,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.launch.submit import dataset_paths, next_run_dir, split_overrides
-from recipes.sft_config import SftConfig
+from harness.plan.settings import SftConfig
 
 
 @pytest.mark.parametrize("name", [file.stem for file in sorted((CONFIGS / "experiment").glob("*.yaml"))])
@@ -29,7 +29,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
     (runs / "sft_tiny-old-009").mkdir()
     arguments = ["--nodes", "3", "--dry-run", f"runs={runs}", "cluster.time=00:10:00", "trainer.steps=5"]
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "submit", "sft_tiny", *arguments],
+        [sys.executable, "-m", "harness.cli.app", "submit", "sft_tiny", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -104,7 +104,7 @@ def test_every_dataset_of_a_run_is_checked(tmp_path):
 )
 def test_a_mistake_is_told_before_anything_is_submitted(arguments, said):
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cli", "submit", *arguments, "--dry-run"],
+        [sys.executable, "-m", "harness.cli.app", "submit", *arguments, "--dry-run"],
         capture_output=True,
         text=True,
         check=False,

@@ -17,14 +17,15 @@ import pytest
 from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import files, open_dataset
+from harness.formats import open_dataset
 from harness.formats.jsonl import line_of_pack
 from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.folder import LiveFolder, chunk_name
 from harness.loader.live.produce import Item, Packing, produce, read_conversations, read_packs
 from harness.loader.live.producer import LiveProducer
-from harness.prep.bpe import train_bpe
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.storage import files
 
 
 def items(count: int) -> list[Item]:

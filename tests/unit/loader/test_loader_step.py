@@ -8,8 +8,8 @@ import pytest
 
 from harness.errors import LoaderError, ScheduleError
 from harness.loader.order import OrderConfig, Step
+from harness.loader.plan import Layout, StepBatch, StepReader, build_step
 from harness.loader.state import LoaderState
-from harness.loader.step import Layout, StepBatch, StepReader, build_step
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
 from harness.thd import build_thd_batch

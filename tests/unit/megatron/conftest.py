@@ -10,10 +10,11 @@ import pytest
 import torch
 from corpora import write_corpus
 
-from harness.megatron import runtime
-from harness.megatron.model import build_model
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.topology import ParallelConfig, join
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.gpt import build_model
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
 from harness.records import SequenceView
 
 VOCAB = 256

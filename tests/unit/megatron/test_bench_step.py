@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from harness.megatron.bench_step import QUICK, bench_step, step_flops
+from harness.bench.step import QUICK, bench_step, step_flops
+from harness.bench.workspace import Workspace
 from harness.records import SequenceView
-from harness.report.bench.workspace import Workspace
 from harness.schedule import SequenceCost
 from harness.thd import build_thd_batch
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
 from harness.loader.state import LoaderState
-from harness.megatron import checkpoint as checkpoints
-from harness.megatron.checkpoint import Progress, find_newest, read_progress
+from harness.megatron.state import checkpoint as checkpoints
+from harness.megatron.state.checkpoint import Progress, find_newest, read_progress
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
 

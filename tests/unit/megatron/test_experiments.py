@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config import CONFIGS, compose_config, to_plain
+from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader.datasets import open_datasets
-from harness.megatron.plan import ROOM, AssumedPacks, plan_run
+from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
+from harness.plan.settings import SftConfig, to_plain
 from harness.records import Pack
-from recipes.sft_config import SftConfig, check
+from recipes.sft_config import check
 
 # GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs of 8,192 tokens, conversations of 1,024.
 EXPECTED = {

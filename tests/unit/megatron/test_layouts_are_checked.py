@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import ConfigError
-from harness.megatron.model_config import ModelConfig, padded_vocab_size, sequence_cost
-from harness.megatron.topology import ParallelConfig
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.megatron.hf_config import check_model, read_hf_config, to_hf_config
-from recipes.sft_config import SftConfig
+from harness.plan.hf_config import check_model, read_hf_config, to_hf_config
+from harness.plan.settings import SftConfig
 
 # Kept as published, but for what is not read.
 PUBLISHED = Path(__file__).parents[2] / "golden" / "hf_configs"

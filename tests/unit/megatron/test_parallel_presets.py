@@ -8,9 +8,9 @@ import re
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.report.parity.cells import parse_case
+from harness.parity.cells import parse_case
+from harness.plan.settings import SftConfig
 from recipes.parity import ParityConfig
-from recipes.sft_config import SftConfig
 
 PRESETS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
 

@@ -9,21 +9,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from harness.config import compose_config, to_plain
+from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
-from harness.megatron import runtime
 from harness.megatron.batch import to_device
-from harness.megatron.memory import count_weights, layer_activation_bytes, plan_memory
-from harness.megatron.model import build_model
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.plan import AssumedPacks, plan_run
-from harness.megatron.step import MegatronStep, OptimizerConfig
-from harness.megatron.topology import ParallelConfig, join
-from harness.megatron.work import Machine
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.gpt import build_model
+from harness.megatron.step import MegatronStep
+from harness.plan.layout import ParallelConfig
+from harness.plan.memory import count_weights, layer_activation_bytes, plan_memory
+from harness.plan.model import ModelConfig
+from harness.plan.run_plan import AssumedPacks, plan_run
+from harness.plan.settings import OptimizerConfig, SftConfig, to_plain
+from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
 from harness.thd import build_thd_batch
-from recipes.sft_config import SftConfig
 
 TOKENS, VOCAB = 512, 300
 ONE = ParallelConfig()

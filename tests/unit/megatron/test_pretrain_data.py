@@ -14,13 +14,13 @@ import pytest
 import torch
 from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 
+from harness.bench.corpus import QUICK, bench_corpus
+from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
-from harness.formats.indexed_merge import count_sequences, save_counts
+from harness.indexed.merge import count_sequences, save_counts
 from harness.loader.corpus import CorpusSource, SplitSources
-from harness.megatron.bench_corpus import QUICK, bench_corpus
 from harness.megatron.compat import gpt_dataset_config
-from harness.megatron.pretrain_data import build_corpus, open_corpus
-from harness.report.bench.workspace import Workspace
+from harness.megatron.data.corpus import build_corpus, open_corpus
 
 pytestmark = pytest.mark.usefixtures("job")
 

@@ -12,7 +12,7 @@ import torch
 from corpora import EOD, SIZE, batches, count_tokens, megatrons, opened, settings, write_sft
 
 from harness.loader.corpus import CorpusSource
-from harness.megatron.pretrain_data import epochs_of
+from harness.megatron.data.corpus import epochs_of
 
 pytestmark = pytest.mark.usefixtures("job")
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron import runtime
-from harness.megatron.attention import VarlenAttention
-from harness.megatron.model import build_model
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.topology import ParallelConfig, join
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.attention import VarlenAttention
+from harness.megatron.model.gpt import build_model
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
 from harness.thd import build_thd_batch
 
 from .conftest import VOCAB, make_sequence

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.megatron import runtime
-from harness.megatron.watchdog import Beat, Watchdog, find_culprit
-from harness.report.attempts import Stop
+from harness.megatron.job import runtime
+from harness.megatron.job.watchdog import Beat, Watchdog, find_culprit
+from harness.train.attempts import Stop
 
 TRAINING = Beat(count=10, step=37, doing="training", stood_s=61.0, host="node1", process=4711)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.megatron.model_config import ModelConfig
-from harness.megatron.topology import ParallelConfig
-from harness.megatron.work import Machine, Work, estimate_step, plan_work
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
+from harness.plan.work import Machine, Work, estimate_step, plan_work
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=128)
 # Of a forward pass and token: 2 layers of 2 * 8 * (8 + 8) + 3 * 8 * 16 weights and 8 * 128 of the output, 2 FLOPs each.

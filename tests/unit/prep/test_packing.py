@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.packing import PACKERS, PackingConfig, plan_packs, shuffled
+from harness.prep.packing.plan import PACKERS, PackingConfig, plan_packs, shuffled
 
 LENGTHS = st.integers(2, 40).flatmap(
     lambda pack_size: st.tuples(st.just(pack_size), st.lists(st.integers(2, pack_size), max_size=60))

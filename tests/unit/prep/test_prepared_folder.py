@@ -7,7 +7,7 @@ import json
 import pytest
 
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.prep.prepared_folder import PreparedFolder, settings_hash
+from harness.prep.folder import PreparedFolder, settings_hash
 
 SETTINGS = {"data": {"pack_size": 8}, "source": "x"}
 OTHER = {"data": {"pack_size": 16}, "source": "x"}

@@ -9,8 +9,8 @@ import pytest
 
 from harness.errors import PrepError
 from harness.prep.chat import Conversation
-from harness.prep.pydoc_collect import sections
-from harness.prep.pydoc_source import write_pydoc_corpus
+from harness.prep.pydoc.collect import sections
+from harness.prep.pydoc.source import write_pydoc_corpus
 from harness.prep.reading import read_chunks
 from harness.prep.sources import list_files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.prep.stream_packing import Member, StreamPacker, pack_of
+from harness.prep.packing.stream import Member, StreamPacker, pack_of
 from harness.records import SequenceView
 
 

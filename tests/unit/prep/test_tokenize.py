@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message
-from harness.prep.token_mask import mask_of_encoding, token_mask
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
+from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
+from harness.prep.tokenize.mask import mask_of_encoding, token_mask
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig, fit_to_pack
 from harness.records import SequenceView
 
 TEXTS = [

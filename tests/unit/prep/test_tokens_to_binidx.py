@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli import app
+from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError
-from harness.formats.indexed_verify import verify_indexed
-from harness.formats.megatron_index import MappedIndex
-from harness.prep import token_shards
-from harness.prep.token_batches import batch_of
-from harness.prep.token_family import TokenFamily, verify_family, write_family
-from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
+from harness.indexed import token_shards
+from harness.indexed.convert import TokenSource, convert_tokens
+from harness.indexed.family import TokenFamily, verify_family, write_family
+from harness.indexed.index import MappedIndex
+from harness.indexed.token_batches import batch_of
+from harness.indexed.verify import verify_indexed
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
@@ -318,7 +318,7 @@ def test_a_prep_machine_needs_no_torch(tmp_path: Path) -> None:
     source = shard(tmp_path / "s.parquet", ROWS)
     code = (
         "import sys\n"
-        "from harness.prep.tokens_to_binidx import convert_tokens\n"
+        "from harness.indexed.convert import convert_tokens\n"
         f"convert_tokens([{source!r}], {str(tmp_path / 'x')!r})\n"
         "assert not {'torch', 'megatron', 'hydra', 'transformers'} & set(sys.modules)\n"
     )
@@ -327,7 +327,7 @@ def test_a_prep_machine_needs_no_torch(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys
-from harness.prep.tokens_to_binidx import TokenSource, convert_tokens
+from harness.indexed.convert import TokenSource, convert_tokens
 convert_tokens(sys.argv[1:2] * int(sys.argv[2]), sys.argv[3], source=TokenSource(eod=1))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

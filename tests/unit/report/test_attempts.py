@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FormatError, HarnessError
-from harness.report.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, note_lost, write_stop
+from harness.train.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, note_lost, write_stop
 
 
 def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:

@@ -12,25 +12,25 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from harness.bench.bridge_reader import ROWS_PER_GROUP, BridgeReader, write_bridge_file
+from harness.bench.drawing import Drawing, render_bars, save_picture
+from harness.bench.figures import BenchReport, Figure, render_report, show_number
+from harness.bench.formats import bench_formats
+from harness.bench.formats_settings import FormatsSettings
+from harness.bench.loading import LoaderSettings, bench_loader
+from harness.bench.output import Output
+from harness.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
+from harness.bench.preparing import PrepareSettings, bench_preparing
+from harness.bench.probe import measure_apart
+from harness.bench.repacking import RepackSettings, bench_repacking
+from harness.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
+from harness.bench.timing import measure_rates, take_turns
+from harness.bench.tokens import TokensSettings, bench_tokens
+from harness.bench.unchecked import open_unchecked
+from harness.bench.workspace import Workspace, make_packs
+from harness.cli.bench import bench_app
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.report.bench.bridge_reader import ROWS_PER_GROUP, BridgeReader, write_bridge_file
-from harness.report.bench.cli import bench_app
-from harness.report.bench.drawing import Drawing, render_bars, save_picture
-from harness.report.bench.figures import BenchReport, Figure, render_report, show_number
-from harness.report.bench.formats import bench_formats
-from harness.report.bench.formats_settings import FormatsSettings
-from harness.report.bench.loading import LoaderSettings, bench_loader
-from harness.report.bench.output import Output
-from harness.report.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
-from harness.report.bench.preparing import PrepareSettings, bench_preparing
-from harness.report.bench.probe import measure_apart
-from harness.report.bench.repacking import RepackSettings, bench_repacking
-from harness.report.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
-from harness.report.bench.timing import measure_rates, take_turns
-from harness.report.bench.tokens import TokensSettings, bench_tokens
-from harness.report.bench.unchecked import open_unchecked
-from harness.report.bench.workspace import Workspace, make_packs
 
 TINY = FormatsSettings(
     packs=96, pack_size=64, rounds=1, reads=32, peer_reads=4, open_packs=300, write_packs=80, write_pack_size=64

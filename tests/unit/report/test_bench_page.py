@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from harness.bench.arrow_reader import open_arrow
+from harness.bench.everything import SECTIONS, Section, _bench
+from harness.bench.figures import BenchReport, read_figures
+from harness.bench.output import Output
+from harness.bench.page import render_benchmarks
+from harness.bench.workspace import make_packs
+from harness.cli.bench import bench_app
 from harness.errors import ConfigError
-from harness.report.bench.arrow_reader import open_arrow
-from harness.report.bench.cli import bench_app
-from harness.report.bench.everything import SECTIONS, Section, _bench
-from harness.report.bench.figures import BenchReport, read_figures
-from harness.report.bench.output import Output
-from harness.report.bench.page import render_benchmarks
-from harness.report.bench.workspace import make_packs
 
 
 def a_report() -> BenchReport:

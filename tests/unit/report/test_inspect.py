@@ -11,9 +11,7 @@ from rich.console import Console
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.prep.bpe import train_bpe
-from harness.records import Pack, SequenceView
-from harness.report.inspect import (
+from harness.formats.inspect import (
     TRAINED_STYLE,
     find_datasets,
     find_tokenizer,
@@ -23,6 +21,8 @@ from harness.report.inspect import (
     render_sequence,
     render_summary,
 )
+from harness.prep.tokenize.bpe import train_bpe
+from harness.records import Pack, SequenceView
 
 
 class Letters:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from live_streams import some_packs, write_stream
 
-from harness.cli import main
-from harness.formats.files import Marker
+from harness.cli.app import main
 from harness.loader.live.folder import LiveFolder
 from harness.loader.live.producer import LiveProducer
-from harness.report.live_status import live_status
+from harness.loader.live.status import live_status
+from harness.storage.files import Marker
 
 
 def train_somewhere(folder: Path, **told: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.errors import FormatError
-from harness.report.metrics import MetricsWriter, StepMetrics, plot_loss, read_metrics, write_report
+from harness.train.metrics import MetricsWriter, StepMetrics, plot_loss, read_metrics, write_report
 
 
 def metrics(step: int, loss: float = 2.0, **changes) -> StepMetrics:

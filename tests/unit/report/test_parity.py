@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import ConfigError
-from harness.report.metrics import StepMetrics
-from harness.report.parity.cells import Case, CheckPlan, parse_case, plan_check
-from harness.report.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
-from harness.report.parity.locate import Recorded
-from harness.report.parity.result import Check
+from harness.parity.cells import Case, CheckPlan, parse_case, plan_check
+from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
+from harness.parity.locate import Recorded
+from harness.parity.result import Check
+from harness.train.metrics import StepMetrics
 
 
 def step(number: int, **changed: object) -> StepMetrics:

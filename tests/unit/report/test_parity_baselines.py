@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli import app
+from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
-from harness.report.parity.baselines import against, baseline_of, read_baseline, record
-from harness.report.parity.compare import Tolerances
-from harness.report.parity.nights import read_history, summarise
-from harness.report.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
+from harness.parity.baselines import against, baseline_of, read_baseline, record
+from harness.parity.compare import Tolerances
+from harness.parity.nights import read_history, summarise
+from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
 from recipes.parity import make_dataset
 
 from ...samples.recorded_runs import write_run

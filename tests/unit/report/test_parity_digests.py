@@ -11,8 +11,9 @@ import pytest
 from harness.errors import FormatError
 from harness.formats import open_dataset
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.step import StepBatch
-from harness.report.parity.digests import (
+from harness.loader.plan import StepBatch
+from harness.schedule import ScheduleConfig
+from harness.train.digests import (
     DIGESTS_FILE,
     DigestWriter,
     RankRows,
@@ -22,7 +23,6 @@ from harness.report.parity.digests import (
     rank_rows,
     read_digests,
 )
-from harness.schedule import ScheduleConfig
 from recipes.parity import make_dataset
 
 

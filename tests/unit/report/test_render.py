@@ -14,18 +14,18 @@ import jsonschema
 import pytest
 from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, reference, report, series
 
-import harness.report.render
+import harness.parity.pages
 from harness.errors import ConfigError
-from harness.report.parity import result
-from harness.report.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
-from harness.report.render import render_all
-from harness.report.render.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
-from harness.report.render.junit import render_junit
-from harness.report.render.matrix import arrange, costs
-from harness.report.render.message import LONGEST, render_message
-from harness.report.render.page import render_page
+from harness.parity import result
+from harness.parity.pages import render_all
+from harness.parity.pages.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
+from harness.parity.pages.junit import render_junit
+from harness.parity.pages.matrix import arrange, costs
+from harness.parity.pages.message import LONGEST, render_message
+from harness.parity.pages.page import render_page
+from harness.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
 
-SCHEMA = json.loads(Path(harness.report.render.__file__).with_name("report.schema.json").read_text())
+SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
 
 
 def text_of(page: str) -> str:

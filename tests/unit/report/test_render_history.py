@@ -6,9 +6,9 @@ import re
 
 from parity_nights import NEWEST, nights, quiet, restless
 
-from harness.report.parity.history import History, Metric, Night
-from harness.report.render import render_history
-from harness.report.render.nights import render_nights
+from harness.parity.history import History, Metric, Night
+from harness.parity.pages import render_history
+from harness.parity.pages.nights import render_nights
 
 
 def text_of(page: str) -> str:

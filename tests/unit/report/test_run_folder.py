@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from harness.errors import ConfigError
-from harness.report.run_folder import choose_run_folder, open_run_folder
+from harness.train.folder import choose_run_folder, open_run_folder
 
 
 def choose(tmp_path, run_dir=None, resume="false"):
@@ -102,7 +102,7 @@ def test_a_process_that_a_killed_run_has_forked_keeps_no_other_run_out(tmp_path)
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from harness.report.run_folder import open_run_folder\n"
+        "from harness.train.folder import open_run_folder\n"
         "opened = open_run_folder(Path(sys.argv[1]), settings='', goes_on=False)\n"
         "opened.__enter__()\n"
         "child = os.fork()\n"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError
-from harness.report import metrics as metrics_module
-from harness.report.metrics import MetricsWriter, StepMetrics
-from harness.report.tracker_process import NewLines, Told, flatten
-from harness.report.trackers import SERVICES, check_trackers, shown_values
+from harness.train import metrics as metrics_module
+from harness.train.metrics import MetricsWriter, StepMetrics
+from harness.train.tracker_process import NewLines, Told, flatten
+from harness.train.trackers import SERVICES, check_trackers, shown_values
 
 # Stands for the package in the process: what it is told, it appends to a file.
 PACKAGE = """

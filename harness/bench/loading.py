@@ -1,0 +1,223 @@
+"""`harness bench loader`: finished THD batches a second, where the time goes, and how soon the first one is there."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness.bench.figures import BenchReport, Figure
+from harness.bench.probe import measure_apart
+from harness.bench.timing import Side, take_turns
+from harness.bench.workspace import Workspace
+from harness.errors import ConfigError
+from harness.formats import PackReader, open_dataset
+from harness.loader.config import LoaderConfig
+from harness.loader.order import Step, steps_from
+from harness.loader.plan import Layout, StepReader, build_step
+from harness.loader.state import LoaderState
+from harness.records import Int32Array, Int64Array, Pack
+from harness.schedule import ScheduleConfig
+
+Say = Callable[[str], None]
+
+# Million tokens a second that a format must give with some number of workers.
+_TARGETS = {"memmap": 30.0, "parquet": 15.0}
+# Text is slow to read, and a pickled file is held whole by every worker.
+_FEW_PACKS = {"jsonl": 1000, "npy": 1000}
+_STAGES = ("plan", "read packs", "join", "between processes", "build rows")
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """Sizes of the bench.
+
+    Attributes:
+        packs, pack_size: of the dataset.
+        formats: each is measured.
+        workers: numbers of worker processes.
+        scheduler, tokens_per_rank: of `harness.schedule.ScheduleConfig`.
+        global_batch: packs of a global batch.
+        steps: global batches of a round.
+        rounds: turns of each side.
+        first_batch_packs: packs of the dataset whose first batch is waited for; 0 leaves that out.
+        first_batch_workers: worker processes for it.
+    """
+
+    packs: int = 20_000
+    pack_size: int = 4096
+    formats: tuple[str, ...] = ("memmap", "binidx", "parquet", "npy", "jsonl")
+    workers: tuple[int, ...] = (0, 2, 4)
+    scheduler: str = "dp_balanced"
+    tokens_per_rank: int = 8192
+    global_batch: int = 64
+    steps: int = 120
+    rounds: int = 5
+    first_batch_packs: int = 2_000_000
+    first_batch_workers: int = 4
+
+
+QUICK = LoaderSettings(
+    packs=2000, formats=("memmap", "parquet"), workers=(0, 2), steps=20, rounds=1, first_batch_packs=50_000
+)
+
+
+def bench_loader(settings: LoaderSettings, workspace: Workspace, say: Say) -> BenchReport:
+    """Measure all formats.
+
+    Raises:
+        ConfigError: torch is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise ConfigError("the loader needs torch", fix="install the extra `train`") from None
+    report = BenchReport("loader", asdict(settings))
+    say("the loader: writing the data")
+    paths = {
+        name: workspace.dataset(name, packs=_packs_of(name, settings), pack_size=settings.pack_size)
+        for name in settings.formats
+    }
+    _measure_rates(settings, paths, report, say)
+    for name, path in paths.items():
+        say(f"stages of a step, {name}")
+        _measure_stages(settings, name, path, report)
+    if settings.first_batch_packs:
+        _measure_first_batch(settings, workspace, report, say)
+    return report
+
+
+def _packs_of(name: str, settings: LoaderSettings) -> int:
+    return min(settings.packs, _FEW_PACKS.get(name, settings.packs))
+
+
+def _steps_of(name: str, settings: LoaderSettings, workers: int = 0) -> int:
+    # Text is read a hundred times slower. Workers finish together: a few steps of each are needed for a rate.
+    return max(1, settings.steps // 20, 4 * workers) if name == "jsonl" else max(settings.steps, 4 * workers)
+
+
+def _measure_rates(settings: LoaderSettings, paths: dict[str, Path], report: BenchReport, say: Say) -> None:
+    for workers in settings.workers:
+        say(f"batches with {workers} workers")
+        sides = {f"{name}, {workers} workers": _stream(name, path, workers, settings) for name, path in paths.items()}
+        for side, rates in take_turns(sides, rounds=settings.rounds).items():
+            report.add_samples(side, rates, "M tok/s")
+    for name in paths:
+        of = tuple(f"{name}, {workers} workers" for workers in settings.workers)
+        best = max(report.figure(one).value for one in of)
+        title = f"{name}, best of {', '.join(map(str, settings.workers))} workers"
+        report.add(Figure(title, best, "M tok/s", at_least=_TARGETS.get(name), of=of))
+
+
+def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Side:
+    """Starts a loader, lets it fill its queue, and counts millions of tokens a second of the steps that follow."""
+    from harness.loader.loader import Loader
+
+    config = LoaderConfig(num_workers=workers, global_batch_size=settings.global_batch)
+    steps = _steps_of(name, settings, workers)
+    ahead = workers * config.prefetch_factor
+
+    def side(number: int) -> float:
+        with warnings.catch_warnings():
+            # Torch's advice about more workers than cores, which is what is measured.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            with Loader(open_dataset(path), config, schedule=_schedule(settings)) as loader:
+                batches = iter(loader)
+                for _ in range(1 + ahead):
+                    next(batches)
+                began = time.perf_counter()
+                tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
+                return tokens / (time.perf_counter() - began) / 1e6
+
+    return side
+
+
+def _schedule(settings: LoaderSettings) -> ScheduleConfig:
+    return ScheduleConfig(name=settings.scheduler, max_tokens_per_rank=settings.tokens_per_rank)
+
+
+class _TimedSource:
+    """A dataset that counts the seconds that reading its packs takes."""
+
+    def __init__(self, reader: PackReader) -> None:
+        self._reader = reader
+        self.seconds = 0.0
+
+    @property
+    def pack_offsets(self) -> Int64Array:
+        return self._reader.pack_offsets
+
+    @property
+    def sequence_lengths(self) -> Int32Array:
+        return self._reader.sequence_lengths
+
+    @property
+    def fingerprint(self) -> str:
+        return self._reader.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read(self, indices: list[int]) -> list[Pack]:
+        began = time.perf_counter()
+        packs = self._reader.read(indices)
+        self.seconds += time.perf_counter() - began
+        return packs
+
+
+def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: BenchReport) -> None:
+    """Shares of a step's time in one process; what a worker adds is a round through pickle, as its queue does it."""
+    source = _TimedSource(open_dataset(path))
+    order = LoaderConfig(global_batch_size=settings.global_batch).order()
+    layout = Layout()
+    reader = StepReader(source, order=order, schedule=_schedule(settings), layout=layout)
+    state = LoaderState(seed=0, fingerprint=source.fingerprint, order=order.signature)
+    seconds = dict.fromkeys(_STAGES, 0.0)
+
+    def step_through(step: Step) -> None:
+        marks = [time.perf_counter()]
+        reader.plan(step)
+        marks.append(time.perf_counter())
+        source.seconds = 0.0
+        raw = reader.read(step)
+        marks.append(time.perf_counter())
+        raw = pickle.loads(pickle.dumps(raw, protocol=pickle.HIGHEST_PROTOCOL))
+        marks.append(time.perf_counter())
+        build_step(raw, layout=layout, before=state, num_packs=len(source))
+        marks.append(time.perf_counter())
+        planned, read, sent, built = (later - sooner for sooner, later in itertools.pairwise(marks))
+        # Reading plans once more, and hands packs on as it reads them.
+        joined = max(0.0, read - planned - source.seconds)
+        for stage, spent in zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True):
+            seconds[stage] += spent
+
+    steps = steps_from(order, len(source), epoch=0, packs_consumed=0)
+    step_through(next(steps))
+    seconds.update(dict.fromkeys(_STAGES, 0.0))
+    for step in itertools.islice(steps, _steps_of(name, settings)):
+        step_through(step)
+    total = sum(seconds.values())
+    for stage in _STAGES:
+        report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
+
+
+def _measure_first_batch(settings: LoaderSettings, workspace: Workspace, report: BenchReport, say: Say) -> None:
+    say(f"the first batch of {settings.first_batch_packs:,} packs: writing the data")
+    workers = settings.first_batch_workers
+    # Not for npy: it unpickles whole the sixteen files that a first batch comes from, 40 s of them when measured.
+    for name in (one for one in settings.formats if one != "npy"):
+        path = workspace.large_dataset(
+            name,
+            packs=settings.first_batch_packs,
+            shard_packs=_packs_of(name, settings),
+            pack_size=settings.pack_size,
+        )
+        say(f"the first batch, {name}")
+        arguments = (str(path), str(workers), str(settings.global_batch), str(settings.tokens_per_rank))
+        found = [measure_apart("first_batch", *arguments) for _ in range(min(settings.rounds, 3))]
+        title = f"{name}, first batch of {int(found[0]['packs']):,} packs, {workers} workers"
+        report.add_samples(title, [one["seconds"] for one in found], "s", at_most=2.0)

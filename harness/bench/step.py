@@ -1,0 +1,245 @@
+"""`harness bench step`: what the loop costs beside Megatron's own step, the wait for data, tokens a second and MFU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from harness.bench.figures import BenchReport, Figure
+from harness.bench.workspace import Workspace, make_packs
+from harness.formats import open_dataset, open_writer
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.plan import StepBatch
+from harness.loader.state import LoaderState
+from harness.megatron.batch import RowTensors, to_device
+from harness.megatron.data.feed import Feed
+from harness.megatron.job import runtime
+from harness.megatron.job.topology import join
+from harness.megatron.model.gpt import build_model
+from harness.megatron.step import MegatronStep
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig, sequence_cost
+from harness.plan.settings import OptimizerConfig, TrainerConfig
+from harness.schedule import ScheduleConfig, SequenceCost
+from harness.train.loop import StepRecord, train
+
+VOCABULARY = 8192
+# Where the seconds of a step go beyond these shares, the loop is in the way of the model.
+MOST_OVERHEAD = 1.03
+MOST_WAIT = 0.01
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Sizes of the bench.
+
+    Attributes:
+        layers, hidden: of the model; heads are of 32 tokens' width, the feed-forward is three times as wide.
+        packs, pack_size: of the dataset.
+        global_batch: packs of a step.
+        tokens_per_rank: of a microbatch.
+        workers: of the loader.
+        steps: measured, after `warm_up` that are not.
+        device: auto, cpu or cuda; bfloat16 on GPUs.
+        peak_tflops: of the device, dense, in the model's dtype (H100 SXM in bfloat16: 989); 0 leaves MFU out.
+    """
+
+    layers: int = 4
+    hidden: int = 128
+    packs: int = 96
+    pack_size: int = 1024
+    global_batch: int = 8
+    tokens_per_rank: int = 2048
+    workers: int = 2
+    steps: int = 20
+    warm_up: int = 4
+    device: str = "auto"
+    peak_tflops: float = 0.0
+
+
+QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, tokens_per_rank=512, steps=4, warm_up=1)
+
+
+def step_flops(cost: SequenceCost, batch: StepBatch) -> float:
+    """FLOPs of one training step on the model tokens of a batch's rows, padding not counted.
+
+    A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
+    a weight and token; causal attention counts half of the L x L square), and the backward pass twice that again:
+    3 * sum over sequences. MFU is this over seconds times the device's peak. Recomputation is not counted.
+    """
+    total = 0.0
+    for row in batch.rows:
+        lengths = np.diff(row.cu_seqlens).astype(np.float64)
+        total += float((cost.linear * lengths + cost.quadratic * lengths**2).sum())
+    return 3.0 * total
+
+
+def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
+    """Measure one process: the loop and Megatron's bare step take turns on the same batches."""
+    report = BenchReport("step", asdict(settings))
+    say("writing the data")
+    path = _dataset(settings, workspace)
+    with ExitStack() as stack:
+        job = stack.enter_context(runtime.start(settings.device))
+        parallel = ParallelConfig()
+        topology = join(parallel, job.world_size)
+        on_gpu = job.device.type == "cuda"
+        model = ModelConfig(
+            num_layers=settings.layers,
+            hidden_size=settings.hidden,
+            ffn_hidden_size=3 * settings.hidden,
+            num_attention_heads=max(1, settings.hidden // 32),
+            num_query_groups=max(1, settings.hidden // 64),
+            vocab_size=VOCABULARY,
+            dtype="bfloat16" if on_gpu else "float32",
+        )
+        step = MegatronStep(
+            build_model(model, parallel, vocab_size=VOCABULARY, device=job.device),
+            optimizer=OptimizerConfig(),
+            parallel=parallel,
+            topology=topology,
+            device=job.device,
+            vocab_size=VOCABULARY,
+            decay_steps=1000,
+        )
+
+        def make() -> Loader:
+            return Loader(
+                open_dataset(str(path)),
+                LoaderConfig(global_batch_size=settings.global_batch, num_workers=settings.workers),
+                schedule=ScheduleConfig(max_tokens_per_rank=settings.tokens_per_rank),
+                cost=sequence_cost(model),
+            )
+
+        feed = stack.enter_context(Feed(make, topology, device=job.device))
+        batches = iter(feed)
+        say("the loop and the bare step, in turns")
+        loop, bare = _in_turns(batches, step, settings, job.device)
+        say("the loop alone")
+        alone = _alone(batches, step, settings)
+
+    report.add_samples("loop, a step", [1e3 * one for one in loop], "ms")
+    report.add_samples("bare Megatron, a step", [1e3 * one for one in bare], "ms")
+    # Pairs share the same batch and the same seconds, so a busy machine moves both.
+    ratios = [one / other for one, other in zip(loop, bare, strict=True)]
+    report.add(Figure("loop over bare, the same batch", statistics.median(ratios), "x", None, MOST_OVERHEAD))
+    seconds = sum(record.step_s for record in alone)
+    waited = sum(record.data_wait_s for record in alone)
+    report.add(Figure("waiting for data, share of step time", waited / seconds, "", None, MOST_WAIT))
+    report.add(Figure("tokens", sum(record.batch.num_tokens for record in alone) / seconds, "tok/s"))
+    flops = sum(step_flops(sequence_cost(model), record.batch) for record in alone) / seconds
+    report.add(Figure("model FLOPs", flops / 1e9, "GFLOP/s"))
+    if settings.peak_tflops:
+        report.add(Figure("MFU", flops / (settings.peak_tflops * 1e12), ""))
+    report.notes.append(f"device: {_name(job.device)}, model in {model.dtype}")
+    return report
+
+
+def _in_turns(
+    batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds of every measured step of the loop, and of a bare step on the same batch right after or before it."""
+    loop: list[float] = []
+    bare: list[float] = []
+
+    def run_bare(batch: StepBatch) -> None:
+        rows = [to_device(row, device) for row in batch.rows]
+        bare.append(_bare_step(step, rows, max(map(len, batch.rows)), device))
+
+    def bare_before_every_other() -> Iterator[StepBatch]:
+        for number, batch in enumerate(batches, start=1):
+            if number % 2:
+                run_bare(batch)
+            yield batch
+
+    def record(taken: StepRecord) -> None:
+        # The wait for data is measured apart: here it holds bare steps, and workers have their time to read ahead.
+        loop.append(taken.step_s - taken.data_wait_s)
+        if not taken.step % 2:
+            run_bare(taken.batch)
+
+    _run(bare_before_every_other(), step, settings, record)
+    return loop[settings.warm_up :], bare[settings.warm_up :]
+
+
+def _alone(batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    _run(batches, step, settings, records.append)
+    return records[settings.warm_up :]
+
+
+def _run(
+    batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
+) -> None:
+    def save(number: int, state: LoaderState) -> None: ...
+
+    config = TrainerConfig(steps=settings.warm_up + settings.steps, eval_interval=0, checkpoint_interval=0)
+    train(batches, step, config, validation={}, save=save, record=record)
+
+
+def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device) -> float:
+    """Seconds of a step as a Megatron training script makes it, on tensors that are ready."""
+
+    def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+        row = next(ready)
+        output = model(
+            input_ids=row.tokens,
+            position_ids=row.position_ids,
+            attention_mask=None,
+            labels=row.labels,
+            packed_seq_params=row.packed_seq_params,
+        )
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            total = (losses.float() * row.loss_mask).sum()
+            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach()}
+
+        return output, loss
+
+    _wait(device)
+    began = time.perf_counter()
+    for chunk in step.chunks:
+        chunk.zero_grad_buffer()
+    step.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(rows),
+        model=step.chunks[0],
+        num_microbatches=len(rows),
+        seq_length=seq_length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    step.optimizer.step()
+    step.scheduler.step(increment=1)
+    sum(float(one["loss"]) for one in reports)  # a script logs its loss, which waits for the device
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _dataset(settings: StepSettings, workspace: Workspace) -> Path:
+    path = workspace.folder / f"step-{settings.packs}x{settings.pack_size}"
+    if not path.exists():
+        with open_writer(path, format="parquet", pack_size=settings.pack_size) as writer:
+            for pack in make_packs(settings.packs, settings.pack_size):
+                writer.append(replace(pack, input_ids=pack.input_ids % VOCABULARY))
+    return path

@@ -1,0 +1,157 @@
+"""`harness bench tokens`: token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.bench.figures import BenchReport
+from harness.bench.timing import Work, measure_rates
+from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.indexed.convert import convert_tokens
+from harness.indexed.index import UINT16
+from harness.indexed.writer import IndexedWriter
+from harness.records import Int64Array
+
+_OURS, _THEIRS = "ours", "Megatron's builder"
+_CPU = ", by processor time"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokensSettings:
+    """Sizes of the bench.
+
+    Attributes:
+        tokens: of the shards, about.
+        medians: of the documents' lengths, lognormal; each is measured.
+        sigma: of the logarithm of the lengths.
+        rows_per_group: documents of a Parquet row group.
+        rounds: turns of each side.
+    """
+
+    tokens: int = 20_000_000
+    medians: tuple[float, ...] = (60.0, 600.0)
+    sigma: float = 1.0
+    rows_per_group: int = 1000
+    rounds: int = 3
+
+
+QUICK = TokensSettings(tokens=500_000, rounds=1)
+
+
+def bench_tokens(settings: TokensSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
+    """Millions of tokens a second of each way on the clock, and by processor time where there is a target."""
+    report = BenchReport("tokens", asdict(settings))
+    builder = _find_builder()
+    if builder is None:
+        report.notes.append("megatron-core is not installed; with `pip install megatron-core` it is measured too")
+    for median in settings.medians:
+        say(f"documents of a median of {median:g} tokens")
+        _measure(settings, median, builder, workspace, report)
+    report.notes.append("ours decodes row groups on all cores, and forces its files to the disk")
+    report.notes.append("the target is for rows fed as torch tensors made of Python lists")
+    return report
+
+
+def _find_builder() -> Any:
+    try:
+        return importlib.import_module("megatron.core.datasets.indexed_dataset").IndexedDatasetBuilder
+    except ImportError:
+        return None
+
+
+def _measure(settings: TokensSettings, median: float, builder: Any, workspace: Workspace, report: BenchReport) -> None:
+    count = int(settings.tokens / (median * np.exp(settings.sigma**2 / 2)))
+    lengths = lognormal_lengths(count, median=median, sigma=settings.sigma, longest=1 << 16, seed=0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    # As skewed as the tokens of text are, so that Parquet compresses as well.
+    tokens = (np.random.default_rng(0).zipf(1.3, int(offsets[-1])) % 50_000).astype(np.int32)
+    folder = workspace.folder / f"tokens-{median:g}"
+    folder.mkdir(exist_ok=True)
+    shard = folder / "shard.parquet"
+    column = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(tokens))
+    pq.write_table(pa.table({"input_ids": column}), shard, row_group_size=settings.rows_per_group, compression="zstd")
+
+    def side(write: Callable[[Path], None], name: str) -> Work:
+        def run(number: int) -> float:
+            write(folder / name)
+            return len(tokens) / 1e6
+
+        return run
+
+    sides = {
+        f"{_OURS}, from Parquet": side(partial(_convert, shard), "ours"),
+        f"{_OURS}, from memory": side(partial(_write, tokens, lengths), "ours-memory"),
+    }
+    if builder is not None:
+        for name, rows in {"a tensor a row of Parquet": _tensors, "a list a row of Parquet": _lists}.items():
+            sides[f"{_THEIRS}, {name}"] = side(partial(_build, builder, partial(rows, shard)), name)
+        views = [tokens[begin:end] for begin, end in pairwise(offsets.tolist())]
+        sides[f"{_THEIRS}, from memory"] = side(partial(_build, builder, lambda: views), "theirs-memory")
+    case = f"median {median:g}: "
+    for name, rates in measure_rates(sides, rounds=settings.rounds).items():
+        report.add_samples(case + name, rates, "M tokens/s")
+    if builder is None:
+        return
+    compared = {name: sides[name] for name in (f"{_OURS}, from Parquet", f"{_THEIRS}, a tensor a row of Parquet")}
+    for name, rates in measure_rates(compared, rounds=settings.rounds, cpu_time=True).items():
+        report.add_samples(f"{case}{name}{_CPU}", rates, "M tokens/s")
+    _check_same_bytes(folder)
+    ours = f"{case}{_OURS}, from"
+    report.add_ratio(
+        f"{case}to tensors of rows", f"{ours} Parquet", f"{case}{_THEIRS}, a tensor a row of Parquet", at_least=20
+    )
+    report.add_ratio(
+        f"{case}to tensors of rows{_CPU}",
+        f"{ours} Parquet{_CPU}",
+        f"{case}{_THEIRS}, a tensor a row of Parquet{_CPU}",
+    )
+    report.add_ratio(f"{case}to lists of rows", f"{ours} Parquet", f"{case}{_THEIRS}, a list a row of Parquet")
+    report.add_ratio(f"{case}to tokens in memory", f"{ours} memory", f"{case}{_THEIRS}, from memory")
+
+
+def _convert(shard: Path, path: Path) -> None:
+    convert_tokens([str(shard)], str(path), overwrite=True)
+
+
+def _write(tokens: Any, lengths: Int64Array, path: Path) -> None:
+    with IndexedWriter(path, dtype=UINT16, overwrite=True) as writer:
+        for start in range(0, len(tokens), _BLOCK):
+            writer.append_tokens(tokens[start : start + _BLOCK])
+        writer.append_ledgers(lengths, np.arange(1, len(lengths) + 1))
+
+
+def _build(builder: Any, rows: Callable[[], Iterable[Any]], path: Path) -> None:
+    made = builder(f"{path}.bin", dtype=np.uint16)
+    for row in rows():
+        made.add_document(row, [len(row)])
+    made.finalize(f"{path}.idx")
+
+
+def _tensors(shard: Path) -> Iterator[Any]:
+    torch = importlib.import_module("torch")
+    for batch in pq.ParquetFile(shard).iter_batches():
+        for row in batch.column(0):
+            yield torch.tensor(row.as_py())
+
+
+def _lists(shard: Path) -> Iterator[Any]:
+    for batch in pq.ParquetFile(shard).iter_batches():
+        yield from batch.column(0).to_pylist()
+
+
+def _check_same_bytes(folder: Path) -> None:
+    """What is compared for its speed has to be the same work."""
+    for suffix in (".bin", ".idx"):
+        written = {path.read_bytes() for path in folder.glob(f"*{suffix}")}
+        assert len(written) == 1, f"{len(written)} different {suffix}"

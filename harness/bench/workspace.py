@@ -1,0 +1,181 @@
+"""The data that benches measure with: made once, in a folder that is removed at the end."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from harness.errors import FormatError
+from harness.formats import load_format, open_writer
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
+from harness.formats.manifest import Manifest, Shard, load_manifest
+from harness.formats.parts import stored_files
+from harness.prep.packing.plan import MIN_SEQUENCE_TOKENS, plan_packs
+from harness.records import Int32Array, Int64Array, Pack
+from harness.storage.files import StoredFile
+
+_VOCABULARY = 50_000
+_TABLE = 1 << 20
+# Gives 6.5 sequences a pack: 13 million in 2 million packs.
+_MEDIAN_SHARE = 0.093
+_PROMPT_SHARE = 0.4
+
+
+class Workspace:
+    """A folder for a bench's data; a context manager.
+
+    Args:
+        parent: where to make it; None for the system's temporary folder.
+        keep: leave it, and use what an earlier run left in it.
+    """
+
+    def __init__(self, parent: Path | None = None, *, keep: bool = False) -> None:
+        self._keep = keep
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        if keep:
+            self.folder = (parent or Path(tempfile.gettempdir())) / "harness-bench"
+            self.folder.mkdir(exist_ok=True)
+        else:
+            self.folder = Path(tempfile.mkdtemp(prefix="harness-bench-", dir=parent))
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def dataset(self, format: str, *, packs: int, pack_size: int) -> Path:
+        """A dataset of `packs` full packs in `format`; the same packs for every format."""
+        path = self.folder / f"{format}-{packs}x{pack_size}"
+        if not _is_whole(path):
+            with open_writer(path, format=format, pack_size=pack_size) as writer:
+                for pack in make_packs(packs, pack_size):
+                    writer.append(pack)
+        return path
+
+    def large_dataset(self, format: str, *, packs: int, shard_packs: int, pack_size: int) -> Path:
+        """At least `packs` packs that take little disk: hard links to one shard of at most `shard_packs` packs."""
+        shard_packs = min(shard_packs, load_format(format).packs_per_shard)
+        path = self.folder / f"{format}-{packs}-links-of-{shard_packs}x{pack_size}"
+        if not _is_whole(path):
+            source = self.dataset(format, packs=shard_packs, pack_size=pack_size)
+            link_shards(source, path, copies=-(-packs // shard_packs))
+        return path
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_dir() and load_manifest(path) is not None
+
+
+def lognormal_lengths(count: int, *, median: float, longest: int, seed: int, sigma: float = 1.0) -> Int64Array:
+    """int64 [count]: lengths of conversations, at most `longest` and at least `MIN_SEQUENCE_TOKENS`."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
+    return np.clip(drawn, MIN_SEQUENCE_TOKENS, longest).astype(np.int64)
+
+
+def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
+    """Packs as full as best-fit decreasing makes them, of Zipf-distributed tokens, with the start of each sequence
+    untrained. Real text compresses better."""
+    lengths, offsets = _packed_lengths(count, pack_size, seed)
+    table = _zipf_table()
+    random = np.random.default_rng(seed)
+    for index in range(count):
+        sizes = lengths[offsets[index] : offsets[index + 1]]
+        ends = np.cumsum(sizes)
+        starts = (ends - sizes).astype(np.int32)
+        num_tokens = int(ends[-1])
+        position = np.arange(num_tokens) - np.repeat(starts, sizes)
+        mask = (position >= np.repeat(sizes * _PROMPT_SHARE, sizes)).astype(np.uint8)
+        mask[ends - 1] = 0
+        yield Pack(table[random.integers(0, _TABLE, num_tokens, dtype=np.uint32)], mask, starts)
+
+
+def _packed_lengths(count: int, pack_size: int, seed: int) -> tuple[Int64Array, Int64Array]:
+    """Lengths of the sequences of `count` packs, end to end, and int64 [count + 1], where each pack's begin."""
+    median = max(MIN_SEQUENCE_TOKENS, pack_size * _MEDIAN_SHARE)
+    # Drawn until there are packs enough; the mean is above the median, so a few draws do.
+    num_sequences = 4 * count + 64
+    while True:
+        lengths = lognormal_lengths(num_sequences, median=median, longest=pack_size, seed=seed)
+        plan = plan_packs(lengths, pack_size=pack_size, seed=seed)
+        if plan.num_packs >= count:
+            return lengths[plan.sequence_ids], plan.pack_offsets[: count + 1]
+        num_sequences = 2 * num_sequences
+
+
+def _zipf_table() -> Int32Array:
+    """int32 [_TABLE]: token ids as often as Zipf's law has them; a uniform draw from it is a draw of a token."""
+    frequency = 1 / np.arange(1, _VOCABULARY + 1)
+    shares = np.cumsum(frequency) / frequency.sum()
+    ids = np.searchsorted(shares, (np.arange(_TABLE) + 0.5) / _TABLE)
+    # Frequent tokens have ids anywhere, as in a tokenizer's vocabulary.
+    return np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]
+
+
+def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
+    """A dataset of `copies` hard links to the first shard of `source`, with an index and checksums of its own.
+
+    Raises:
+        FormatError: the file system makes no hard links.
+    """
+    manifest = load_manifest(source)
+    assert manifest is not None
+    shard = manifest.shards[0]
+    index = load_index(source, manifest)
+    assert index.checksums is not None
+    num_sequences = int(index.pack_offsets[shard.num_packs])
+    counts = np.diff(index.pack_offsets[: shard.num_packs + 1]).astype(np.int32)
+    part = IndexPart(counts, index.sequence_lengths[:num_sequences], index.checksums[: shard.num_packs])
+    format = load_format(manifest.format)
+    destination.mkdir()
+    shards = []
+    for number in range(copies):
+        name = format.shard_name(number)
+        files = []
+        for stored in shard.files:
+            path = name + stored.path[len(shard.path) :]
+            (destination / path).parent.mkdir(exist_ok=True)
+            _link(source / stored.path, destination / path)
+            files.append(StoredFile(path, stored.num_bytes, stored.xxh3))
+        shards.append(Shard(name, shard.num_packs, tuple(files)))
+    fingerprint = write_index(
+        destination,
+        lambda: (part for _ in range(copies)),
+        num_packs=copies * shard.num_packs,
+        num_sequences=copies * num_sequences,
+    )
+    num_tokens = int(part.sequence_lengths.sum(dtype=np.int64))
+    linked = replace(
+        manifest,
+        num_packs=copies * shard.num_packs,
+        num_sequences=copies * num_sequences,
+        num_tokens=copies * num_tokens,
+        # The manifest counts the whole source, and nobody reads this one.
+        num_trained_tokens=0,
+        fingerprint=fingerprint,
+        shards=tuple(shards),
+        index=stored_files(destination, [destination / INDEX_FOLDER / name for name in INDEX_NAMES]),
+    )
+    linked.save(destination)
+    return linked
+
+
+def _link(source: Path, destination: Path) -> None:
+    try:
+        destination.hardlink_to(source)
+    except OSError as error:
+        raise FormatError(
+            f"a hard link cannot be made: {error.strerror}",
+            where=str(destination),
+            fix="name a folder on another file system with --dir",
+        ) from error

@@ -1,0 +1,242 @@
+"""What a dataset holds: counts and lengths of all of it, or the text of one pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import PackReader, holds_manifest, open_dataset
+from harness.records import Int64Array, SequenceView
+from harness.storage.uris import is_uri, join_path
+
+TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
+_BAR_WIDTH = 40
+# Control characters of stored text must not reach the terminal: shown as their Unicode pictures.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
+
+
+class Decoder(Protocol):
+    """Turns token ids into text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """Counts of one dataset.
+
+    Attributes:
+        path, format, pack_size: of the dataset; without a manifest, pack_size is its longest pack.
+        packs, sequences, tokens, trained_tokens: how many.
+        fill: share of the packs' capacity that holds tokens.
+        shortest, median, mean, longest: tokens of a sequence.
+        histogram: (first length, last length, sequences) for each power of two.
+        fingerprint: digest of the ordered content; empty without a manifest.
+        provenance: how the dataset was made, as the manifest has it.
+    """
+
+    path: str
+    format: str
+    pack_size: int
+    packs: int
+    sequences: int
+    tokens: int
+    trained_tokens: int
+    fill: float
+    shortest: int
+    median: float
+    mean: float
+    longest: int
+    histogram: list[tuple[int, int, int]]
+    fingerprint: str = ""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def find_datasets(path: str) -> list[str]:
+    """The datasets that `path` means: those of a prepared folder (`train`, `validation`), or the path itself."""
+    if holds_manifest(path):
+        return [path]
+    inner = [join_path(path, name) for name in ("train", "validation")]
+    return [one for one in inner if holds_manifest(one)] or [path]
+
+
+def inspect_dataset(path: str) -> DatasetSummary:
+    """Count what a dataset holds, from its index; only files without a manifest are read for it.
+
+    Raises:
+        FormatError: there is no dataset, or it is damaged.
+    """
+    reader = open_dataset(path)
+    lengths = np.asarray(reader.sequence_lengths, np.int64)
+    if len(lengths) == 0:
+        raise FormatError("the dataset holds no sequences", where=path, fix="write it again")
+    manifest = reader.manifest
+    tokens = int(lengths.sum())
+    trained = manifest.num_trained_tokens if manifest else sum(int(pack.loss_mask.sum()) for pack in reader)
+    return DatasetSummary(
+        path=path,
+        format=reader.format,
+        pack_size=reader.pack_size,
+        packs=len(reader),
+        sequences=len(lengths),
+        tokens=tokens,
+        trained_tokens=trained,
+        fill=tokens / (len(reader) * reader.pack_size),
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        mean=tokens / len(lengths),
+        longest=int(lengths.max()),
+        histogram=length_histogram(lengths),
+        fingerprint=manifest.fingerprint if manifest else "",
+        provenance=asdict(manifest.provenance) if manifest else {},
+    )
+
+
+def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
+    """Sequences by length: (first, last, count) for each power of two from the shortest to the longest."""
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1
+    counts = np.bincount(powers)
+    return [(2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), len(counts))]
+
+
+def render_summary(summary: DatasetSummary) -> RenderableType:
+    """A summary for people: counts, origin and a histogram of lengths."""
+    counts = Table.grid(padding=(0, 2))
+    share = summary.trained_tokens / summary.tokens
+    rows = {
+        "format": summary.format,
+        "packs": f"{summary.packs:,} of {summary.pack_size:,} tokens",
+        "sequences": f"{summary.sequences:,} ({summary.sequences / summary.packs:.1f} a pack)",
+        "tokens": f"{summary.tokens:,}",
+        "trained tokens": f"{summary.trained_tokens:,} ({share:.1%})",
+        "fill": f"{summary.fill:.2%}",
+        "sequence length": f"{summary.shortest:,} to {summary.longest:,}, median {summary.median:,.0f}, "
+        f"mean {summary.mean:,.1f}",
+    }
+    known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
+    rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
+    rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
+    rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}
+    for name, value in rows.items():
+        counts.add_row(name, Text(value))
+
+    most = max(count for _, _, count in summary.histogram)
+    bars = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        bars.add_column(justify="right")
+    for first, last, count in summary.histogram:
+        # A bar of at least one mark where there is anything at all.
+        width = -(-count * _BAR_WIDTH // most)
+        bars.add_row(f"{first:,}-{last:,}", f"{count:,}", Text("█" * width, style="cyan"))
+    title = Text(summary.path, style="bold")
+    return Group(title, counts, Text("\nsequences by length in tokens", style="bold"), bars)
+
+
+class TokenizerFile:
+    """Decodes with a folder's tokenizer.json alone, which loads in a moment."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where there is no tokenizer to load."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError("showing text takes the `tokenizers` library", fix="pip install tokenizers") from error
+        file = folder / "tokenizer.json"
+        fix = "name a folder with a tokenizer.json with --tokenizer"
+        if not file.is_file():
+            raise ConfigError("there is no tokenizer", where=str(file), fix=fix)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"the tokenizer cannot be loaded: {error}", where=str(file), fix=fix) from error
+        self._folder = folder
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included.
+
+        Raises:
+            ConfigError: an id is not this tokenizer's.
+        """
+        for one in ids:
+            if self._tokenizer.id_to_token(int(one)) is None:
+                raise ConfigError(
+                    f"the tokenizer has no token {int(one):,}, so it did not make this dataset",
+                    where=str(self._folder),
+                    fix="name the dataset's own tokenizer with --tokenizer",
+                )
+        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=False))
+
+
+def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
+    """The tokenizer to show a dataset with: the named folder, or the one that its manifest names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return TokenizerFile(Path(named) if named else find_tokenizer_folder(reader))
+
+
+def find_tokenizer_folder(reader: PackReader) -> Path:
+    """Where the tokenizer lies that a dataset's manifest names; raises ConfigError where it names none."""
+    stored = reader.manifest.provenance.tokenizer if reader.manifest and not is_uri(reader.path) else ""
+    if not stored:
+        raise ConfigError(
+            "the dataset does not say which tokenizer made it, or is not on this machine with it",
+            where=reader.path,
+            fix="name one with --tokenizer",
+        )
+    # Stored relative to the dataset, so that both can be moved together.
+    base = Path(reader.path)
+    return (base if base.is_dir() else base.parent) / stored
+
+
+def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:
+    """The text of one pack, sequence by sequence; tokens that are trained as labels stand out.
+
+    Raises:
+        ConfigError: there is no such pack.
+        FormatError: the pack is damaged.
+    """
+    if not -len(reader) <= index < len(reader):
+        raise ConfigError(
+            f"there is no pack {index:,}", where=reader.path, fix=f"packs are numbered 0 to {len(reader) - 1:,}"
+        )
+    pack = reader[index]
+    number = index % len(reader)
+    trained = int(pack.loss_mask.sum())
+    parts: list[RenderableType] = [
+        Text(
+            f"pack {number:,}: {pack.num_sequences} sequences, {len(pack):,} tokens, {trained:,} trained", style="bold"
+        ),
+        Text.assemble("trained tokens look ", ("like this", TRAINED_STYLE), ", others ", ("like this", CONTEXT_STYLE)),
+    ]
+    for place, sequence in enumerate(pack.sequences()):
+        trained = int(sequence.loss_mask.sum())
+        parts.append(Text(f"\nsequence {place}: {len(sequence):,} tokens, {trained:,} trained", style="bold cyan"))
+        parts.append(render_sequence(sequence, tokenizer))
+    return Group(*parts)
+
+
+def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
+    """The text of one sequence; a token is marked where the position before it trains it."""
+    marks = np.concatenate([np.zeros(1, np.uint8), sequence.loss_mask[:-1]])
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
+    text = Text()
+    for start, end in pairwise(edges):
+        piece = tokenizer.decode(sequence.input_ids[start:end].tolist()).translate(_PICTURES)
+        text.append(piece, style=TRAINED_STYLE if marks[start] else CONTEXT_STYLE)
+    return text

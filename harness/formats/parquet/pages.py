@@ -1,0 +1,225 @@
+"""What a Parquet column chunk will take in memory, found out before it is decoded.
+
+Arrow allocates what page headers claim, up to 2 GiB a page, and a few kilobytes of zstd can unfold to that. The
+headers are walked here (Thrift's compact protocol, as `parquet.thrift` of the Parquet format lays it out) and held
+against what the column can honestly hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import FormatError
+from harness.storage.ranges import ByteSource
+
+# Values of a row group that are decoded without a question: 16 MiB of tokens.
+_FREE_VALUES = 1 << 22
+# A row group of 2,000 packs of 128 Ki tokens; more does not fit beside a model.
+_MAX_VALUES = 1 << 28
+# Token ids of real text take more than a byte each when compressed.
+_VALUES_PER_BYTE = 256
+# Eight bytes of value, and levels that can take up to two more.
+_BYTES_PER_VALUE = 10
+_SLACK_BYTES = 1 << 16
+_HEADER_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A column chunk as the footer describes it: its values, where its pages lie, and how they are compressed."""
+
+    column: str
+    num_values: int
+    start: int
+    num_bytes: int
+    codec: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: the fields of its header by number, where its data lies, and its size there and in memory."""
+
+    fields: dict[int, Any]
+    start: int
+    num_bytes: int
+    num_unpacked_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group: its rows, and its column chunks by the name of their top-level column."""
+
+    num_rows: int
+    chunks: dict[str, Chunk]
+
+
+def read_row_groups(source: ByteSource) -> list[RowGroup]:
+    """What the footer says of each row group.
+
+    Read here and not through pyarrow, whose column metadata ends the process on some damaged footers.
+
+    Raises:
+        FormatError: the footer is damaged.
+    """
+    num_bytes = source.num_bytes
+    tail = source.read_at(max(0, num_bytes - 8), 8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != b"PAR1" or length > num_bytes - 12:
+        raise FormatError("not a Parquet file, or cut short")
+    footer = _Compact(source.read_at(num_bytes - 8 - length, length)).struct(0)
+    groups = footer.get(4, [])
+    if not isinstance(groups, list):
+        raise FormatError("the footer is damaged: it has no row groups")
+    return [_row_group_of(group) for group in groups]
+
+
+def _row_group_of(group: Any) -> RowGroup:
+    chunks = {}
+    try:
+        num_rows = int(group[3])
+        for column in group[1]:
+            found = column[3]
+            starts = [found[field] for field in (9, 11) if field in found]
+            name = found[3][0].decode("utf-8", "replace")
+            chunks[name] = Chunk(name, int(found[5]), int(min(starts)), int(found[7]), int(found[4]))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
+    if num_rows < 0:
+        raise FormatError("the footer is damaged: a row group has a negative number of rows")
+    return RowGroup(num_rows, chunks)
+
+
+def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:
+    """Values that a column of a row group may hold.
+
+    Args:
+        rows: of the row group.
+        ids: the input_ids column chunk.
+        pack_size: tokens that no pack exceeds; where None, the compressed size is held against real text.
+    """
+    if pack_size is not None:
+        return rows * pack_size
+    return min(_MAX_VALUES, max(_FREE_VALUES, _VALUES_PER_BYTE * ids.num_bytes))
+
+
+def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
+    """Refuse a column chunk that claims more than `limit` values, or more bytes than these or the file can have.
+
+    Raises:
+        FormatError: it does.
+    """
+    if not 0 <= chunk.num_values <= limit:
+        raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, at most {limit:,} fit")
+    most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
+    start, end = chunk.start, chunk.start + chunk.num_bytes
+    if start < 0 or end < start or end > source.num_bytes:
+        raise FormatError(f"the column {chunk.column} lies at bytes {start:,} to {end:,}, outside the file")
+    if chunk.num_bytes > most:
+        raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")
+
+
+def read_pages(source: ByteSource, chunk: Chunk, limit: int) -> list[Page]:
+    """The pages of a column chunk, refused where they are larger than `limit` values can be.
+
+    Raises:
+        FormatError: they are, or their headers are damaged.
+    """
+    most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
+    position, end = chunk.start, chunk.start + chunk.num_bytes
+    pages: list[Page] = []
+    total = 0
+    while position < end:
+        page = read_page(source.read_at(position, min(_HEADER_BYTES, end - position)), position)
+        total += page.num_unpacked_bytes
+        if page.num_unpacked_bytes < 0 or page.num_bytes < 0 or total > most:
+            what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
+            raise FormatError(what)
+        pages.append(page)
+        position = page.start + page.num_bytes
+    return pages
+
+
+def read_page(header: bytes, position: int) -> Page:
+    """The page whose header these bytes begin with, at a position of the file."""
+    reader = _Compact(header)
+    fields = reader.struct(0)
+    unpacked, packed = fields.get(2), fields.get(3)
+    if not isinstance(unpacked, int) or not isinstance(packed, int):
+        raise FormatError("a page header is damaged: it has no sizes")
+    return Page(fields, position + reader.position, packed, unpacked)
+
+
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_MAX_DEPTH = 8
+
+
+class _Compact:
+    """Thrift's compact protocol, as far as footers and page headers use it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    def struct(self, depth: int) -> dict[int, Any]:
+        """Values of a struct by field number. Every value takes a byte of data at least, so memory is bounded."""
+        fields: dict[int, Any] = {}
+        field = 0
+        while byte := self._byte():
+            delta = byte >> 4
+            field = field + delta if delta else self._zigzag()
+            kind = byte & 15
+            fields[field] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise FormatError("Parquet metadata is damaged: structs lie too deep")
+        if kind in (_I16, _I32, _I64):
+            return self._zigzag()
+        if kind == _BINARY:
+            return self._take(self._varint())
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            if count > len(self._data) - self.position:
+                raise FormatError(f"Parquet metadata is damaged: a list claims {count:,} entries")
+            return [self._value(head & 15, depth + 1) for _ in range(count)]
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (_TRUE, _FALSE, _BYTE):
+            return self._byte()
+        if kind == _DOUBLE:
+            return self._take(8)
+        raise FormatError(f"Parquet metadata is damaged: it has a value of type {kind}")
+
+    def _take(self, count: int) -> bytes:
+        start, self.position = self.position, self.position + count
+        if self.position > len(self._data):
+            raise FormatError("Parquet metadata is damaged: it has no end")
+        return self._data[start : self.position]
+
+    def _zigzag(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def _byte(self) -> int:
+        if self.position >= len(self._data):
+            raise FormatError("Parquet metadata is damaged: it has no end")
+        self.position += 1
+        return self._data[self.position - 1]
+
+    def _varint(self) -> int:
+        data, position, end = self._data, self.position, len(self._data)
+        value = shift = 0
+        while position < end:
+            byte = data[position]
+            position += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                self.position = position
+                return value
+            shift += 7
+            if shift > 63:
+                raise FormatError("Parquet metadata is damaged: a number has no end")
+        raise FormatError("Parquet metadata is damaged: it has no end")

@@ -1,0 +1,152 @@
+"""Checking one of Megatron's indexed datasets: header, ledgers, sizes, and each token read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError, Problem
+from harness.indexed.index import BIN, COPY_AGAIN, IDX, MappedIndex, prefix_of, with_suffix
+
+# Entries of a ledger, or tokens, that are looked at together.
+_BLOCK = 1 << 20
+
+
+def verify_indexed(
+    path: str | os.PathLike[str],
+    *,
+    vocab_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Problem]:
+    """Everything that is wrong with a pair X.bin, X.idx, as far as it can be told; an empty list where nothing is.
+
+    Checks that both files are there, the header, the sizes that its counts make, that lengths are positive, that
+    pointers begin at 0 and each follows from the lengths before it, that they cover the `.bin` to its last byte, that
+    document bounds run from 0 to the number of sequences without falling, and, in what is read back of every sequence,
+    that tokens are not negative and inside the vocabulary. A token changed to another possible one is not found:
+    the pair has no checksums.
+
+    Args:
+        path: X, X.bin or X.idx.
+        vocab_size: tokens must be below it; None knows no bound.
+        progress: called with tokens read and tokens in all.
+    """
+    prefix = prefix_of(path)
+    index, problems = _look_at_structure(prefix)
+    if index is None or problems:
+        return problems
+    bin_path = with_suffix(prefix, BIN)
+    return [Problem(what, str(bin_path)) for what in _token_problems(index, bin_path, vocab_size, progress)]
+
+
+def check_indexed(prefix: Path) -> MappedIndex:
+    """The index of a pair in which nothing is wrong but maybe its tokens, which are not read; FormatError otherwise."""
+    index, problems = _look_at_structure(prefix)
+    if index is None or problems:
+        raise FormatError(problems[0].what, where=problems[0].where, fix=COPY_AGAIN)
+    return index
+
+
+def _look_at_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
+    bin_path, idx_path = with_suffix(prefix, BIN), with_suffix(prefix, IDX)
+    missing = [one for one in (bin_path, idx_path) if not one.is_file()]
+    if missing:
+        return None, [Problem(f"{one.name} is missing", str(one)) for one in missing]
+    try:
+        index = MappedIndex(idx_path)
+    except FormatError as error:
+        return None, [Problem(error.what, error.where)]
+    problems = [Problem(what, str(idx_path)) for what in _ledger_problems(index)]
+    problems += [Problem(what, str(idx_path)) for what in _document_problems(index)]
+    expected = index.header.dtype.itemsize * sum(int(block.sum(dtype=np.int64)) for block in _blocks(index.lengths))
+    found = bin_path.stat().st_size
+    if found != expected:
+        kind = "short" if found < expected else "long"
+        what = f"is too {kind}: {found:,} bytes, the lengths of the index make {expected:,}"
+        problems.append(Problem(what, str(bin_path)))
+    return index, problems
+
+
+def _blocks(ledger: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    for start in range(0, ledger.shape[0], _BLOCK):
+        yield ledger[start : start + _BLOCK]
+
+
+def _ledger_problems(index: MappedIndex) -> Iterator[str]:
+    """The first problem of the lengths, or else of the pointers."""
+    if index.header.num_sequences == 0:
+        yield "holds no sequences"
+        return
+    if not np.issubdtype(index.header.dtype, np.integer):
+        yield f"says that tokens are {index.header.dtype.name}, which holds no token ids"
+    first = last = 0
+    for lengths, pointers in zip(_blocks(index.lengths), _blocks(index.pointers), strict=True):
+        bad = lengths <= 0
+        if bad.any():
+            at = int(np.argmax(bad))
+            yield f"sequence {first + at:,} has the length {int(lengths[at]):,}"
+            return
+        ends = last + np.cumsum(lengths, dtype=np.int64) * index.header.dtype.itemsize
+        begins = np.concatenate([[last], ends[:-1]])
+        wrong = pointers != begins
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            falls = " and falls" if at and pointers[at] < pointers[at - 1] else ""
+            yield (
+                f"the pointer of sequence {first + at:,} is {int(pointers[at]):,}{falls}, "
+                f"the lengths before it make {int(begins[at]):,}"
+            )
+            return
+        first, last = first + len(lengths), int(ends[-1])
+
+
+def _document_problems(index: MappedIndex) -> Iterator[str]:
+    """The first problem of the document bounds."""
+    documents, count = index.documents, index.header.num_sequences
+    if documents.shape[0] < 2:
+        yield f"has {documents.shape[0]} document bounds, a document has two"
+        return
+    if documents[0] != 0:
+        yield f"the first document begins at sequence {int(documents[0]):,}, expected 0"
+    first, previous = 0, int(documents[0])
+    for block in _blocks(documents):
+        falls = np.diff(block, prepend=previous) < 0
+        if falls.any():
+            at = int(np.argmax(falls))
+            yield f"document bound {first + at:,} is {int(block[at]):,}, below the one before it"
+            return
+        first, previous = first + len(block), int(block[-1])
+    if previous != count:
+        yield f"the last document ends at sequence {previous:,}, there are {count:,}"
+
+
+def _token_problems(
+    index: MappedIndex, path: Path, vocab_size: int | None, progress: Callable[[int, int], None] | None
+) -> Iterator[str]:
+    """Reads back every sequence, by block; names the first token that cannot be one."""
+    dtype = index.header.dtype
+    total = path.stat().st_size // dtype.itemsize
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    with path.open("rb", buffering=0) as file:
+        done = 0
+        while block := file.read(dtype.itemsize * _BLOCK):
+            tokens = np.frombuffer(block, dtype)
+            bad = (tokens < 0) | (tokens > limit)
+            if bad.any():
+                at = int(np.argmax(bad))
+                sequence = int(np.searchsorted(index.pointers, (done + at) * dtype.itemsize, "right")) - 1
+                position = done + at - int(index.pointers[sequence]) // dtype.itemsize
+                kind = "the negative token" if tokens[at] < 0 else "the token"
+                bound = "" if tokens[at] < 0 else f", above {limit:,}"
+                yield f"sequence {sequence:,} has {kind} {int(tokens[at]):,} at position {position:,}{bound}"
+                return
+            done += len(tokens)
+            if progress is not None:
+                progress(done, total)
+    if done != total:
+        yield f"{done:,} of {total:,} tokens could be read"

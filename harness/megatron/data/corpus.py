@@ -1,0 +1,287 @@
+"""A pretraining corpus through Megatron-Core's own builder: GPTDataset, BlendedDataset and their built indices.
+
+Megatron builds on rank 0 while the others wait in a barrier; where rank 0 fails they wait for good. Here each rank
+builds as if it were alone, rank 0 first, then the first of every node, which finds what rank 0 built where they share
+the folder, and then the others; what one of them is refused, all are told.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import xxhash
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
+from megatron.core.datasets.utils import Split
+
+from harness.errors import ConfigError, HarnessError
+from harness.formats import PackReader
+from harness.loader.corpus import SPLITS, CorpusConfig, CorpusSource
+from harness.megatron.compat import gpt_dataset_config
+from harness.megatron.data.feed import together
+from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
+from harness.megatron.data.sources import check_dtype, check_size, check_sources, check_split, facts_of
+from harness.megatron.job import runtime
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Open datasets of a run; samples are in training order.
+
+    Attributes:
+        train, validation, test: GPTDataset, PackDataset or BlendedDataset; None where the split has no share.
+        fingerprint: of what the sources hold, as far as their indices tell.
+        order: what decides which sample comes when; two runs of equal order and fingerprint see the same samples.
+    """
+
+    train: Any
+    validation: Any
+    test: Any
+    fingerprint: str
+    order: str
+
+
+class TokenIds:
+    """Stands for a tokenizer where tokens are all there is.
+
+    Megatron finds a built index by the source's path, its own settings and the tokenizer: what the source holds goes in
+    here, or an index of other data at the same path would be trusted.
+    """
+
+    def __init__(self, eod: int | None, vocab_size: int | None, facts: Sequence[Any] = ()) -> None:
+        self.eod, self.vocab_size = eod, vocab_size
+        self.unique_identifiers = OrderedDict({"class": "TokenIds", "source": list(facts)})
+
+
+class _Sources:
+    """What Megatron's builder takes for a class of datasets: corpora by GPTDataset, packs by PackDataset.
+
+    Args:
+        packs: those of the sources that are packed SFT datasets.
+        counts: of `CorpusConfig.counts`.
+
+    Attributes:
+        opened: low-level datasets by path.
+        built: mid-level ones by path and split.
+        is_mixed: corpora and packs are in one blend.
+    """
+
+    __name__ = "GPTDataset"
+
+    def __init__(self, config: CorpusConfig, packs: dict[str, PackReader], counts: dict[str, list[int]] | None) -> None:
+        self._config, self._packs, self._counts = config, packs, counts
+        self.opened: dict[str, Any] = {}
+        self.built: dict[tuple[str, Split], Any] = {}
+        self.is_mixed = False
+
+    def build_low_level_dataset(self, path: str, config: Any) -> Any:
+        if path not in self.opened:
+            self.opened[path] = self._packs[path] if path in self._packs else self._open(path, config)
+        return self.opened[path]
+
+    def _open(self, path: str, config: Any) -> IndexedDataset:
+        if not is_object_storage_path(path):
+            dataset = GPTDataset.build_low_level_dataset(path, config)
+            check_dtype(dataset, path, has_counts=self._counts is not None)
+            return dataset
+        cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
+        storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
+        return IndexedDataset(path, mmap=False, object_storage_config=storage)
+
+    def numel_low_level_dataset(self, dataset: Any) -> int:
+        return len(dataset) if isinstance(dataset, PackReader) else GPTDataset.numel_low_level_dataset(dataset)
+
+    def __call__(self, dataset: Any, path: str, indices: Any, num_samples: Any, split: Split, config: Any) -> Any:
+        kind = PackDataset if path in self._packs else GPTDataset
+        if indices is not None:
+            check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
+        config = copy.copy(config)
+        config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, facts_of(dataset))
+        built = kind(dataset, path, indices, num_samples, split, config)
+        self.built[path, split] = built
+        return BlendPart(built) if self.is_mixed else built
+
+
+def open_corpus(
+    config: CorpusConfig,
+    *,
+    seed: int,
+    sizes: tuple[int, int | None, int | None],
+    vocab_size: int,
+    packs: dict[str, PackReader],
+    reads: bool,
+    ranks: runtime.Runtime,
+) -> Corpus | None:
+    """Build, or find built, the datasets of a run; every rank takes part.
+
+    Args:
+        sizes: samples of training, validation and test; None for all there are, once.
+        packs: of `find_packs`.
+        reads: this rank needs them; the others get None.
+
+    Raises:
+        HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
+    """
+    runtime.on_rank_0(lambda: check_sources(config, packs))
+    mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
+    build: Callable[[], Corpus | None] = partial(
+        build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2
+    )
+    corpus: Corpus | None = None
+    for turn in range(3):
+        does = build if turn == mine and (reads or mine < 2) else _nothing
+        corpus = together(does, device=ranks.device) or corpus
+    return corpus if reads else None
+
+
+def _nothing() -> Corpus | None:
+    return None
+
+
+def build_corpus(
+    config: CorpusConfig,
+    seed: int,
+    sizes: tuple[int, int | None, int | None],
+    vocab_size: int,
+    packs: dict[str, PackReader],
+    *,
+    finds_built: bool = False,
+) -> Corpus:
+    """`open_corpus` in this process alone.
+
+    Args:
+        finds_built: the indices are there too, so that others may read them meanwhile.
+    """
+    blends, counts = config.sources(), config.counts()
+    sources = _Sources(config, packs, counts)
+    named = {source.path for some in blends.values() for source in some}
+    sources.is_mixed = any(
+        0 < sum(source.path in packs for source in some) < len({source.path for source in some})
+        for some in blends.values()
+    )
+    remote = sorted(path for path in named if is_object_storage_path(path) and path not in packs)
+    values: dict[str, Any] = {
+        "random_seed": seed,
+        "sequence_length": config.sequence_length,
+        "tokenizer": TokenIds(config.eod, vocab_size),
+        "reset_position_ids": config.reset_position_ids,
+        "reset_attention_mask": config.reset_attention_mask,
+        "eod_mask_loss": config.eod_mask_loss,
+        # Attention is given boundaries: a mask would be S * S bytes a sample.
+        "create_attention_mask": False,
+        "path_to_cache": config.cache,
+        "mmap_bin_files": not remote,
+        "object_storage_cache_path": config.object_storage_cache_path,
+        "num_dataset_builder_threads": config.num_dataset_builder_threads,
+    }
+    if config.is_per_split:
+        values["blend_per_split"] = [_megatrons(blends[name]) if name in blends else None for name in SPLITS]
+    else:
+        values |= {"blend": _megatrons(blends["all"]), "split": config.split}
+    fast = {
+        "fast_cache_load": config.fast_cache_load or None,
+        "defer_npy_index_mmap": config.defer_npy_index_mmap or None,
+        "sequences_per_dataset": counts,
+    }
+    values |= {name: value for name, value in fast.items() if value is not None}
+    try:
+        with _as_a_lone_process(), _alone_in(Path(config.cache), shared=finds_built or config.fast_cache_load):
+            made = gpt_dataset_config(values)
+            builder = BlendedMegatronDatasetBuilder(sources, list(sizes), lambda: True, made)
+            train, validation, test = builder.build()
+    except HarnessError:
+        raise
+    except FileNotFoundError as error:
+        raise missing_index(error) from error
+    except Exception as error:
+        raise ConfigError(
+            f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}",
+            where=", ".join(sorted(named)[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
+            fix=f"where an index in {config.cache} is damaged, remove that folder, and it is built again; "
+            "`harness verify X.idx` checks a pair",
+        ) from error
+    first = blends.get("train", blends.get("all", []))
+    check_size(train, sizes[0], first)
+    order = {
+        "samples of": config.sequence_length,
+        "split": None if config.is_per_split else config.split,
+        "weights": [source.weight for source in first],
+        "epochs": [epochs_of(sources.built[source.path, Split.train]) for source in first],
+    }
+    facts = json.dumps([facts_of(sources.opened[source.path]) for source in first])
+    fingerprint = str(xxhash.xxh3_128(facts.encode()).hexdigest())
+    return Corpus(train, validation, test, fingerprint, json.dumps(order))
+
+
+def epochs_of(dataset: Any) -> str:
+    """What of the number of samples asked for decides a GPTDataset's order: `3+` are two epochs shuffled as one, and a
+    third of its own.
+
+    Source: GPTDataset, which sets the last epoch apart where fewer than 80% of its samples are needed.
+    """
+    if isinstance(dataset, PackDataset):
+        return "each"
+    lengths, size = dataset.dataset.sequence_lengths, dataset.config.sequence_length
+    count = lengths.shape[0] if dataset.indices is None else dataset.indices.shape[0]
+    if dataset.document_index is not None and dataset.document_index.shape[0] == count:
+        return "1"
+    tokens = int((lengths if dataset.indices is None else lengths[dataset.indices]).sum(dtype=np.int64))
+    epochs = max(1, -(-((dataset.num_samples or 0) * size + 1) // tokens))
+    if epochs == 1:
+        return "1"
+    last = dataset.num_samples - ((epochs - 1) * tokens - 1) // size
+    return f"{epochs}{'+' if last < int(0.8 * ((tokens - 1) // size)) else ''}"
+
+
+def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | None]:
+    weights = [source.weight for source in sources if source.weight is not None]
+    return [source.path for source in sources], weights or None
+
+
+@contextmanager
+def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
+    """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile, and what was
+    cut short when a builder was killed or failed is built again."""
+    folder.mkdir(parents=True, exist_ok=True)  # of this node, where nodes share none
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        if shared:
+            yield
+            return
+        building = folder / ".building"
+        if building.exists():
+            for path in folder.glob("*Dataset-*.npy"):
+                if _is_cut_short(path):
+                    path.unlink(missing_ok=True)
+        building.touch()
+        yield
+        building.unlink(missing_ok=True)  # file systems whose locks are a node's own let others in
+
+
+def _is_cut_short(index: Path) -> bool:
+    try:
+        np.load(index, mmap_mode="r")
+    except (ValueError, EOFError, OSError):
+        return True
+    return False
+
+
+@contextmanager
+def _as_a_lone_process() -> Iterator[None]:
+    distributed: Callable[..., Any] = partial(mock.patch.object, torch.distributed)
+    with distributed("is_initialized", return_value=False), distributed("get_rank", return_value=0):
+        yield

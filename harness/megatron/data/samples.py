@@ -1,0 +1,305 @@
+"""Samples of a pretraining corpus as the rows of a step: Megatron's order, read by workers, resumed by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+
+from harness.errors import LoaderError
+from harness.loader.config import LoaderConfig
+from harness.loader.order import Step
+from harness.loader.plan import Layout, StepBatch
+from harness.loader.state import LoaderState
+from harness.loader.stream import StepStream
+from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
+from harness.schedule import SequenceCost
+from harness.schedule.imbalance import Imbalance, imbalance
+from harness.thd import padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
+
+
+def missing_index(error: FileNotFoundError) -> LoaderError:
+    """What is said where the fast options trust in an index that nobody built."""
+    path = Path(error.filename or "")
+    return LoaderError(
+        f"a built index is not there: {path.name}",
+        where=str(path.parent),
+        fix="train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and otherwise the same "
+        "settings, the number of samples among them (trainer.steps, data.num_samples), to build it",
+    )
+
+
+class PackDataset(MegatronDataset):  # type: ignore[misc]
+    """The packs of an SFT dataset as samples, shuffled anew in every epoch, for Megatron's builder and blends.
+
+    A sample is what a GPTDataset gives, of up to `sequence_length` tokens, with `lengths`, int64 [S], of its sequences.
+    Arguments are those of MegatronDataset; the low-level dataset is a PackReader.
+    """
+
+    def __init__(self, dataset: Any, path: str, indices: Any, num_samples: int | None, split: Any, config: Any) -> None:
+        super().__init__(dataset, path, indices, num_samples, split, config)
+        self.packs = np.arange(len(dataset), dtype=np.int64) if indices is None else np.asarray(indices, np.int64)
+        self.unique_identifiers["fingerprint"] = dataset.fingerprint
+        self._epoch, self._order = -1, self.packs
+
+    def __len__(self) -> int:
+        wanted = self.num_samples or len(self.packs)
+        return -(-wanted // len(self.packs)) * len(self.packs)
+
+    def pack_of(self, index: int) -> int:
+        """The pack that sample `index` is."""
+        epoch, place = divmod(int(index), len(self.packs))
+        if epoch != self._epoch:
+            generator = np.random.RandomState([self.config.random_seed, epoch])
+            self._epoch, self._order = epoch, generator.permutation(self.packs)
+        return int(self._order[place])
+
+    def lengths_of(self, index: int) -> Int64Array:
+        """int64 [S]: model tokens of the sample's sequences; nothing is read but the dataset's index."""
+        pack = self.pack_of(index)
+        offsets = self.dataset.pack_offsets
+        stored = self.dataset.sequence_lengths[int(offsets[pack]) : int(offsets[pack + 1])]
+        return cast(Int64Array, stored.astype(np.int64) - 1)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pack = self.dataset[self.pack_of(index)]
+        row = thd_from_arrays(pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64))
+        return {
+            "tokens": row.tokens,
+            "labels": row.labels,
+            "loss_mask": row.loss_mask,
+            "position_ids": row.position_ids,
+            "lengths": np.diff(row.cu_seqlens).astype(np.int64),
+        }
+
+
+class BlendPart(MegatronDataset):  # type: ignore[misc]
+    """One source of a blend of corpora and packs: Megatron's BlendedDataset asks that all of them have one type."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.index_split, self.unique_identifiers, self.num_samples = (
+            inner.index_split,
+            inner.unique_identifiers,
+            inner.num_samples,
+        )
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return cast(dict[str, Any], self.inner[index])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RawSamples:
+    """What a worker sends: 13 bytes a token.
+
+    Attributes:
+        tokens, labels, position_ids: int32 [n], this rank's rows end to end.
+        loss_mask: uint8 [n].
+        row_lengths: one a microbatch, int64: tokens between boundaries that attention does not cross; empty for a row
+            of zero loss.
+        sample_ids: one a microbatch, int64, beside row_lengths.
+    """
+
+    step: Step
+    tokens: Int32Array
+    labels: Int32Array
+    position_ids: Int32Array
+    loss_mask: UInt8Array
+    row_lengths: list[Int64Array]
+    sample_ids: list[Int64Array]
+    num_tokens: int
+    imbalance: Imbalance
+
+
+class SampleReader:
+    """Reads one rank's samples of a step. Sent to every worker.
+
+    Sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i` of a global batch is number i of that row,
+    as Megatron-LM deals them out.
+
+    Args:
+        dataset: of `harness.megatron.data.corpus.open_corpus`.
+        sequence_length, micro_batch_size: of CorpusConfig.
+        boundary: the token behind which attention begins anew; None where it does not.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        layout: Layout,
+        sequence_length: int,
+        micro_batch_size: int,
+        boundary: int | None = None,
+        cost: SequenceCost | None = None,
+    ) -> None:
+        self._dataset, self._layout, self._cost = dataset, layout, cost
+        self._sequence_length, self._size, self._boundary = sequence_length, micro_batch_size, boundary
+
+    def rows(self, step: Step) -> list[range]:
+        """The samples of every row of the job; a row without any trains nothing."""
+        in_a_round = self._layout.dp_size * self._layout.group_size
+        needed = -(-(step.stop - step.start) // self._size)
+        starts = range(step.start, step.start + -(-needed // in_a_round) * in_a_round * self._size, self._size)
+        return [range(min(at, step.stop), min(at + self._size, step.stop)) for at in starts]
+
+    def read(self, step: Step) -> RawSamples:
+        """This rank's rows of `step`.
+
+        Raises:
+            LoaderError: a sample is not what Megatron-Core's datasets give; HarnessError: as a PackReader does.
+        """
+        rows = self.rows(step)
+        mine = rows[self._layout.dp_rank :: self._layout.dp_size]
+        samples = {index: self._sample(index) for row in mine for index in row}
+        parts = list(samples.values())
+        lengths = [[self.lengths_of(index) for index in row] for row in rows]
+        return RawSamples(
+            step=step,
+            tokens=_joined(parts, "tokens", np.int32),
+            labels=_joined(parts, "labels", np.int32),
+            position_ids=_joined(parts, "position_ids", np.int32),
+            loss_mask=_joined(parts, "loss_mask", np.uint8),
+            row_lengths=[_end_to_end([samples[index]["lengths"] for index in row]) for row in mine],
+            sample_ids=[
+                np.repeat(np.asarray(row, np.int64), [samples[index]["lengths"].shape[0] for index in row])
+                for row in mine
+            ],
+            num_tokens=int(sum(one.sum() for row in lengths for one in row)),
+            imbalance=self._evenness(lengths),
+        )
+
+    def lengths_of(self, index: int) -> Int64Array:
+        """int64: model tokens of what sample `index` holds, without reading it; of a corpus always S."""
+        part = self._dataset
+        if isinstance(part, BlendedDataset):
+            if not isinstance(part.datasets[0], BlendPart):
+                return np.asarray([self._sequence_length], np.int64)
+            if part.dataset_index is None:  # mapped at its first use
+                self._sample(index)
+            part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
+        return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self._sequence_length])
+
+    def _sample(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        try:
+            found = self._dataset[index]
+        except FileNotFoundError as error:
+            raise missing_index(error) from None
+        except (ValueError, EOFError, IndexError) as error:
+            raise LoaderError(
+                f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                fix="a built index is damaged, or the corpus changed while it is read: remove the folder of the "
+                "indices (data.path_to_cache), and they are built again",
+            ) from error
+        sample = {name: np.asarray(found[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        count = sample["tokens"].shape[0]
+        wrong = [name for name, values in sample.items() if values.shape != (count,)]
+        if wrong or (count != self._sequence_length and "lengths" not in found):
+            raise LoaderError(
+                f"sample {index} has {count:,} tokens"
+                + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
+                fix=f"samples of {self._sequence_length:,} tokens were asked for; the index belongs to other settings: "
+                "remove it from data.path_to_cache",
+            )
+        sample["lengths"] = found["lengths"] if "lengths" in found else self._between_boundaries(sample["tokens"])
+        return sample
+
+    def _between_boundaries(self, tokens: npt.NDArray[Any]) -> Int64Array:
+        if self._boundary is None:
+            return np.asarray([tokens.shape[0]], np.int64)
+        behind = np.flatnonzero(tokens == self._boundary) + 1
+        cuts = np.unique(np.concatenate([[0], behind, [tokens.shape[0]]]))
+        return np.diff(cuts).astype(np.int64)
+
+    def _evenness(self, rows: list[list[Int64Array]]) -> Imbalance:
+        lengths = [padded_lengths(_end_to_end(row) + 1, self._layout.multiple) for row in rows]
+        ends = np.cumsum([0, *(one.shape[0] for one in lengths)])
+        schedule = Schedule(self._layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
+        full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.multiple)
+        return imbalance(schedule, np.concatenate(lengths), capacity=self._size * int(full[0]), cost=self._cost)
+
+
+class SampleLoader:
+    """Global batches of samples in Megatron's order, from a state on to the last sample.
+
+    Args:
+        reader: sent to workers.
+        num_samples: where the batches end; the last may be ragged.
+        start: of a run; its `packs_consumed` are samples.
+    """
+
+    def __init__(
+        self, reader: SampleReader, config: LoaderConfig, *, layout: Layout, num_samples: int, start: LoaderState
+    ) -> None:
+        self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
+        where = f"data-parallel rank {layout.dp_rank}, {config.num_workers} workers"
+        self._stream: StepStream[RawSamples] = StepStream(reader, config, where=where)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for raw in self._stream.read(self._steps()):
+            yield self._build(raw)
+
+    def _steps(self) -> Iterator[Step]:
+        first = self.state.packs_consumed
+        for start in range(first, self._num_samples, self._size):
+            yield Step(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
+
+    def _build(self, raw: RawSamples) -> StepBatch:
+        rows, at = [], 0
+        for lengths in raw.row_lengths:
+            stop = at + int(lengths.sum())
+            here = slice(at, stop)
+            rows.append(
+                thd_from_model_tokens(
+                    raw.tokens[here],
+                    raw.labels[here],
+                    raw.loss_mask[here],
+                    lengths,
+                    position_ids=raw.position_ids[here],
+                    multiple=self._layout.multiple,
+                )
+                if lengths.shape[0]
+                else zero_loss_row(self._layout.multiple)
+            )
+            at = stop
+        return StepBatch(
+            epoch=0,
+            step_in_epoch=raw.step.index,
+            pack_ids=np.arange(raw.step.start, raw.step.stop, dtype=np.int64),
+            rows=rows,
+            sequence_ids=raw.sample_ids,
+            num_sequences=raw.step.stop - raw.step.start,
+            num_tokens=raw.num_tokens,
+            imbalance=raw.imbalance,
+            state=replace(self.state, packs_consumed=raw.step.stop),
+        )
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the living workers."""
+        return self._stream.worker_pids()
+
+    def __enter__(self) -> SampleLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stream.__exit__(kind, error, traceback)
+
+
+def _joined(parts: list[dict[str, npt.NDArray[Any]]], name: str, dtype: type[np.generic]) -> Any:
+    return np.concatenate([part[name] for part in parts]).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def _end_to_end(lengths: list[Int64Array]) -> Int64Array:
+    return np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)

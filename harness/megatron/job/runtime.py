@@ -1,0 +1,293 @@
+"""The process: its device, its place in the job, and Megatron-Core on a CPU.
+
+Megatron-Core says `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under
+a function mode that maps those to the CPU; nothing of Megatron is replaced, so what trains here is what trains there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+from torch.overrides import TorchFunctionMode
+
+from harness.errors import ConfigError, HarnessError, LostRankError
+from harness.megatron.job.watchdog import waiting
+
+DEVICES = ("auto", "cpu", "cuda")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What this process is.
+
+    Attributes:
+        device: where tensors live.
+        rank, world_size: place in the job.
+        local_rank: place on the node.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`; raises ConfigError where CUDA is asked for and missing."""
+    if name not in DEVICES:
+        raise ConfigError(f"device {name!r} is unknown", where="trainer.device", fix=f"one of {', '.join(DEVICES)}")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device is cuda, but PyTorch sees no GPU",
+            where=f"host {socket.gethostname()}, torch {torch.__version__}",
+            fix="trainer.device=auto, or start on a node with GPUs and a CUDA build of torch",
+        )
+    local_rank = place_in_job("LOCAL_RANK")
+    if local_rank >= torch.cuda.device_count():
+        error = ConfigError(
+            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
+            where=f"host {socket.gethostname()}",
+            fix="start as many processes a node as it has GPUs",
+        )
+        error.rank = place_in_job("RANK")  # ranks beside it have theirs and say nothing
+        raise error
+    return torch.device("cuda", local_rank)
+
+
+def place_in_job(name: str) -> int:
+    """RANK, WORLD_SIZE or LOCAL_RANK as a launcher sets it; without a launcher a process is a job of its own."""
+    text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
+    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
+        raise ConfigError(f"{name} is {text!r}", where="environment", fix="start with torchrun, or unset it")
+    return int(text)
+
+
+@contextmanager
+def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None) -> Iterator[Runtime]:
+    """Join the job that torchrun (or a lone process) describes in its environment; leave it at the end.
+
+    Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
+
+    Args:
+        timeout_s: of a collective.
+        meet_timeout_s: how long ranks wait for one that has not come; None for `timeout_s`.
+
+    Raises:
+        ConfigError: no such device, or an incomplete launcher environment.
+        LostRankError: a rank has not come, or rank 0 cannot be reached.
+    """
+    chosen = choose_device(device)
+    rank, world_size, local_rank = (place_in_job(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set",
+            where="environment",
+            fix="start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        )
+    runtime = Runtime(chosen, rank, world_size, local_rank)
+    with _cpu_as_cuda() if chosen.type == "cpu" else _on_gpu(chosen):
+        timeout = timedelta(seconds=timeout_s)
+        backend = "gloo" if chosen.type == "cpu" else "nccl"
+        store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
+        torch.distributed.init_process_group(
+            backend, store=PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
+        )
+        try:
+            yield runtime
+        except HarnessError as error:
+            error.rank = rank
+            raise
+        finally:
+            from megatron.core import parallel_state
+
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
+    """The store of the job, once every rank has come to it; who has not is told on every rank."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    timeout = timedelta(seconds=timeout_s)
+    fix = "look at its log and node: it hangs, was refused or never began. The others wait trainer.startup_timeout_s"
+    try:
+        store = _open_store(rank, world_size, timeout)
+        names = [f"came/{one}" for one in range(world_size)]
+        store.set(names[rank], socket.gethostname())
+        if rank == 0:
+            _wait_for(store, names, timeout)
+            hosts = {name: store.get(name).decode() for name in names if store.check([name])}
+            store.set("hosts", json.dumps(hosts))
+            if len(hosts) < world_size:
+                time.sleep(2)  # the store may be in this process, and the others are reading it
+        elif _wait_for(store, names[:1], timeout) and _wait_for(store, ["hosts"], timeout + timedelta(seconds=10)):
+            hosts = json.loads(store.get("hosts"))
+        else:
+            hosts = {name: store.get(name).decode() for name in names if store.check([name])}
+    except (RuntimeError, ValueError) as error:
+        lost = LostRankError(f"rank 0 cannot be met: {str(error).splitlines()[0]}", where=place, fix=fix)
+        lost.about = 0
+        raise lost from None
+    missing = [one for one, name in enumerate(names) if name not in hosts]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        told = f"rank {missing[0]}{more} of {world_size} has not come within {timeout_s:g} s"
+        there = ", ".join(f"{host} ({count})" for host, count in sorted(Counter(hosts.values()).items()))
+        lost = LostRankError(told, where=f"{place}, where ranks have come from {there}", fix=fix)
+        lost.about = missing[0]
+        lost.is_shared = True
+        raise lost
+    return store
+
+
+def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps one
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        return cast(Store, store)
+    # PyTorch's own way waits for all without saying who is missing.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, world_size, rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(names, timeout)
+    except torch.distributed.DistStoreError:
+        return False
+    return True
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give its result to every rank; its error is raised on every rank.
+
+    What the file system refuses becomes a ConfigError: `function` is there to find and make folders.
+    """
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except HarnessError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = ConfigError(
+                f"the folder cannot be used: {error.strerror or error}",
+                where=str(error.filename or ""),
+                fix="name a folder that can be written to",
+            )
+    if torch.distributed.get_world_size() > 1:
+        with waiting():
+            torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        outcome[1].is_shared = True
+        raise outcome[1]
+    return cast(T, outcome[0])
+
+
+def gather_on_rank_0(value: T) -> list[T]:
+    """Every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
+    if torch.distributed.get_world_size() == 1:
+        return [value]
+    speaks = torch.distributed.get_rank() == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if speaks else None
+    torch.distributed.gather_object(value, gathered, dst=0)
+    return gathered or []
+
+
+@contextmanager
+def _on_gpu(device: torch.device) -> Iterator[None]:
+    torch.cuda.set_device(device)
+    yield
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` answers as a GPU tensor would.
+
+    Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    # A plain integer is a GPU's index, but a bool would be an argument of another meaning.
+    return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
+
+
+class _NoStream:
+    """Stands for a CUDA stream where work is never asynchronous."""
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def _cpu_as_cuda() -> Iterator[None]:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    stream = _NoStream()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    for name, value in {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "empty_cache": lambda: None,
+    }.items():
+        replace(torch.cuda, name, value)
+    # Megatron's seed tracker reaches for the GPU's generator; on a CPU the one generator there is serves.
+    replace(megatron_random, "_set_cuda_rng_state", set_rng_state)
+    replace(megatron_random, "_get_cuda_rng_state", get_rng_state)
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)

@@ -1,0 +1,213 @@
+"""Megatron-Core's own GPTModel, wrapped in its DistributedDataParallel, from a small config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from harness.errors import ConfigError
+from harness.megatron import compat
+from harness.megatron.model.attention import RMSNorm, VarlenAttention
+from harness.megatron.model.lora import add_adapters
+from harness.megatron.weights.mapping import Shard
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig, padded_vocab_size
+
+
+def use_transformer_engine(choice: str, device: torch.device) -> bool:
+    """Whether layers come from Transformer Engine; raises ConfigError where it is asked for and missing."""
+    if choice == "torch" or (choice == "auto" and device.type != "cuda"):
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError) as error:
+        if choice == "auto":
+            return False
+        raise ConfigError(
+            f"model.attention is transformer_engine, which cannot be imported: {error}",
+            where="model.attention",
+            fix="install the `gpu` extra, use a container that has it, or model.attention=torch",
+        ) from error
+    return True
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
+    """Megatron's config for this model on this layout."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    pipelined = parallel.pipeline_parallel_size > 1
+    interleaved = parallel.virtual_pipeline_parallel_size is not None
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_size,
+        add_qkv_bias=model.family == "qwen2",
+        qk_layernorm=model.family == "qwen3",
+        layernorm_epsilon=model.norm_epsilon,
+        init_method_std=model.init_std,
+        normalization="RMSNorm",
+        activation_func=functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # A checkpoint of one layout must start every other from the same weights, and on a CPU the whole matrix is
+        # drawn and then cut; on GPUs each shard is drawn in place, which large models need.
+        use_cpu_initialization=device.type == "cpu",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, used or not.
+        variable_seq_lengths=pipelined and not parallel.static_rows,
+        moe_token_dispatcher_type="alltoall",
+        # A stage of an interleaved pipeline of two sends to the same rank in both directions. One exchange at a time
+        # keeps them in order; batched ones are matched by order alone, and a gradient would arrive as an activation.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Gloo may still read a tensor that is being sent.
+        deallocate_pipeline_outputs=pipelined and device.type == "cuda",
+        calculate_per_token_loss=True,
+        recompute_granularity=None if model.recompute == "none" else model.recompute,
+        recompute_method="uniform" if model.recompute == "full" else None,
+        recompute_num_layers=1 if model.recompute == "full" else None,
+    )
+
+
+def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    attention = layer.submodules.self_attention
+    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    attention.submodules = replace(attention.submodules, core_attention=VarlenAttention, **head_norms)
+    norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+    layer = ModuleSpec(module=layer.module, submodules=replace(layer.submodules, **norms))
+    stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, **stage), layer_norm=RMSNorm
+    )
+
+
+def build_chunks(
+    model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int, device: torch.device
+) -> list[GPTModel]:
+    """This rank's chunks of the model: one, or one a virtual pipeline stage.
+
+    Args:
+        vocab_size: of the tokenizer; padded here.
+    """
+    config = transformer_config(model, parallel, device)
+    tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
+    torch.manual_seed(model.seed)
+    chunks = []
+    num_chunks = parallel.virtual_pipeline_parallel_size or 1
+    for chunk in range(num_chunks):
+        vp_stage = chunk if num_chunks > 1 else None
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=_layers(
+                    config,
+                    transformer_engine=use_transformer_engine(model.attention, device),
+                    vp_stage=vp_stage,
+                ),
+                vocab_size=padded_vocab_size(vocab_size),
+                max_sequence_length=model.max_sequence_length,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=model.tie_embeddings,
+                position_embedding_type="rope",
+                rotary_base=model.rotary_base,
+                rope_scaling=model.rope_scaling == "llama3",
+                rope_scaling_factor=model.rope_scaling_factor,
+                seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
+                vp_stage=vp_stage,
+            ).to(device)
+        )
+    if model.init_from is not None:
+        for chunk in chunks:
+            _hide_padding(chunk, vocab_size)
+    if model.lora_rank:
+        shard = Shard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        for chunk in chunks:
+            add_adapters(chunk, model, shard, device)
+    return [chunk.bfloat16() for chunk in chunks] if config.bf16 else chunks
+
+
+def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
+    """Keep the vocabulary's padding out of the softmax: where the weights come from, there is none."""
+    if not chunk.post_process:
+        return
+    rows = padded_vocab_size(vocab_size) // chunk.config.tensor_model_parallel_size
+    first = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * rows)
+
+    def hide(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if first < rows:
+            output[0][..., first:] = torch.finfo(output[0].dtype).min
+
+    chunk.output_layer.register_forward_hook(hide)
+
+
+def build_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    fill: Callable[[list[GPTModel]], None] | None = None,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks of the model, ready to train.
+
+    Args:
+        vocab_size: of the tokenizer; padded here.
+        fill: puts other weights in place of the drawn ones, before the optimizer copies them.
+    """
+    chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
+    if fill is not None:
+        fill(chunks)
+    config = chunks[0].config
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=device.type == "cuda",
+        average_in_collective=False,
+    )
+    wrapped = [
+        # Bucketing follows the order in which the backward pass meets parameters; only the first chunk overlaps.
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped

@@ -1,0 +1,248 @@
+"""LoRA: small matrices beside the frozen linear layers, divided over tensor-parallel ranks as these are.
+
+A layer W x becomes W x + (alpha / rank) B A x. Of a layer whose rows are divided (queries, keys and values; the gated
+layer) every rank holds A and its rows of B; of one whose columns are (the projections back), its columns of A and all
+of B. Queries, keys and values share one A, and so do both halves of the gated layer.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; initial values as PEFT draws them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn import functional
+
+from harness.errors import ConfigError
+from harness.megatron.weights.mapping import ADAPTER, Shard, to_hf
+from harness.plan.model import ModelConfig
+
+# Linear layers by what they are called in `model.lora_targets`, and where they are.
+_PLACES = {
+    "linear_qkv": "self_attention",
+    "linear_proj": "self_attention",
+    "linear_fc1": "mlp",
+    "linear_fc2": "mlp",
+}
+_DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
+_HF_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+class Adapter(torch.nn.Module):
+    """The two small matrices beside one linear layer.
+
+    Args:
+        inputs, outputs: of the whole layer, over all ranks.
+        halves: parts that the rows of B consist of on every rank, 2 for the gated layer.
+        rank, alpha: the inner size of the two, and how much they count.
+        by_columns: whether ranks divide the layer's inputs, and not its outputs.
+        shard: this rank's part.
+        generator: draws A, the same on every rank.
+
+    Attributes:
+        a: [rank, inputs], or this rank's columns of it.
+        b: one a half, [outputs / halves, rank], or this rank's rows of it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        inputs: int,
+        outputs: int,
+        halves: int,
+        rank: int,
+        alpha: float,
+        by_columns: bool,
+        shard: Shard,
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.by_columns, self.scale = by_columns, alpha / rank
+        self._sequence_parallel = config.sequence_parallel
+        bound = 1 / math.sqrt(inputs)
+        drawn = torch.rand(rank, inputs, generator=generator, dtype=torch.float32) * 2 * bound - bound
+        if by_columns:
+            first, last = shard.of(inputs)
+            drawn = drawn[:, first:last].contiguous()
+            rows = outputs
+        else:
+            rows = outputs // halves // shard.size
+        dtype = config.params_dtype
+        self.a = torch.nn.Parameter(drawn.to(device, dtype))
+        self.b = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(rows, rank, device=device, dtype=dtype)) for _ in range(halves)
+        )
+        # What ranks share is counted once in the norm of gradients, what they divide on each.
+        for divided in [self.a] if by_columns else self.b:
+            set_tensor_model_parallel_attributes(divided, is_parallel=True, dim=int(by_columns), stride=1)
+        # Gradients of a part of the tokens, which Megatron sums over the ranks that have the others.
+        for partial in self.b if by_columns else [self.a]:
+            setattr(partial, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no attribute of torch's
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What is added to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
+        low = functional.linear(inputs, self.a)
+        if self.by_columns and self._sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low)
+        elif self.by_columns:
+            low = reduce_from_tensor_model_parallel_region(low)
+        elif self._sequence_parallel:
+            low = gather_from_sequence_parallel_region(low)
+        else:
+            low = copy_to_tensor_model_parallel_region(low)
+        rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
+        return functional.linear(low, rows) * self.scale
+
+    def weight(self) -> torch.Tensor:
+        """[outputs, inputs]: what is added to the layer's weight, where one rank holds all of it."""
+        whole: torch.Tensor = torch.cat(list(self.b)).float() @ self.a.float() * self.scale
+        return whole
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Its tensors for `dist_checkpointing`, which any layout can load."""
+        axes = {"a": 1} if self.by_columns else {f"b.{half}": 0 for half in range(len(self.b))}
+        found = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets
+        )
+        return dict(found)
+
+
+def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torch.device) -> None:
+    """Freeze a chunk's weights and put adapters beside its linear layers."""
+    config = chunk.config
+    for parameter in chunk.parameters():
+        parameter.requires_grad = False
+    heads, groups = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
+    sizes = {
+        "linear_qkv": (model.hidden_size, heads + 2 * groups),
+        "linear_proj": (heads, model.hidden_size),
+        "linear_fc1": (model.hidden_size, 2 * model.ffn_hidden_size),
+        "linear_fc2": (model.ffn_hidden_size, model.hidden_size),
+    }
+    for layer in chunk.decoder.layers:
+        for number, (target, place) in enumerate(_PLACES.items()):
+            if target not in model.lora_targets:
+                continue
+            parent = getattr(layer, place)
+            inputs, outputs = sizes[target]
+            # By the layer's number in the whole model: every layout draws the same.
+            seed = (model.seed * 1_000_003 + layer.layer_number) * len(_PLACES) + number
+            adapter = Adapter(
+                config,
+                inputs=inputs,
+                outputs=outputs,
+                halves=2 if target == "linear_fc1" else 1,
+                rank=model.lora_rank,
+                alpha=model.lora_alpha,
+                by_columns=target in _DIVIDED_BY_COLUMNS,
+                shard=shard,
+                generator=torch.Generator().manual_seed(seed),
+                device=device,
+            )
+            setattr(parent, target + ADAPTER[:-1], adapter)
+            getattr(parent, target).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
+    if chunk.pre_process:
+        # Recomputed layers give gradients only where what they are given asks for one, and the embedding is frozen.
+        chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def _adding(adapter: Adapter, epsilon: float) -> Any:
+    def add(layer: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        values = inputs[0]
+        norm = getattr(layer, "layer_norm_weight", None)
+        if norm is not None:  # Transformer Engine's layer begins with the norm
+            values = functional.rms_norm(values, norm.shape, norm, epsilon)
+        return output[0] + adapter(values), *output[1:]
+
+    return add
+
+
+def adapters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:
+    """The name of each adapted weight (layers numbered over the whole model), its layer, and what stands beside it."""
+    for layer in chunk.decoder.layers:
+        for target, place in _PLACES.items():
+            parent = getattr(layer, place)
+            adapter = getattr(parent, target + ADAPTER[:-1], None)
+            if adapter is not None:
+                name = f"decoder.layers.{layer.layer_number - 1}.{place}.{target}.weight"
+                yield name, getattr(parent, target), adapter
+
+
+@torch.no_grad()
+def merge(chunk: GPTModel) -> None:
+    """Add every adapter to its weight, where one rank holds the whole model; the adapters are left as they are."""
+    for _, layer, adapter in adapters(chunk):
+        weight: Any = layer.weight
+        weight += adapter.weight().to(weight.dtype)
+
+
+def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Adapters by the names of PEFT, where one rank holds the whole model."""
+    found = {}
+    for name, _, adapter in adapters(chunk):
+        rows = torch.cat(list(adapter.b)).detach()
+        for other, part in to_hf(name, rows, model, vocab_size=0).items():
+            prefix = f"base_model.model.{other.removesuffix('.weight')}"
+            found[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
+            found[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
+    return found
+
+
+def peft_config(model: ModelConfig) -> dict[str, Any]:
+    """`adapter_config.json` as PEFT reads it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.init_from,
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": [name for target in model.lora_targets for name in _HF_MODULES[target]],
+    }
+
+
+def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) -> None:
+    """Refuse to go on with other adapters: a checkpoint would fill those of the same names, however they count.
+
+    Args:
+        before: the model's settings of the run so far, as its config.yaml has them.
+
+    Raises:
+        ConfigError: rank, alpha or targets differ; with both values.
+    """
+    names = ("lora_rank", "lora_alpha", "lora_targets")
+    then, today = {"lora_rank": 0, **before}, vars(model)
+    if then["lora_rank"] == today["lora_rank"] == 0:
+        return
+    changed = [f"model.{n} was {then.get(n)} and is {today[n]}" for n in names if then.get(n) != today[n]]
+    if changed:
+        raise ConfigError(
+            f"the run has other adapters: {'; '.join(changed)}",
+            where=where,
+            fix="go on with the settings it was started with, or start a new run",
+        )

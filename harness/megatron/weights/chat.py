@@ -1,0 +1,117 @@
+"""Talk to a run's model in a terminal: the checkpoint is exported, and transformers generates."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.megatron.weights.export import export
+from harness.prep.tokenize.tokenizer import end_tokens
+
+_MODEL_FILE = "config.json"
+
+
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        folder: as `export` writes it: weights, config.json and a tokenizer with a chat template.
+        max_tokens: of one answer.
+        temperature: 0 always takes the likeliest token.
+        seed: of what is drawn at other temperatures.
+    """
+
+    def __init__(self, folder: Path, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+            self._tokenizer.get_chat_template()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"there is no tokenizer with a chat template: {str(error).splitlines()[0]}",
+                where=str(folder),
+                fix="`harness export` the run, put the tokenizer of its data into that folder, and name the folder",
+            ) from None
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self._room = int(self._model.config.max_position_embeddings) - max_tokens
+        if self._room < 1:
+            raise ConfigError(
+                f"answers of {max_tokens:,} tokens leave no room in {self._room + max_tokens:,} positions",
+                where="--max-tokens",
+                fix="ask for fewer",
+            )
+        self._draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        self._max_tokens = max_tokens
+        self._messages: list[dict[str, str]] = []
+        transformers.set_seed(seed)
+
+    def answer(self, text: str, *, live: bool = False) -> str:
+        """The model's answer to `text` and all that was said before; `live` prints it as it comes.
+
+        Turns that no longer fit are forgotten, the oldest first.
+
+        Raises:
+            ConfigError: `text` alone does not fit.
+        """
+        from transformers import TextStreamer
+
+        self._messages.append({"role": "user", "content": text})
+        while (prompt := self._encode())["input_ids"].shape[1] > self._room:
+            if len(self._messages) == 1:
+                self._messages.clear()
+                raise ConfigError(
+                    f"that is {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
+                    fix="say it shorter, or ask for shorter answers with --max-tokens",
+                )
+            del self._messages[:2]
+        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None
+        made = self._model.generate(
+            **prompt,
+            **self._draw,
+            max_new_tokens=self._max_tokens,
+            eos_token_id=end_tokens(self._tokenizer),
+            pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
+            streamer=streamer,
+        )
+        said = str(self._tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+        self._messages.append({"role": "assistant", "content": said})
+        return said
+
+    def _encode(self) -> Any:
+        return self._tokenizer.apply_chat_template(
+            self._messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+
+
+@contextmanager
+def exported(source: Path) -> Iterator[Path]:
+    """A folder with the weights of a run, of one of its checkpoints, or of an exported model."""
+    if (source / _MODEL_FILE).is_file():
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as place:
+        export(source, Path(place) / "model")
+        yield Path(place) / "model"
+
+
+def talk(chat: Chat) -> None:
+    """Ask in the terminal until the input ends; each line is a turn."""
+    asks = sys.stdin.isatty()
+    while True:
+        try:
+            text = input("you: " if asks else "").strip()
+        except EOFError:
+            return
+        if not text:
+            continue
+        if asks:
+            print("model: ", end="", flush=True)
+        chat.answer(text, live=True)

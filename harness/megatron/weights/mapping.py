@@ -1,0 +1,253 @@
+"""Hugging Face weights into Megatron's parameters and back, a tensor at a time.
+
+Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron keeps
+queries, keys and values of a group together, and the two halves of the gated layer one after the other on each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from harness.errors import FormatError
+from harness.plan.model import ModelConfig
+
+# In the names of parameters that `harness.megatron.model.lora` puts beside the model's own.
+ADAPTER = "_adapter."
+INDEX_FILE = "model.safetensors.index.json"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+# Parameters that are one tensor of the other side, by their ends; Transformer Engine keeps two norms elsewhere.
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of every matrix that tensor parallelism divides."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, count: int) -> tuple[int, int]:
+        """First and last + 1 of this rank's share of `count` things."""
+        share = count // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+
+class HfWeights:
+    """The safetensors files of a folder, mapped into memory. Use as a context manager.
+
+    Raises:
+        FormatError: there are none, or they do not open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._open = ExitStack()
+        try:
+            if (folder / INDEX_FILE).is_file():
+                names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+            else:
+                names = sorted(path.name for path in folder.glob("*.safetensors"))
+            for name in names:
+                file = self._open.enter_context(safe_open(folder / name, framework="pt"))
+                self._files.update(dict.fromkeys(file.keys(), file))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            self._open.close()
+            raise FormatError(
+                f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
+            ) from None
+        if not self._files:
+            raise FormatError(
+                "there are no *.safetensors here",
+                where=str(folder),
+                fix="save_pretrained(..., safe_serialization=True)",
+            )
+
+    def __enter__(self) -> HfWeights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def names(self) -> set[str]:
+        # Older files store what is computed from the settings.
+        return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        part = self._files[name].get_slice(name)
+        rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
+        return rows
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
+        return columns
+
+
+def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model's weights consist of, by its Hugging Face name."""
+    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
+    heads, groups = model.num_attention_heads * head, model.num_query_groups * head
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab_size, hidden), _FINAL_NORM: (hidden,)}
+    if not model.tie_embeddings:
+        shapes[_OUTPUT] = (vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        **{f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)},
+        "self_attn.o_proj.weight": (hidden, heads),
+        **dict.fromkeys(_GATED, (ffn, hidden)),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    if model.family == "qwen2":
+        layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
+    if model.family == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    for number in range(model.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int) -> None:
+    """Refuse weights that lack a tensor, hold one too many, or one of another shape; raises FormatError."""
+    expected = expected_shapes(model, vocab_size)
+    found = weights.names - ({_OUTPUT} if model.tie_embeddings else set())  # some store a tied one twice
+    wrong = {name: weights.shape(name) for name in expected if name in found and weights.shape(name) != expected[name]}
+    for what, names in (("lack", sorted(set(expected) - found)), ("hold unknown", sorted(found - set(expected)))):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise FormatError(
+                f"the weights {what} {names[0]}{more}",
+                where=str(weights.folder),
+                fix="they are damaged, or not of a model that config.json describes: download them again",
+            )
+    for name, shape in wrong.items():
+        raise FormatError(
+            f"{name} is {list(shape)}, and config.json asks for {list(expected[name])}",
+            where=str(weights.folder),
+            fix="the files are of two models: download them again",
+        )
+
+
+def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
+    """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zeros."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in global_parameters(chunk):
+                read_parameter(name, parameter, weights, model, shard)
+
+
+def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters by name, layers numbered from 0 over the whole model; those of adapters are left out."""
+    for name, parameter in chunk.named_parameters():
+        if ADAPTER in name:
+            continue
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            yield name, parameter
+            continue
+        number = chunk.decoder.layers[int(match[1])].layer_number - 1
+        yield f"decoder.layers.{number}.{match[2]}", parameter
+
+
+def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
+    """Fill one parameter of this rank, piece by piece: nothing larger than a piece is held beside it."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        if name == "decoder.final_layernorm.weight":
+            target.copy_(weights.rows(_FINAL_NORM))
+            return
+        tensor = _EMBEDDING if name.startswith("embedding.") or model.tie_embeddings else _OUTPUT
+        start = min(shard.rank * target.shape[0], weights.shape(tensor)[0])
+        stop = min(start + target.shape[0], weights.shape(tensor)[0])
+        target[: stop - start] = weights.rows(tensor, start, stop).to(target.dtype)
+        target[stop - start :] = 0
+        return
+    layer, end = f"model.layers.{match[1]}.", match[2]
+    if end in _NORMS:
+        target.copy_(weights.rows(layer + _NORMS[end]))
+    elif end in _COLUMNS:
+        tensor = layer + _COLUMNS[end]
+        target.copy_(weights.columns(tensor, *shard.of(weights.shape(tensor)[1])))
+    elif end == "mlp.linear_fc1.weight":
+        for half, tensor in zip(target.chunk(2), _GATED, strict=True):
+            half.copy_(weights.rows(layer + tensor, *shard.of(model.ffn_hidden_size)))
+    else:
+        kind = end.rpartition(".")[2]
+        groups = target.view(-1, _group_rows(model), *target.shape[1:])
+        for group, rows, start, stop in _qkv_pieces(model, shard):
+            read = weights.rows(f"{layer}{rows.name}.{kind}", rows.first, rows.first + stop - start)
+            groups[group, start:stop].copy_(read)
+
+
+@dataclass(frozen=True)
+class _QkvRows:
+    name: str
+    first: int
+
+
+def _group_rows(model: ModelConfig) -> int:
+    return (model.num_attention_heads // model.num_query_groups + 2) * model.head_size
+
+
+def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, _QkvRows, int, int]]:
+    """For each of this rank's groups: its place on the rank, and which rows of q, k and v are which of its rows."""
+    query = model.num_attention_heads // model.num_query_groups * model.head_size
+    head = model.head_size
+    first, last = shard.of(model.num_query_groups)
+    for place, group in enumerate(range(first, last)):
+        yield place, _QkvRows(_QKV[0], group * query), 0, query
+        yield place, _QkvRows(_QKV[1], group * head), query, query + head
+        yield place, _QkvRows(_QKV[2], group * head), query + head, query + 2 * head
+
+
+def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
+    """One whole parameter (tensor parallelism of 1) as the tensors of the other side."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        if name == "decoder.final_layernorm.weight":
+            return {_FINAL_NORM: tensor}
+        if name.startswith("embedding."):
+            return {_EMBEDDING: tensor[:vocab_size]}
+        return {} if model.tie_embeddings else {_OUTPUT: tensor[:vocab_size]}
+    layer, end = f"model.layers.{match[1]}.", match[2]
+    if end in _NORMS:
+        return {layer + _NORMS[end]: tensor}
+    if end in _COLUMNS:
+        return {layer + _COLUMNS[end]: tensor}
+    if end == "mlp.linear_fc1.weight":
+        return {layer + other: half for other, half in zip(_GATED, tensor.chunk(2), strict=True)}
+    kind = end.rpartition(".")[2]
+    groups = tensor.view(-1, _group_rows(model), *tensor.shape[1:])
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for group, rows, start, stop in _qkv_pieces(model, Shard()):
+        pieces.setdefault(f"{layer}{rows.name}.{kind}", []).append(groups[group][start:stop])
+    return {other: torch.cat(parts) for other, parts in pieces.items()}

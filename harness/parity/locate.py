@@ -1,0 +1,266 @@
+"""Where the data of two runs first differs: step, microbatch, rank, sequence, field, position and both values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import yaml
+
+from harness.errors import HarnessError
+from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.parity.result import Difference
+from harness.thd import build_thd_batch
+from harness.train.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
+from harness.train.metrics import METRICS_FILE, StepMetrics, read_metrics
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of a run.
+
+    Attributes:
+        steps: its metrics.
+        digests: gives those of its data; raises FormatError where none were recorded.
+        arrays: of a sequence (step, its row, its place in it) by field, as trained; empty where that is not known.
+    """
+
+    steps: list[StepMetrics]
+    digests: Callable[[], list[StepDigests]]
+    arrays: Callable[[int, RowDigests, int], Arrays]
+
+
+def recorded_run(folder: Path) -> Recorded:
+    """The run of `recipes.sft` in `folder`; no steps where it wrote none."""
+
+    def arrays(step: int, row: RowDigests, index: int) -> Arrays:
+        return kept_sequence(folder, step, row, index) or _stored_sequence(folder, row, index)
+
+    path = folder / METRICS_FILE
+    return Recorded(read_metrics(path) if path.exists() else [], lambda: read_digests(folder), arrays)
+
+
+def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
+    """A sequence as the run's dataset has it now; a field whose digest is not the recorded one is left out."""
+    try:
+        settings = yaml.safe_load((folder / "config.yaml").read_text())["data"]
+        blend = [BlendSource(**source) for source in settings.get("blend") or ()]
+        reader = open_datasets(DataConfig(settings["path"], settings["validation_path"], blend=blend)).train
+        sequence = int(row.sequences[index])
+        pack = int(np.searchsorted(reader.pack_offsets, sequence, side="right")) - 1
+        built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
+    except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError, HarnessError):
+        return {}  # the data has moved on; what was recorded still says where it differs
+    found = {name: getattr(built, name) for name in FIELDS}
+    return {
+        name: values
+        for column, (name, values) in enumerate(found.items())
+        if xxhash.xxh3_64_intdigest(values.tobytes()) == int(row.digests[index, column])
+    }
+
+
+def data_difference(expected: Recorded, found: Recorded) -> Difference | None:
+    """The first difference of what was trained, wherever it lay; None where all of it is the same.
+
+    Steps that only one of them made are not looked at here.
+    """
+    for whose, run in (("the reference", expected), ("the run", found)):
+        recorded = {step.step for step in run.digests()}
+        lost = next((step.step for step in run.steps if step.step not in recorded), None)
+        if lost is not None:
+            return Difference(f"step {lost}: {whose} recorded no digests of it", step=lost, field="digests")
+    for one, other in _common_steps(expected, found):
+        said = [f"the reference's {text}" for text in one.disagreements] + other.disagreements
+        if said:
+            return Difference(f"step {one.step}: {said[0]}", step=one.step, field="ranks")
+        if one.digest == other.digest and one.epoch == other.epoch:
+            continue
+        difference = _of_packs(one, other) or _of_sequences(one, other) or _of_values(one, other, expected, found)
+        # The digest covers no more than what these look at, so one of them has found it.
+        return difference or Difference(f"step {one.step}: the digests differ", step=one.step, field="digest")
+    return None
+
+
+def placement_difference(expected: Recorded, found: Recorded) -> Difference | None:
+    """The first row that holds other sequences, or the same in another order."""
+    for one, other in _common_steps(expected, found):
+        rows = {(row.microbatch, row.rank): row for row in other.rows}
+        for row in one.rows:
+            there = rows.pop((row.microbatch, row.rank), None)
+            ids = np.zeros(0, np.int64) if there is None else there.sequences
+            if not np.array_equal(row.sequences, ids):
+                at = _first_difference(row.sequences, ids)
+                wanted, got = _at(row.sequences, at), _at(ids, at)
+                return Difference(
+                    f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}: place {at} of the row holds "
+                    f"{'no sequence' if got is None else f'sequence {got}'}, not "
+                    f"{'none' if wanted is None else f'sequence {wanted}'}",
+                    step=one.step,
+                    microbatch=row.microbatch,
+                    rank=row.rank,
+                    sequence=wanted,
+                    field="placement",
+                    position=at,
+                    expected=wanted,
+                    found=got,
+                )
+        if rows:
+            microbatch, rank = min(rows)
+            return Difference(
+                f"step {one.step}: there is a row in microbatch {microbatch} of rank {rank}, where the reference has "
+                "none",
+                step=one.step,
+                microbatch=microbatch,
+                rank=rank,
+                field="placement",
+            )
+    return None
+
+
+def _common_steps(expected: Recorded, found: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:
+    made = {step.step: step for step in found.digests()}
+    wanted = expected.digests()
+    for step in wanted:
+        if step.step in made:
+            yield step, made[step.step]
+
+
+def _of_packs(one: StepDigests, other: StepDigests) -> Difference | None:
+    if one.packs == other.packs and one.epoch == other.epoch:
+        return None
+    wanted, got = np.asarray(one.packs), np.asarray(other.packs)
+    at = _first_difference(wanted, got) if one.packs != other.packs else 0
+    expected, found = _at(wanted, at), _at(got, at)
+    said = f"pack {at} of the global batch is {'missing' if found is None else found}, not {expected}"
+    if expected is None:
+        said = f"the global batch has pack {found} more than the {wanted.shape[0]} of the reference"
+    if one.epoch != other.epoch:
+        said = f"epoch {other.epoch} is trained, not {one.epoch}"
+    lost = _place_of_first(one, set(_ids(one)) - set(_ids(other)))
+    if lost is not None:
+        row, index = lost
+        said += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
+    return Difference(
+        f"step {one.step}: {said}",
+        step=one.step,
+        microbatch=lost[0].microbatch if lost else None,
+        rank=lost[0].rank if lost else None,
+        sequence=int(lost[0].sequences[lost[1]]) if lost else None,
+        field="packs" if one.packs != other.packs else "epoch",
+        position=at,
+        expected=expected if one.packs != other.packs else one.epoch,
+        found=found if one.packs != other.packs else other.epoch,
+    )
+
+
+def _of_sequences(one: StepDigests, other: StepDigests) -> Difference | None:
+    wanted, got = Counter(_ids(one)), Counter(_ids(other))
+    if wanted == got:
+        return None
+    changed = {sequence for sequence in wanted | got if wanted[sequence] != got[sequence]}
+    # One that is there and should not be has no place in the reference; its own says where it is.
+    placed = _place_of_first(one, changed) or _place_of_first(other, changed)
+    assert placed is not None
+    row, index = placed
+    sequence = int(row.sequences[index])
+    what = f"sequence {sequence}" if sequence >= 0 else "a stretch of tokens that is no sequence"
+    return Difference(
+        f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}: {what} is trained {got[sequence]} times, not "
+        f"{wanted[sequence]}",
+        step=one.step,
+        microbatch=row.microbatch,
+        rank=row.rank,
+        sequence=sequence,
+        field="sequences",
+        expected=wanted[sequence],
+        found=got[sequence],
+    )
+
+
+def _of_values(one: StepDigests, other: StepDigests, expected: Recorded, found: Recorded) -> Difference | None:
+    places: dict[int, list[tuple[RowDigests, int]]] = {}
+    for row, index in _places(other):
+        places.setdefault(int(row.sequences[index]), []).append((row, index))
+    for row, index in _places(one):
+        there, place = places[int(row.sequences[index])].pop(0)
+        name = _differing_field(row, index, there, place)
+        if name is None:
+            continue
+        where = f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}, sequence {row.sequences[index]}"
+        at: int | None = None
+        wanted: float | int | str | None
+        got: float | int | str | None
+        if name == "boundaries":
+            wanted, got = int(row.lengths[index]), int(there.lengths[place])
+            at = min(wanted, got)
+            said = f"the boundaries hold {got} tokens, not {wanted}"
+        else:
+            a = expected.arrays(one.step, row, index).get(name)
+            b = found.arrays(one.step, there, place).get(name)
+            column = FIELDS.index(name)
+            if a is not None and b is not None:
+                at = _first_difference(a, b)
+                wanted, got = _number(a, at), _number(b, at)
+                said = f"{name} at position {at} is {got}, not {wanted}"
+            else:
+                wanted, got = f"{row.digests[index, column]:016x}", f"{there.digests[place, column]:016x}"
+                said = f"{name} has the digest {got}, not {wanted} (its position is known where batches were recorded)"
+        return Difference(
+            f"{where}: {said}",
+            step=one.step,
+            microbatch=row.microbatch,
+            rank=row.rank,
+            sequence=int(row.sequences[index]),
+            field=name,
+            position=at,
+            expected=wanted,
+            found=got,
+        )
+    return None
+
+
+def _differing_field(one: RowDigests, index: int, other: RowDigests, place: int) -> str | None:
+    if one.lengths[index] != other.lengths[place]:
+        return "boundaries"
+    differs = one.digests[index] != other.digests[place]
+    return FIELDS[int(np.argmax(differs))] if differs.any() else None
+
+
+def _places(step: StepDigests) -> Iterator[tuple[RowDigests, int]]:
+    for row in step.rows:
+        for index in range(row.sequences.shape[0]):
+            yield row, index
+
+
+def _place_of_first(step: StepDigests, sequences: set[int]) -> tuple[RowDigests, int] | None:
+    return next(((row, index) for row, index in _places(step) if int(row.sequences[index]) in sequences), None)
+
+
+def _ids(step: StepDigests) -> list[int]:
+    return [sequence for row in step.rows for sequence in row.sequences.tolist()]
+
+
+def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Where they first differ; the end of the shorter one where that is all they share."""
+    count = min(one.shape[0], other.shape[0])
+    differs = one[:count] != other[:count]
+    return int(np.argmax(differs)) if differs.any() else count
+
+
+def _at(values: npt.NDArray[Any], index: int) -> int | None:
+    return int(values[index]) if index < values.shape[0] else None
+
+
+def _number(values: npt.NDArray[Any], index: int) -> float | int | None:
+    if index >= values.shape[0]:
+        return None
+    value = values[index].item()
+    return int(value) if float(value).is_integer() else float(value)

@@ -1,0 +1,63 @@
+"""A parity report for people: one HTML file, a chat message and JUnit XML, all of them made from `ParityReport`.
+
+Beside `report.json` (`harness.parity.result`, described by `report.schema.json` in this folder), `render_all`
+writes `report.html` (opens offline), `report.md` (fits a chat message) and `junit.xml`. `render_history` writes
+`history.html`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.parity.history import History
+from harness.parity.pages.junit import render_junit
+from harness.parity.pages.message import render_message
+from harness.parity.pages.nights import render_nights
+from harness.parity.pages.page import render_page
+from harness.parity.result import ParityReport
+
+HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
+HISTORY_FILE = "history.html"
+
+
+def render_all(report: ParityReport, folder: Path) -> None:
+    """Write `report.html`, `report.md` and `junit.xml` to `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+    """
+    files = {
+        MESSAGE_FILE: render_message(report),
+        JUNIT_FILE: render_junit(report),
+        HTML_FILE: render_page(report),
+    }
+    write_files(files, folder)
+
+
+def render_history(history: History, folder: Path) -> None:
+    """Write `history.html` to `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+    """
+    write_files({HISTORY_FILE: render_nights(history)}, folder)
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """Write texts by file name, each whole or not at all.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            partial = folder / f"{name}.partial"
+            # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            partial.replace(folder / name)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error.strerror}", where=str(folder), fix="name another folder"
+        ) from error

@@ -1,0 +1,293 @@
+"""Curves of a parity report as Plotly's traces: few enough points to open at once, none of the extremes left out."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.parity.result import CellResult, ParityReport, Series
+
+# Points of all curves of a chart together: with a hundred cells a page stays under 10 MB, Plotly's 5 MB included.
+POINTS = 20_000
+# Middling lightness, told apart by most eyes, legible on white and on black (after Okabe and Ito).
+_COLOURS = ("#0b78b8", "#d9820c", "#0f9d76", "#c4619b", "#7a63c4", "#c8521b", "#3fa3d4", "#9a8a12")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_REFERENCE, _QUIET = "#8b919b", "#9aa3ad"
+# With more cells than this, only those that differ get colours of their own.
+_MOST_COLOURED = len(_DASHES) * len(_COLOURS)
+# With more than this, hovering shows the nearest cell and not all of them.
+_MOST_TOGETHER = 10
+# Where a logarithmic axis shows zero: below the relative spacing of doubles, 2.2e-16.
+FLOOR = 1e-17
+_LONGEST_NAME = 48
+
+# What all axes have, and all charts: their colours are the page's.
+AXIS: dict[str, Any] = {"automargin": True, "zeroline": False, "showline": False, "fixedrange": False}
+TRANSPARENT: dict[str, Any] = {
+    "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"namelength": -1},
+}
+
+Values = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How all curves of a cell are drawn."""
+
+    colour: str
+    dash: str = "solid"
+    width: float = 1.6
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        name: for the page's own use.
+        title, note: above and below it; the note says how to read it.
+        traces: Plotly's, but x and y are numbers of arrays in the pool.
+        layout: Plotly's.
+        is_log: whether the page must name zero, which a logarithmic axis has not.
+    """
+
+    name: str
+    title: str
+    note: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+    is_log: bool = False
+
+
+@dataclass
+class Pool:
+    """Arrays that traces share: curves that are the same value for value are stored once."""
+
+    arrays: list[list[float | str | None]] = field(default_factory=list)
+    _known: dict[tuple[float | str | None, ...], int] = field(default_factory=dict)
+
+    def add(self, values: Sequence[float | str | None]) -> int:
+        """The number of an array with these values."""
+        key = tuple(values)
+        if key not in self._known:
+            self._known[key] = len(self.arrays)
+            self.arrays.append(list(key))
+        return self._known[key]
+
+
+def styles_of(report: ParityReport) -> dict[str, Style]:
+    """A style for every cell that made a step, by name: references thick and grey, below the others."""
+    drawn = [cell for cell in report.cells if cell.series.step]
+    compared = [cell for cell in drawn if cell.reference is not None]
+    coloured = compared if len(compared) <= _MOST_COLOURED else [one for one in compared if one.status != "same"]
+    numbers = {cell.name: number for number, cell in enumerate(coloured)}
+    styles = {}
+    for cell in drawn:
+        if cell.name in numbers:
+            number = numbers[cell.name]
+            dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+            styles[cell.name] = Style(_COLOURS[number % len(_COLOURS)], dash)
+        else:
+            styles[cell.name] = Style(_QUIET, width=1) if cell.reference is not None else Style(_REFERENCE, width=5)
+    return styles
+
+
+def thin(steps: Sequence[int], values: Values, points: int) -> tuple[list[int], list[float | None]]:
+    """At most about `points` of a curve: of each stretch of steps its lowest and its highest value, in order.
+
+    A single step that stands out is always kept. Values that are not finite become None, which leaves a gap.
+    """
+    pairs = list(zip(steps, map(finite, values), strict=False))
+    if len(pairs) > points:
+        stretch = -(-2 * len(pairs) // max(points, 2))
+        kept = []
+        for start in range(0, len(pairs), stretch):
+            part = pairs[start : start + stretch]
+            there = [(value, step) for step, value in part if value is not None]
+            # A stretch without any value stays a gap.
+            ends = sorted({min(there)[1], max(there)[1]}) if there else [part[0][0]]
+            kept += [pair for pair in part if pair[0] in ends]
+        pairs = kept
+    # Nine digits are what hovering can show; more would double the file.
+    return [step for step, _ in pairs], [None if value is None else float(f"{value:.9g}") for _, value in pairs]
+
+
+def differences(reference: Series, found: Series, column: str) -> tuple[list[int], list[float | None]]:
+    """Relative differences of a column at the steps that both runs made; None where a value is not a finite number."""
+    expected = dict(zip(reference.step, getattr(reference, column), strict=False))
+    steps, values = [], []
+    for step, value in zip(found.step, getattr(found, column), strict=False):
+        if step in expected:
+            steps.append(step)
+            values.append(_relative(finite(expected[step]), finite(value)))
+    return steps, values
+
+
+def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
+    """Every chart that there is something to show in."""
+    cells = {cell.name: cell for cell in report.cells}
+    styles = styles_of(report)
+    # What differs lies above what does not.
+    drawn = sorted(
+        (cells[name] for name in styles), key=lambda cell: (cell.reference is not None, cell.status != "same")
+    )
+    points = max(100, POINTS // max(1, len(drawn)))
+    longest = max((len(cell.series.step) for cell in drawn), default=0)
+    thinned = f" Of every {-(-2 * longest // points)} steps the lowest and the highest are drawn." * (longest > points)
+
+    def trace(cell: CellResult, steps: Sequence[int], values: Values, **changed: Any) -> dict[str, Any] | None:
+        kept_steps, kept = thin(steps, values, points)
+        if all(value is None for value in kept):
+            return None
+        style = styles[cell.name]
+        return {
+            "name": plain(cell.name),
+            "x": pool.add(kept_steps),
+            "y": pool.add(kept),
+            "mode": "lines+markers" if len(kept) == 1 else "lines",
+            "line": {"color": style.colour, "dash": style.dash, "width": style.width},
+            "opacity": 0.5 if cell.reference is None else 1,
+            "meta": cell.name,
+        } | changed
+
+    def column(name: str, **changed: Any) -> list[dict[str, Any]]:
+        found = [trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in drawn]
+        return [one for one in found if one is not None]
+
+    def apart(name: str) -> list[dict[str, Any]]:
+        found = []
+        for cell in drawn:
+            other = cells.get(cell.reference or "")
+            if other is not None:
+                steps, values = differences(other.series, cell.series, name)
+                found.append(trace(cell, steps, [max(one, FLOOR) if one is not None else None for one in values]))
+        return [one for one in found if one is not None]
+
+    def dotted(name: str, said: str) -> list[dict[str, Any]]:
+        traces = column(name)
+        for one in traces:
+            one |= {"name": f"{one['name']}, {said}", "line": one["line"] | {"dash": "dot"}}
+        return traces
+
+    validation = column("validation_loss", mode="markers", marker={"symbol": "diamond-open", "size": 8})
+    for one in validation:
+        one |= {"name": f"{one['name']}, validation", "marker": one["marker"] | {"color": one["line"]["color"]}}
+    made = [step for cell in drawn for step in cell.series.step]
+    ends = (min(made, default=0), max(made, default=0))
+    hover = "x unified" if len(drawn) <= _MOST_TOGETHER else "closest"
+    charts = [
+        Chart(
+            "loss",
+            "Loss",
+            "Mean of a trained token, nats; references are thick and grey, diamonds are validation." + thinned,
+            column("loss") + validation,
+            _layout("loss", ":.6f", hover, ends),
+        ),
+        *(
+            Chart(
+                f"{name}-difference",
+                f"{title}: difference from the reference",
+                "Relative, on a logarithmic scale; 0 is bit for bit the same, dashed lines are tolerances." + thinned,
+                apart(name),
+                _layout("relative difference", "", hover, ends) | _log_axis(report, name),
+                is_log=True,
+            )
+            for name, title in (("loss", "Loss"), ("grad_norm", "Gradient norm"))
+        ),
+        Chart(
+            "fill",
+            "Fill",
+            "Share of the rows' capacity that holds tokens, per step." + thinned,
+            column("fill"),
+            _layout("fill", ":.2%", hover, ends),
+        ),
+        Chart(
+            "imbalance",
+            "Imbalance",
+            "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
+            + thinned,
+            column("imbalance_cost") + dotted("imbalance_tokens", "tokens"),
+            _layout("busiest / mean", ":.4f", hover, ends),
+        ),
+        Chart(
+            "time",
+            "Time of a step",
+            "Seconds on the clock; dots are the wait for data within them. Cells that ran side by side share a machine."
+            + thinned,
+            column("step_s") + dotted("data_wait_s", "waiting"),
+            _layout("seconds", ":.3f", hover, ends),
+        ),
+    ]
+    return [chart for chart in charts if chart.traces]
+
+
+def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> dict[str, Any]:
+    # The same on every chart, so that what lies below one another belongs together.
+    pad = max(0.5, 0.015 * (steps[1] - steps[0]))
+    ends = [steps[0] - pad, steps[1] + pad]
+    spike = {"spikethickness": 1, "spikecolor": _REFERENCE, "spikedash": "solid"}
+    return {
+        "xaxis": AXIS
+        | {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends}
+        | spike,
+        "yaxis": AXIS | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format.removeprefix(":")},
+        "hovermode": hover,
+        "showlegend": False,
+        **TRANSPARENT,
+    }
+
+
+def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
+    tolerances = {
+        check.tolerance
+        for cell in report.cells
+        for check in cell.checks
+        if check.name == column and check.tolerance > 0
+    }
+    lines = [
+        {
+            "type": "line",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": one,
+            "y1": one,
+            "line": {"dash": "dash", "width": 1.2},
+        }
+        for one in sorted(tolerances)
+    ]
+    ticks = [FLOOR, *(10.0**power for power in range(-15, 4, 3))]
+    return {
+        "yaxis": AXIS
+        | {
+            "type": "log",
+            "title": {"text": "relative difference", "standoff": 6},
+            "tickvals": ticks,
+            "ticktext": ["0", *(f"1e{power}" if power else "1" for power in range(-15, 4, 3))],
+            "range": [math.log10(FLOOR) - 0.7, 0.5],
+        },
+        "shapes": lines,
+    }
+
+
+def _relative(expected: float | None, found: float | None) -> float | None:
+    if expected is None or found is None:
+        return None
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None where it is not a finite number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def plain(name: str) -> str:
+    """A name for Plotly, which reads names as HTML of its own kind."""
+    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return html.escape(short, quote=False)

@@ -1,0 +1,97 @@
+"""The report as Markdown, short enough for a chat message."""
+
+from __future__ import annotations
+
+import re
+
+from harness.parity.pages import words
+from harness.parity.pages.matrix import costs, group_cells
+from harness.parity.result import CellResult, ParityReport
+
+# Chats cut messages at 4,000 characters.
+LONGEST = 3800
+_MOST_PROBLEMS, _MOST_GROUPS, _MOST_COSTS = 5, 8, 8
+_LONGEST_TEXT, _LONGEST_COMMAND = 240, 400
+
+
+def render_message(report: ParityReport) -> str:
+    """`report.md`, at most `LONGEST` characters: verdict, what differs, checks, speed and memory by format."""
+    verdict = f"**{words.SIGNS[report.verdict]} {words.verdict(report)}**"
+    head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
+    parts = [head, _problems(report), _checks(report), _costs(report)]
+    environment = [f"{_text(name, 40)} {_text(value, 60)}" for name, value in list(report.environment.items())[:12]]
+    parts.append(["; ".join([_text(report.created, 40), *environment])])
+    parts.append([f"Again: {_code(report.command)}"])
+    text = ""
+    for part in parts:
+        more = "\n".join(part) + "\n"
+        # Whole parts or nothing: half a table is read as all of it.
+        if part and len(text) + len(more) + 1 <= LONGEST:
+            text += ("\n" if text else "") + more
+    return text
+
+
+def _problems(report: ParityReport) -> list[str]:
+    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
+    lines = [f"- {words.SIGNS[cell.status]} **{_text(cell.name, 80)}**: {_text(words.trouble(cell))}" for cell in bad]
+    if len(bad) > _MOST_PROBLEMS:
+        lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
+    return lines + ([f"- again: {_code(bad[0].command)}"] if bad and bad[0].command else [])
+
+
+def _checks(report: ParityReport) -> list[str]:
+    groups = group_cells(report)
+    if not groups:
+        return []
+    lines = ["| check | cells | same | different | failed | skipped | largest |", "|---|--:|--:|--:|--:|--:|---|"]
+    for group in groups[:_MOST_GROUPS]:
+        cells = [cell for cell in group.cells if cell.reference is not None or cell.status != "same"]
+        counted = [
+            sum(cell.status == status for cell in cells) for status in ("same", "different", "failed", "skipped")
+        ]
+        numbers = " | ".join(map(str, counted))
+        lines.append(f"| {_text(group.name, 40)} | {len(cells)} | {numbers} | {_largest(group.compared)} |")
+    if len(groups) > _MOST_GROUPS:
+        lines.append(f"| and {len(groups) - _MOST_GROUPS} more | | | | | | |")
+    return lines
+
+
+def _largest(cells: list[CellResult]) -> str:
+    found: dict[str, float] = {}
+    for cell in cells:
+        for check in cell.checks:
+            if check.largest is not None:
+                found[check.name] = max(check.largest, found.get(check.name, 0.0))
+    moved = {name: value for name, value in found.items() if value > 0}
+    shown = ", ".join(f"{_text(name, 24)} {words.ratio(value)}" for name, value in moved.items())
+    return shown or ("0" if found else "")
+
+
+def _costs(report: ParityReport) -> list[str]:
+    axis, spent = costs(report)
+    if all(one.tokens_per_s is None and one.memory_bytes is None for one in spent):
+        return []
+    lines = [f"| {_text(axis, 40)} | tokens/s | peak memory |", "|---|--:|--:|"]
+    for one in spent[:_MOST_COSTS]:
+        lines.append(f"| {_text(one.value, 40)} | {words.rate(one.tokens_per_s)} | {words.size(one.memory_bytes)} |")
+    return lines
+
+
+def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """One line that Markdown shows as it is."""
+    short = " ".join(text.split())
+    short = short if len(short) <= longest else f"{short[: longest - 1]}…"
+    # An underscore within a word is one in Markdown too.
+    return re.sub(r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", short)
+
+
+def _code(command: str) -> str:
+    """A command to copy, within a fence that is longer than any in it."""
+    short = " ".join(command.split())
+    if len(short) > _LONGEST_COMMAND:
+        # Half a command must not be run.
+        return "the command is in report.html"
+    fence = "`"
+    while fence in short:
+        fence += "`"
+    return f"{fence}{short}{fence}" if len(fence) == 1 else f"{fence} {short} {fence}"

@@ -1,0 +1,96 @@
+"""Metrics over the nights as one page: each with its band, and marks where it left that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.parity.history import History, Metric
+from harness.parity.pages.curves import AXIS, TRANSPARENT, Chart, Pool, finite, plain
+from harness.parity.pages.page import render
+
+# More are in the JSON of each night; a page is for the newest.
+_MOST_LISTED = 50
+_LINE, _BAND, _LEFT = "#0b78b8", "rgba(124,140,160,0.22)", "#d03b2f"
+
+
+def render_nights(history: History) -> str:
+    """`history.html`.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed.
+    """
+    pool = Pool()
+    charts = [chart for number, metric in enumerate(history.metrics) if (chart := _draw(number, metric, pool))]
+    newest = max((night.created for metric in history.metrics for night in metric.nights), default="")
+    latest = history.left_now
+    return render(
+        "history.html.j2",
+        charts,
+        pool,
+        history=history,
+        newest=newest,
+        latest=latest,
+        left=history.left[:_MOST_LISTED],
+        more=max(0, len(history.left) - _MOST_LISTED),
+        nights=len({night.created for metric in history.metrics for night in metric.nights}),
+        value_of=_value_of,
+    )
+
+
+def _draw(number: int, metric: Metric, pool: Pool) -> Chart | None:
+    nights = sorted(metric.nights, key=lambda night: night.created)
+    if all(finite(night.value) is None for night in nights):
+        return None
+    when = pool.add([night.created for night in nights])
+    banded = [finite(night.low) is not None and finite(night.high) is not None for night in nights]
+    low, high = (
+        pool.add([finite(value) if there else None for value, there in zip(ends, banded, strict=True)])
+        for ends in ([night.low for night in nights], [night.high for night in nights])
+    )
+    values = pool.add([finite(night.value) for night in nights])
+    # A night without a value is marked on the edge of its band.
+    marks = [
+        (finite(night.value) if finite(night.value) is not None else night.low) if night.left_band else None
+        for night in nights
+    ]
+    edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "connectgaps": False}
+    left = {"symbol": "x", "size": 11, "color": _LEFT, "line": {"width": 1, "color": _LEFT}}
+    traces: list[dict[str, Any]] = [
+        {"name": "band, low", "x": when, "y": low, **edge},
+        {"name": "band, high", "x": when, "y": high, **edge, "fill": "tonexty", "fillcolor": _BAND},
+        {
+            "name": plain(metric.name),
+            "x": when,
+            "y": values,
+            "mode": "lines+markers",
+            "line": {"color": _LINE, "width": 1.6},
+            "marker": {"size": 5},
+        },
+    ]
+    if any(mark is not None for mark in marks):
+        traces.append(
+            {
+                "name": "left its band",
+                "x": when,
+                "y": pool.add(marks),
+                "mode": "markers",
+                "marker": left,
+                "hoverinfo": "skip",
+            }
+        )
+    outside = sum(night.left_band for night in nights)
+    said = f"Outside its band on {outside} of {len(nights)} nights. " if outside else "Never outside its band. "
+    # Without a band nothing was held against anything.
+    note = (said if any(banded) else "No band yet. ") + metric.band
+    layout = {
+        "xaxis": AXIS | {"type": "date"},
+        "yaxis": AXIS | {"title": {"text": plain(metric.unit), "standoff": 6}},
+        "hovermode": "x",
+        "showlegend": False,
+        **TRANSPARENT,
+    }
+    return Chart(f"metric-{number}", f"{metric.name}, {metric.cell}", note, traces, layout)
+
+
+def _value_of(metric: Metric, value: float | None) -> str:
+    return "none" if value is None else f"{value:,.6g} {metric.unit}".rstrip()

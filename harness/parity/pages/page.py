@@ -1,0 +1,69 @@
+"""One HTML file with everything in it: it opens from a disk, a mail or an artefact store, and loads nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.parity.pages import words
+from harness.parity.pages.curves import FLOOR, Chart, Pool, draw_charts, styles_of
+from harness.parity.pages.matrix import costs, group_cells
+from harness.parity.result import STATUSES, ParityReport
+
+
+def render_page(report: ParityReport) -> str:
+    """`report.html`.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed.
+    """
+    pool = Pool()
+    charts = draw_charts(report, pool)
+    styles = styles_of(report)
+    axis, spent = costs(report)
+    counts = {status: sum(cell.status == status for cell in report.cells) for status in STATUSES}
+    return render(
+        "report.html.j2",
+        charts,
+        pool,
+        report=report,
+        problem=words.first_problem(report),
+        groups=group_cells(report),
+        counts={status: count for status, count in reversed(counts.items()) if count},
+        drawn=[(cell, styles[cell.name]) for cell in report.cells if cell.name in styles],
+        numbers={cell.name: number for number, cell in enumerate(report.cells)},
+        cost_axis=axis,
+        costs=spent,
+        fastest=max((one.tokens_per_s or 0 for one in spent), default=0),
+        largest=max((one.memory_bytes or 0 for one in spent), default=0),
+    )
+
+
+def render(template: str, charts: list[Chart], pool: Pool, **values: Any) -> str:
+    """A template of this package with Plotly, the charts' data and `values`, every text of which is escaped.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            f"a report needs {error.name}", where=template, fix="install the extra `report`: pip install '.[report]'"
+        ) from None
+    environment = Environment(
+        loader=PackageLoader("harness.parity.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    data = {"pool": pool.arrays, "charts": [vars(chart) for chart in charts], "floor": FLOOR}
+    # A closing tag inside a name must not end the script that carries it.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return environment.get_template(template).render(
+        **values, w=words, charts=charts, data=Markup(text), plotly=Markup(get_plotlyjs())
+    )

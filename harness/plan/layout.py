@@ -1,0 +1,119 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.errors import ConfigError
+from harness.thd import row_multiple
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the parallel dimensions; data parallelism takes the ranks that are left.
+
+    Attributes:
+        tensor_parallel_size: ranks that share each layer.
+        pipeline_parallel_size: stages of layers.
+        virtual_pipeline_parallel_size: model chunks a stage, None for one.
+        context_parallel_size: ranks that share each sequence.
+        sequence_parallel: split norms and dropout over the TP group.
+        distributed_optimizer: split optimizer state over data-parallel ranks.
+        static_rows: pad every row to its capacity, so that shapes never change and pipeline stages need not tell them.
+        ranks: that memory and batch were planned for, another number is refused; None for any.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    virtual_pipeline_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    static_rows: bool = False
+    ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"parallel.{name}", fix="1 or more")
+        chunks = self.virtual_pipeline_parallel_size
+        if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
+            raise ConfigError(
+                f"virtual_pipeline_parallel_size is {chunks} with {self.pipeline_parallel_size} pipeline stages",
+                where="parallel.virtual_pipeline_parallel_size",
+                fix="2 or more chunks on 2 or more stages, or null",
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel splits over the tensor-parallel group, which has one rank",
+                where="parallel.sequence_parallel",
+                fix="parallel.tensor_parallel_size=2 or more, or sequence_parallel=false",
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: tp * pp * cp."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def row_multiple(self) -> int:
+        """Every sequence is padded to a multiple of this many tokens."""
+        return row_multiple(
+            cp_size=self.context_parallel_size,
+            tp_size=self.tensor_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @property
+    def microbatch_group(self) -> int:
+        """The number of microbatches is a multiple of this; interleaved pipelines need whole rounds of stages."""
+        return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1
+
+    def dp_size(self, world_size: int) -> int:
+        """Data-parallel ranks of a job; raises ConfigError where ranks would be left over."""
+        if world_size % self.model_ranks:
+            raise ConfigError(
+                f"{world_size} ranks cannot hold whole copies of a model on {self.model_ranks} ranks (tensor "
+                f"{self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
+                f"{self.context_parallel_size})",
+                where="parallel",
+                fix=f"start a multiple of {self.model_ranks} ranks, or make the parallel sizes smaller",
+            )
+        return world_size // self.model_ranks
+
+    def row_capacity(self, max_tokens_per_rank: int) -> int:
+        """Tokens that a row holds over its context-parallel ranks."""
+        return max_tokens_per_rank * self.context_parallel_size
+
+    def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
+        """Refuse a layout that the ranks, the batch or the rows do not fit; raises ConfigError with the arithmetic.
+
+        Args:
+            global_batch_size: packs of one step.
+            max_tokens_per_rank: of one microbatch.
+        """
+        if self.ranks not in (None, world_size):
+            raise ConfigError(
+                f"the settings are planned for {self.ranks} ranks, and there are {world_size}",
+                where="parallel.ranks",
+                fix=f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}",
+            )
+        dp_size = self.dp_size(world_size)
+        if dp_size > global_batch_size:
+            raise ConfigError(
+                f"{dp_size} data-parallel ranks ({world_size} ranks / {self.model_ranks} that share a model) cannot "
+                f"each train a part of {global_batch_size} packs",
+                where="loader.global_batch_size",
+                fix=f"{dp_size} packs or more, or fewer ranks",
+            )
+        capacity = self.row_capacity(max_tokens_per_rank)
+        if capacity % self.row_multiple:
+            raise ConfigError(
+                f"a row of {capacity:,} tokens ({max_tokens_per_rank:,} a rank * context {self.context_parallel_size}) "
+                f"is not a multiple of {self.row_multiple}, to which every sequence is padded "
+                f"(2 * context {self.context_parallel_size} chunks"
+                + (f", and context * tensor {self.tensor_parallel_size} parts)" if self.sequence_parallel else ")"),
+                where="schedule.max_tokens_per_rank",
+                fix=f"a multiple of {self.row_multiple // math.gcd(self.row_multiple, self.context_parallel_size)}",
+            )

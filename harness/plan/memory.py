@@ -1,0 +1,136 @@
+"""Memory of a rank: weights, gradients and optimizer state counted, activations as the layers keep them.
+
+Activations are those that this project's own layers keep for the backward pass, tensor by tensor (a test holds the
+formula against what PyTorch saves); Transformer Engine's fused layers keep less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank, and its pipeline stage."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
+    """Weights of a rank of pipeline stage `stage`, 0 for the first."""
+    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
+    heads, groups = model.num_attention_heads * head, model.num_query_groups * head
+    layer = (heads + 2 * groups) * hidden // tp + heads * hidden // tp + 3 * ffn * hidden // tp + 2 * hidden
+    if model.family == "qwen2":
+        layer += (heads + 2 * groups) // tp
+    if model.family == "qwen3":
+        layer += 2 * head
+    words = padded_vocab_size(vocab_size) * hidden // tp
+    total = model.num_layers // stages * layer
+    is_first, is_last = stage == 0, stage == stages - 1
+    total += words if is_first else 0
+    if is_last:
+        # A tied matrix is there once on a lone stage, and on both ends of a pipeline.
+        total += hidden + (0 if model.tie_embeddings and is_first else words)
+    return total
+
+
+def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Weights of LoRA's adapters on a rank of any stage; all of them are trained, and nothing else."""
+    tp, rank = parallel.tensor_parallel_size, model.lora_rank
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    heads, groups = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
+    sizes = {
+        "linear_qkv": hidden + (heads + 2 * groups) // tp,
+        "linear_proj": heads // tp + hidden,
+        "linear_fc1": hidden + 2 * ffn // tp,
+        "linear_fc2": ffn // tp + hidden,
+    }
+    each = rank * sum(sizes[target] for target in model.lora_targets)
+    return model.num_layers // parallel.pipeline_parallel_size * each
+
+
+def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """What one layer keeps for the backward pass, bytes a token of the row."""
+    item = DTYPE_BYTES[model.dtype]
+    if model.recompute == "full":
+        return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
+    tp = parallel.tensor_parallel_size
+    query, key = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
+    # Both norms keep their input and what they make of it in float32; the matrices behind them keep it as they take it.
+    whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
+    divided = 5 * item * model.ffn_hidden_size + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+    if model.recompute == "selective":
+        divided -= item * query + 4 * model.num_attention_heads
+    if model.family == "qwen3":
+        divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
+    if model.lora_rank:
+        # What a norm makes is kept for its weight's gradient, which is not asked for; adapters keep their inner tokens.
+        whole -= 8 * model.hidden_size
+        divided -= 4 * (query + key) if model.family == "qwen3" else 0
+        divided += tp * item * model.lora_rank * len(model.lora_targets)
+    return whole / (tp if parallel.sequence_parallel else 1) + divided / tp + 4 * item * model.head_size
+
+
+def plan_memory(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    vocab_size: int,
+    dp_size: int,
+    row_tokens: int,
+    microbatches: int = 1_000_000,
+) -> Memory:
+    """Memory of the fullest rank.
+
+    Args:
+        dp_size: data-parallel ranks.
+        row_tokens: of a microbatch on one rank; with context parallelism, its slice.
+        microbatches: of a step; a pipeline keeps the activations of as many as it has stages, if there are.
+    """
+    item = DTYPE_BYTES[model.dtype]
+    stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
+    # Adam's two moments, and a copy of the weights where these are not float32 themselves.
+    state = 8 if item == 4 else 12
+    chunks = parallel.virtual_pipeline_parallel_size or 1
+    found = []
+    for stage in range(stages):
+        weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
+        adapters = count_adapters(model, parallel)
+        trained = adapters if model.lora_rank else weights
+        waiting = min(microbatches, stages - stage)
+        if chunks > 1:
+            waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
+        kept = waiting * model.num_layers / stages * layer_activation_bytes(model, parallel)
+        if model.recompute == "full":
+            again = replace(model, recompute="none")
+            # One layer at a time, and the angles of the positions, which all of them are given.
+            kept += layer_activation_bytes(again, parallel) + 4 * model.head_size
+        if stage == stages - 1:
+            # The last norm, and what the output matrix takes, for its gradient.
+            kept += (4 if model.lora_rank else 8 + item) * model.hidden_size
+            kept += 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
+        found.append(
+            Memory(
+                stage=stage,
+                weights=item * (weights + adapters),
+                gradients=4 * trained,
+                optimizer=math.ceil(state * trained / shares),
+                activations=math.ceil(kept * row_tokens),
+            )
+        )
+    return max(found, key=lambda one: one.total)

@@ -1,0 +1,174 @@
+"""What an epoch takes: steps, microbatches and FLOPs, and how long a step lasts on nodes that nobody has booked yet.
+
+The time of a step is an estimate, part by part: what each rank multiplies, moves through its memory and sends, over
+what a kernel or a link reaches of its peak. The shares are round figures of kernels on H100 nodes, not measurements of
+a cluster: the first steps of a run show what yours reach, and `harness plan --mfu` takes that instead. Nothing is
+counted for launching kernels, for ranks that wait for a fuller one, or for the loader (BENCHMARKS.md has that wait).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size, sequence_cost
+from harness.records import Int64Array
+
+# A backward pass costs twice a forward pass; what is computed again costs one more.
+_MATMUL_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
+_ATTENTION_PASSES = {"none": 3.0, "selective": 4.0, "full": 4.0}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port a GPU.
+
+    Attributes:
+        peak_flops: of a GPU, dense, in the dtype of the matrices.
+        matmul_share, attention_share: of it, that large matrix products and fused attention reach.
+        memory_bytes_per_s: of a GPU, as streaming kernels reach it.
+        node_bytes_per_s: of a GPU to the others of its node, one way, as collectives reach it.
+        fabric_bytes_per_s: of a GPU's own network port, likewise.
+        ranks: of a node.
+    """
+
+    peak_flops: float = 989e12
+    matmul_share: float = 0.6
+    attention_share: float = 0.4
+    memory_bytes_per_s: float = 2.7e12
+    node_bytes_per_s: float = 340e9
+    fabric_bytes_per_s: float = 40e9
+    ranks: int = 8
+
+    def link(self, group: int, stride: int) -> float:
+        """Bytes a second that each of `group` ranks, `stride` apart, sends around a ring of them."""
+        if group * stride <= self.ranks:
+            return self.node_bytes_per_s
+        # A ring crosses between nodes once a node, over the ports of all its members there.
+        return min(self.node_bytes_per_s, self.fabric_bytes_per_s * max(1, self.ranks // stride))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One epoch.
+
+    Attributes:
+        steps: optimizer steps.
+        microbatches: of a rank and step, on average.
+        tokens: model tokens of a step, on average.
+        linear_flops, attention_flops: of a step's forward pass, all ranks together.
+    """
+
+    steps: int
+    microbatches: int
+    tokens: float
+    linear_flops: float
+    attention_flops: float
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step, forward and backward; what is computed again is not counted."""
+        return 3 * (self.linear_flops + self.attention_flops)
+
+    def mfu(self, step_s: float, *, ranks: int, peak_flops: float) -> float:
+        """Share of the peak of all GPUs that goes into `model_flops`."""
+        return self.model_flops / (step_s * ranks * peak_flops)
+
+
+def plan_work(
+    model: ModelConfig,
+    lengths: Int64Array,
+    *,
+    num_packs: int,
+    global_batch_size: int,
+    dp_size: int,
+    row_capacity: int,
+) -> Work:
+    """What an epoch takes.
+
+    Args:
+        lengths: int64 [sequences], model tokens of every sequence.
+        row_capacity: tokens of a whole row, all ranks of a context-parallel group together.
+    """
+    steps = math.ceil(num_packs / global_batch_size)
+    cost = sequence_cost(model)
+    wide = lengths.astype(np.float64)
+    tokens = float(wide.sum())
+    return Work(
+        steps=steps,
+        microbatches=max(1, math.ceil(tokens / steps / (dp_size * row_capacity))),
+        tokens=tokens / steps,
+        linear_flops=cost.linear * tokens / steps,
+        attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,
+    )
+
+
+def estimate_step(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    work: Work,
+    *,
+    ranks: int,
+    weights: int,
+    layer_bytes: float,
+    machine: Machine,
+) -> dict[str, float]:
+    """Seconds of one step, by what they are spent on.
+
+    Args:
+        weights: of the fullest rank.
+        layer_bytes: a token of the row, that one layer makes in its forward pass (without recomputation).
+
+    Returns:
+        `matrix products`, `attention`, `memory`, the exchange of `tensor`, `context`, `pipeline` and `data`
+        parallelism as far as nothing hides it, and the `optimizer`.
+    """
+    item = DTYPE_BYTES[model.dtype]
+    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    cp, dp_size = parallel.context_parallel_size, parallel.dp_size(ranks)
+    layers = model.num_layers / stages
+    tokens = work.tokens / (dp_size * cp)  # of a rank and step
+    again = model.recompute == "full"
+
+    share = machine.peak_flops * ranks
+    products = _MATMUL_PASSES[model.recompute] * work.linear_flops / (share * machine.matmul_share)
+    attention = _ATTENTION_PASSES[model.recompute] * work.attention_flops / (share * machine.attention_share)
+    # Written once, read by the next kernel and by the backward pass; logits five times in four bytes.
+    moved = (4 if again else 3) * layers * layer_bytes + 20 * padded_vocab_size(model.vocab_size or 0) / tp / stages
+    memory = tokens * moved / machine.memory_bytes_per_s
+
+    # Two gathers and two scatters of the hidden states a layer and pass; the backward pass gathers two inputs again
+    # behind its products. An all-reduce is a gather and a scatter.
+    hidden = tokens * item * model.hidden_size
+    passes = 3 if again else 2
+    tensor = passes * 4 * layers * hidden * (tp - 1) / tp / machine.link(tp, 1)
+    keys = tokens * item * 2 * model.num_query_groups * model.head_size / tp
+    context = (passes + 1) * layers * keys * (cp - 1) / machine.link(cp, tp)
+
+    busy = products + attention + memory + tensor + context
+    chunks = parallel.virtual_pipeline_parallel_size or 1
+    idle = busy * (stages - 1) / (work.microbatches * chunks)
+    crossing = 2 * chunks * hidden / (tp if parallel.sequence_parallel else 1) / machine.link(stages, ranks // stages)
+    pipeline = idle + crossing if stages > 1 else 0.0
+
+    shares = dp_size * cp
+    ring = (shares - 1) / shares / machine.link(shares, tp)
+    # Gradients go in float32 during the last microbatch's backward pass; weights come back with nothing to hide them.
+    reduce = 4 * weights * ring * (1 if parallel.distributed_optimizer else 2)
+    hidden_by = busy / work.microbatches * 2 / 3
+    data = max(0.0, reduce - hidden_by) + (item * weights * ring if parallel.distributed_optimizer else 0.0)
+    # Gradient, two moments and a copy are read, all but the gradient and the weights themselves written.
+    optimizer = 30 * weights / (shares if parallel.distributed_optimizer else 1) / machine.memory_bytes_per_s
+    return {
+        "matrix products": products,
+        "attention": attention,
+        "memory": memory,
+        "tensor": tensor,
+        "context": context,
+        "pipeline": pipeline,
+        "data": data,
+        "optimizer": optimizer,
+    }

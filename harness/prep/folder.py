@@ -1,0 +1,139 @@
+"""The folder of one preparation: whose it is, whether it is done, and with which settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError, PrepError
+from harness.storage.files import Marker, write_atomically
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"
+# Outlives a preparation that fails: shards that are done are not done again.
+SHARDS = ".shards"
+SEQUENCES = "sequences"
+REPORT, REPORT_PAGE = "report.json", "report.md"
+_MARKER = "_preparing"
+# The report goes first: with it a folder counts as done.
+_OWNED = (REPORT, REPORT_PAGE, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
+
+
+def settings_hash(settings: dict[str, Any]) -> str:
+    """16 hex digits, equal for equal settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def files_digest(files: list[Path]) -> str:
+    """Changes when a file's name, size or time of change does."""
+    stats = [(str(file), file.stat()) for file in files]
+    return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})
+
+
+class PreparedFolder:
+    """Guards the folder that a preparation writes.
+
+    `report.json` is written last: without it nothing is there. While a preparation is at work, and after it was
+    interrupted, a marker says that what the folder holds may be replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._marker = Marker(path / _MARKER)
+
+    def finished_report(self, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
+        """The report of an earlier run with the same settings, or None where there is work to do.
+
+        Raises:
+            ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
+            PrepError: the folder holds something else.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError("the destination is a file", where=str(self.path), fix="name a folder in data.path")
+        report = self._read_report()
+        if report is None:
+            others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+            if others and _MARKER not in others:
+                raise PrepError(
+                    f"the folder holds {len(others):,} files of something else, such as {others[0]}",
+                    where=str(self.path),
+                    fix="name a new or empty folder in data.path",
+                )
+            return None
+        if report.get("settings_hash") == settings_hash(settings):
+            whole = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
+            return report if whole and (self.path / TOKENIZER).is_dir() else None
+        if overwrite:
+            return None
+        raise ConfigError(
+            f"the folder was prepared with other settings: {_differences(report.get('settings'), settings)}",
+            where=str(self.path),
+            fix="set data.overwrite=true to replace it, or name another folder in data.path",
+        )
+
+    def begin(self) -> None:
+        """Take the folder and remove what an earlier run left, but for its shards.
+
+        Raises:
+            FormatError: another process is preparing it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder cannot be made: {error.strerror}",
+                where=str(self.path),
+                fix="name a folder that can be written to in data.path",
+            ) from error
+        self._marker.acquire()
+        for name in _OWNED:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def finish(self, report: dict[str, Any]) -> None:
+        """Write the report; from here on the folder is done."""
+        write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        shutil.rmtree(self.path / SHARDS, ignore_errors=True)
+        self._marker.release(remove=True)
+
+    def abandon(self) -> None:
+        """Let go after a failure; the next run takes over."""
+        self._marker.release(remove=False)
+
+    def _read_report(self) -> dict[str, Any] | None:
+        try:
+            report = json.loads((self.path / REPORT).read_bytes())
+        except OSError:
+            return None
+        except ValueError:
+            report = None
+        if not isinstance(report, dict) or "settings_hash" not in report:
+            raise PrepError(
+                "the report is not one of a preparation",
+                where=str(self.path / REPORT),
+                fix="name another folder in data.path, or remove this one",
+            )
+        return report
+
+
+def _differences(before: Any, after: dict[str, Any]) -> str:
+    """The settings that differ, in words."""
+    old, new = _flat(before), _flat(after)
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
+    return "; ".join(shown) + (f"; and {len(changed) - 4} more" if len(changed) > 4 else "")
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        return {prefix.rstrip("."): settings}
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat

@@ -1,0 +1,109 @@
+"""Plain `.npy` files of numbers: checked headers, memory maps, and files that grow while they are written."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError
+from harness.storage.files import AtomicFile
+
+_MAX_HEADER_BYTES = 4096
+_HEADER = re.compile(
+    rb"\{'descr': '([<>|](?:[iu][1248]|f[248]|b1|O8?))', 'fortran_order': (True|False), "
+    rb"'shape': \(((?: *\d{1,19}L?,?)*)\), *\} *\n?"
+)
+# Headers that we write have this size for any shape, so that the shape can be filled in at the end.
+_HEADER_BYTES = 128
+_COPY = "copy the dataset again"
+
+
+def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran order, and dtype of an open `.npy` file, which is left at its first data byte."""
+    start = file.read(8)
+    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
+    if width is None:
+        raise FormatError("not a .npy file of version 1 or 2", where=str(path))
+    num_bytes = int.from_bytes(file.read(width), "little")
+    text = file.read(num_bytes) if num_bytes <= _MAX_HEADER_BYTES else b""
+    # numpy's own parser evaluates the header as Python, and fails in many ways on a damaged one.
+    header = _HEADER.fullmatch(text)
+    if header is None or len(text) != num_bytes:
+        raise FormatError("the .npy header is damaged, or describes no plain array", where=str(path))
+    descr, order, shape = (group.decode("ascii") for group in header.groups())
+    sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
+    if max(sizes, default=0) >= 1 << 62:
+        raise FormatError(f"the .npy header claims the shape {shape[:60]}", where=str(path))
+    return sizes, order == "True", np.dtype(descr)
+
+
+def check_npy(path: Path, file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """The offset of an open `.npy` file's data, after its header and size are found as expected."""
+    stored_shape, fortran, stored = read_npy_header(path, file)
+    if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
+        raise FormatError(f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path))
+    offset = int(file.tell())
+    expected = offset + math.prod(shape) * dtype.itemsize
+    num_bytes = int(file.seek(0, 2))
+    if num_bytes != expected:
+        raise FormatError(
+            f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path), fix="copy the dataset again"
+        )
+    return offset
+
+
+def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A read-only memory map of a `.npy` file of exactly this dtype and shape."""
+    try:
+        with path.open("rb") as file:
+            offset = check_npy(path, file, dtype, shape)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix="copy the dataset again") from None
+    count = math.prod(shape)
+    # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
+    return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
+
+
+def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
+    """The header of a `.npy` file, of 128 bytes for any shape."""
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+    return (
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER_BYTES - 10) + text.ljust(_HEADER_BYTES - 11).encode() + b"\n"
+    )
+
+
+class NpyStream:
+    """A `.npy` file that grows row by row: one-dimensional, or two-dimensional with rows of `width` numbers."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], *, width: int | None = None) -> None:
+        self.path = path
+        self.num_rows = 0
+        self._dtype = dtype.newbyteorder("<")
+        self._width = width
+        self._file = AtomicFile(path)
+        self._file.write(self._header())
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Append whole rows, given flat."""
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self.num_rows += values.shape[0] // (self._width or 1)
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._file.write(self._header())
+        self._file.finish()
+
+    def abort(self) -> None:
+        self._file.abort()
+
+    def _header(self) -> bytes:
+        shape = (self.num_rows,) if self._width is None else (self.num_rows, self._width)
+        return npy_header(self._dtype.str, shape)

@@ -1,0 +1,213 @@
+"""Local copies of remote files: bounded, least recently used first out, shared by the processes of a machine.
+
+An entry is what belongs together (the files of a shard, or an index), named by the hashes that the manifest lists, so
+that two addresses of one dataset share it. It is downloaded once, by whoever holds its lock, held against sizes and
+hashes, and renamed into place. What a process has open is locked and is not evicted: the bound can be exceeded by
+what is open at a time.
+
+    HARNESS_CACHE        the folder; `$XDG_CACHE_HOME/harness` or `~/.cache/harness` where it is not set
+    HARNESS_CACHE_BYTES  its bound, 64 GiB where it is not set
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from harness.errors import ConfigError, FormatError
+from harness.storage.files import StoredFile, file_digest
+
+_FOLDER_NAME, _BYTES_NAME = "HARNESS_CACHE", "HARNESS_CACHE_BYTES"
+_MAX_BYTES = 64 << 30
+_LOCK, _PARTIAL = ".lock", ".partial"
+
+Download = Callable[[StoredFile, Path], None]
+
+
+class Entry:
+    """A whole entry, kept from eviction until it is released.
+
+    Attributes:
+        folder: has the files under the paths that the manifest gives them.
+    """
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Allow eviction; a second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+@dataclass(frozen=True)
+class LocalCache:
+    """The cache of this machine's processes in one folder.
+
+    Attributes:
+        folder: made when it is first needed.
+        max_bytes: beyond which what was used least recently is removed.
+    """
+
+    folder: Path
+    max_bytes: int
+
+    @classmethod
+    def from_environment(cls) -> LocalCache:
+        """Raises ConfigError where a setting makes no sense."""
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        named = os.environ.get(_FOLDER_NAME)
+        folder = Path(named).expanduser() if named else Path(base).expanduser() / "harness"
+        text = os.environ.get(_BYTES_NAME, "")
+        try:
+            max_bytes = int(text) if text else _MAX_BYTES
+        except ValueError:
+            max_bytes = -1
+        if max_bytes < 0:
+            raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
+        return cls(folder, max_bytes)
+
+    def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
+        """The entry of these files, downloaded if it is not there.
+
+        Args:
+            files: with the sizes and hashes that their bytes must have.
+            download: writes one of them to a path.
+
+        Raises:
+            FormatError: what arrives is not what the manifest lists, or the disk refuses.
+        """
+        name = _name_of(files)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                entry = self._find(name)
+                if entry is not None:
+                    return entry
+                with self._locked(name) as descriptor:
+                    if not (self.folder / name).is_dir():
+                        self._download(name, descriptor, files, download)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            fix = f"free space, or set {_BYTES_NAME} below what the disk has" if full else "check permissions"
+            raise FormatError(
+                f"the local cache cannot be used: {error.strerror or error}",
+                where=str(error.filename or self.folder),
+                fix=f"{fix}; {_FOLDER_NAME} names another folder",
+            ) from error
+
+    def _find(self, name: str) -> Entry | None:
+        """A whole entry, locked against eviction."""
+        lock = self.folder / (name + _LOCK)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        # Waits while another process downloads it; whoever downloads does so in bounded time.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if _is_at(lock, descriptor) and (self.folder / name).is_dir():
+            os.utime(lock)
+            return Entry(self.folder / name, descriptor)
+        os.close(descriptor)
+        return None
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[int]:
+        """The descriptor of a lock that nobody else holds."""
+        lock = self.folder / (name + _LOCK)
+        while True:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Whoever evicts an entry removes its lock: a lock on a removed file protects nothing.
+                if _is_at(lock, descriptor):
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
+
+    def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:
+        num_bytes = sum(stored.num_bytes for stored in files)
+        # Counts from now on, so that two downloads at a time do not both take the same room.
+        os.pwrite(descriptor, str(num_bytes).encode(), 0)
+        self._make_room()
+        partial = self.folder / (name + _PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            for stored in files:
+                path = partial / stored.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                download(stored, path)
+                _check(stored, path)
+            partial.rename(self.folder / name)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            # Locked by us, so nobody can be using it.
+            (self.folder / (name + _LOCK)).unlink(missing_ok=True)
+            raise
+
+    def _make_room(self) -> None:
+        """Remove what was used least recently and is not in use, until the rest is within the bound."""
+        found = []
+        for lock in self.folder.glob(f"*{_LOCK}"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock))
+        total = sum(num_bytes for _, num_bytes, _ in found)
+        for _, num_bytes, lock in sorted(found):
+            if total <= self.max_bytes:
+                return
+            if self._evict(lock):
+                total -= num_bytes
+
+    def _evict(self, lock: Path) -> bool:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(lock, descriptor):
+                return False
+            entry = lock.with_name(lock.name.removesuffix(_LOCK))
+            shutil.rmtree(entry, ignore_errors=True)
+            shutil.rmtree(entry.with_name(entry.name + _PARTIAL), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            return True
+        except OSError:  # in use
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _name_of(files: Sequence[StoredFile]) -> str:
+    text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def _check(stored: StoredFile, path: Path) -> None:
+    num_bytes = path.stat().st_size
+    if num_bytes != stored.num_bytes:
+        raise FormatError(f"{stored.path} arrived with {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}")
+    found = file_digest(path)
+    if found != stored.xxh3:
+        raise FormatError(f"{stored.path} arrived with the hash {found}, the manifest says {stored.xxh3}")

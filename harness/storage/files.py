@@ -1,0 +1,211 @@
+"""Files that appear whole or not at all, and names in the order people count."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakSet
+
+import xxhash
+
+from harness.errors import FormatError
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+class AtomicFile:
+    """A binary file under a temporary name that gets its real name only in `finish`.
+
+    Has what pyarrow and numpy expect of a writable file. A crash leaves at most `<path>.tmp`, which the next writer
+    of the same path replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary_path = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._file: BinaryIO = self.temporary_path.open("wb")
+        self._done = False
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self._done:
+            # A library's writer that is dropped after `abort` writes its footer; there is no file for it any more.
+            return len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, position: int) -> int:
+        return self._file.seek(position)
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Writers handed this file call it when they are done; the file stays open until `finish` or `abort`."""
+
+    def finish(self) -> None:
+        """Force the bytes to disk and give the file its name. The folder's entry is durable after `sync_folder`."""
+        if self._done:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.temporary_path.replace(self.path)
+        self._done = True
+
+    def abort(self) -> None:
+        """Drop the temporary file; nothing happens after `finish`."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._file.close()
+        finally:
+            self.temporary_path.unlink(missing_ok=True)
+
+
+class Marker:
+    """A small file that is locked while a writer is at work, and that stays when the writer dies.
+
+    The lock is this process's alone: one that it forks lets go of it, or it would go on holding it when this one is
+    killed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.was_created = False
+        self._descriptor: int | None = None
+        _MARKERS.add(self)
+
+    def acquire(self) -> bytes:
+        """Create or take over the marker.
+
+        Returns:
+            what an interrupted writer left in it.
+
+        Raises:
+            FormatError: another process holds it.
+        """
+        while True:
+            self.was_created = not self.path.exists()
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise FormatError(
+                    "another process is writing here",
+                    where=str(self.path),
+                    fix="wait for it, or name another destination",
+                ) from None
+            except OSError:
+                pass  # Some network file systems have no locks; two writers at once are then the user's to avoid.
+            try:
+                # The holder before us may have removed the file between our open and our lock.
+                same = os.path.samestat(os.fstat(descriptor), self.path.stat())
+            except FileNotFoundError:
+                same = False
+            if same:
+                self._descriptor = descriptor
+                return os.pread(descriptor, 1 << 20, 0)
+            os.close(descriptor)
+
+    def write(self, data: bytes) -> None:
+        """Replace the marker's content."""
+        assert self._descriptor is not None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, data, 0)
+        os.fsync(self._descriptor)
+
+    def release(self, *, remove: bool) -> None:
+        """Let go of the marker; a second call does nothing."""
+        if self._descriptor is None:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            if remove:
+                self.path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _let_go_in_child() -> None:
+    for marker in _MARKERS:
+        if marker._descriptor is not None:
+            os.close(marker._descriptor)
+            marker._descriptor = None
+
+
+_MARKERS: WeakSet[Marker] = WeakSet()
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file under a temporary name, force it to disk, rename it and force its folder's entry."""
+    file = AtomicFile(path)
+    try:
+        file.write(data)
+        file.finish()
+    except BaseException:
+        file.abort()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk: without it a renamed file can vanish with the power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know it of files alone
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sort key under which `shard_2` comes before `shard_10`."""
+    parts = re.split(r"(\d+)", name)
+    # Unicode has digits that int() refuses nothing of but that \d matches; both agree on what a decimal digit is.
+    return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
+
+
+_READ_BYTES = 1 << 20
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_64 (hexadecimal) of a file's bytes."""
+    total = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            total.update(block)
+    return str(total.hexdigest())
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
+
+    path: str
+    num_bytes: int
+    xxh3: str

@@ -1,0 +1,123 @@
+"""Bytes of a file by range: on a disk, or in object storage with few requests."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.errors import FormatError
+from harness.storage.bucket import ObjectStore
+from harness.storage.uris import ObjectPath
+
+# What a first request fetches of the end of a remote file: most footers are in it.
+_TAIL_BYTES = 1 << 16
+
+
+class ByteSource(Protocol):
+    """A file of a known size, read by range."""
+
+    num_bytes: int
+
+    def read_at(self, start: int, num_bytes: int) -> bytes:
+        """These bytes; fewer where the file ends before."""
+
+    def fetch(self, start: int, end: int) -> None:
+        """Say that this range is about to be read in pieces."""
+
+    def release(self) -> None:
+        """Say that what was fetched is not needed any more."""
+
+    def for_arrow(self) -> Any:
+        """What `pyarrow.parquet.ParquetFile` takes."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class LocalSource:
+    """A file on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def read_at(self, start: int, num_bytes: int) -> bytes:
+        return os.pread(self._descriptor, num_bytes, start)
+
+    def fetch(self, start: int, end: int) -> None:
+        """The system reads ahead by itself."""
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def for_arrow(self) -> Any:
+        return self._path
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class RemoteSource(io.RawIOBase):
+    """An object, which pyarrow reads as a Python file. What `fetch` got is read from memory."""
+
+    def __init__(self, place: ObjectPath) -> None:
+        self._place = place
+        self._store = ObjectStore(place)
+        self._file = self._store.open(place)
+        self.num_bytes = int(self._file.size())
+        self._position = 0
+        self._window_start, self._window = 0, b""
+        self.fetch(max(0, self.num_bytes - _TAIL_BYTES), self.num_bytes)
+
+    def read_at(self, start: int, num_bytes: int) -> bytes:
+        num_bytes = max(0, min(num_bytes, self.num_bytes - start))
+        offset = start - self._window_start
+        if offset >= 0 and offset + num_bytes <= len(self._window):
+            return self._window[offset : offset + num_bytes]
+        return self._store.read(self._place, self._file, start, num_bytes) if num_bytes else b""
+
+    def fetch(self, start: int, end: int) -> None:
+        if not 0 <= start <= end <= self.num_bytes:
+            raise FormatError(f"bytes {start:,} to {end:,} lie outside the file of {self.num_bytes:,}")
+        if start < self._window_start or end > self._window_start + len(self._window):
+            self._window = b""
+            self._window = self._store.read(self._place, self._file, start, end - start)
+            self._window_start = start
+
+    def release(self) -> None:
+        self._window = b""
+
+    def for_arrow(self) -> Any:
+        return self
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.read_at(self._position, self.num_bytes if size is None or size < 0 else size)
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self.num_bytes)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def open_source(place: Path | ObjectPath) -> ByteSource:
+    """Raises OSError or FormatError where it cannot be opened."""
+    return RemoteSource(place) if isinstance(place, ObjectPath) else LocalSource(place)

@@ -1,0 +1,274 @@
+"""What a run trained, step by step: digests of every sequence's tokens, labels, mask, positions and boundaries.
+
+Taken from the rows that the step was given, padding left out, so that runs of any layout compare: equal digests prove
+the data path whatever the model does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from harness.errors import FormatError
+from harness.loader.plan import StepBatch
+from harness.records import Int64Array
+from harness.thd import ThdBatch
+from harness.train.metrics import keep_lines_before, whole_lines
+
+DIGESTS_FILE = "digests.jsonl"
+BATCHES = "batches"
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+# The first stage of a pipeline reads tokens, the last one labels; stages between have positions and boundaries alone.
+_OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens",), ("labels", "loss_mask")
+
+UInt64Array = npt.NDArray[np.uint64]
+_xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowDigests:
+    """One microbatch row on one data-parallel rank; S is its number of sequences.
+
+    Attributes:
+        microbatch, rank: its place; rank is the data-parallel one.
+        sequences: int64 [S], ids in the dataset; -1 for a stretch of tokens that no sequence accounts for.
+        lengths: int64 [S], real model tokens between the boundaries that attention is given; 0 where there is none.
+        digests: uint64 [S, fields], xxh3_64 of each of FIELDS.
+        arrays: the real tokens of the whole row by field, where batches are kept; empty otherwise.
+    """
+
+    microbatch: int
+    rank: int
+    sequences: Int64Array
+    lengths: Int64Array
+    digests: UInt64Array
+    arrays: dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankRows:
+    """The rows of one process of the job, and which fields it really read."""
+
+    process: int
+    fields: tuple[str, ...]
+    rows: list[RowDigests]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepDigests:
+    """One optimizer step of the whole job.
+
+    Attributes:
+        step: 1 for the first.
+        epoch: from 0.
+        packs: ids of the global batch's packs in training order.
+        rows: by microbatch, then rank; rows of zero loss left out.
+        disagreements: where ranks that train one row did not have the same, in words.
+    """
+
+    step: int
+    epoch: int
+    packs: list[int]
+    rows: list[RowDigests]
+    disagreements: list[str]
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits over the global batch: its packs in order and its sequences, wherever they lie."""
+        ids = np.concatenate([row.sequences for row in self.rows] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([row.lengths for row in self.rows] or [np.zeros(0, np.int64)])
+        digests = np.concatenate([row.digests for row in self.rows] or [np.zeros((0, len(FIELDS)), np.uint64)])
+        table = np.column_stack([ids.astype(np.uint64), lengths.astype(np.uint64), digests])
+        table = table[np.lexsort(table.T[::-1])]
+        total = xxhash.xxh3_128()
+        total.update(np.asarray([len(self.packs), *self.packs], dtype="<i8").tobytes())
+        total.update(np.ascontiguousarray(table, dtype="<u8").tobytes())
+        return str(total.hexdigest())
+
+
+def rank_rows(
+    batch: StepBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
+) -> RankRows:
+    """Digests of what this process was given to train.
+
+    Args:
+        process: its rank in the job.
+        keep: hold the arrays too, as copies.
+    """
+    fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
+    rows = []
+    for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
+        if sequences.shape[0] == 0 and row.num_trained_tokens == 0:
+            continue
+        rows.append(_row_digests(row, sequences, microbatch, dp_rank, keep=keep))
+    return RankRows(process, fields, rows)
+
+
+def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank: int, *, keep: bool) -> RowDigests:
+    # From the boundaries that attention reads, never from the dataset's index: a boundary that is lost must show.
+    lengths = np.diff(row.cu_seqlens).astype(np.int64)
+    starts = row.cu_seqlens_padded[:-1].astype(np.int64)
+    count = max(lengths.shape[0], sequences.shape[0])
+    digests = np.zeros((count, len(FIELDS)), dtype=np.uint64)
+    for column, name in enumerate(FIELDS):
+        values = np.ascontiguousarray(getattr(row, name))
+        for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            digests[index, column] = _xxh3(values[start : start + length])
+    arrays = {}
+    if keep:
+        real = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+        arrays = {name: getattr(row, name)[real] for name in FIELDS}
+    ids = np.full(count, -1, dtype=np.int64)
+    ids[: sequences.shape[0]] = sequences
+    return RowDigests(microbatch, dp_rank, ids, np.pad(lengths, (0, count - lengths.shape[0])), digests, arrays)
+
+
+def merge_ranks(step: int, batch: StepBatch, parts: Sequence[RankRows]) -> StepDigests:
+    """One step of the job from what its processes were given.
+
+    Tokens are those of the first pipeline stage, labels and masks those of the last; every other process that trains
+    the same rows is held against them.
+    """
+    merged: dict[tuple[int, int], RowDigests] = {}
+    disagreements: list[str] = []
+    for rank in sorted({row.rank for part in parts for row in part.rows}):
+        held = [sorted(row.microbatch for row in part.rows) for part in parts if any(r.rank == rank for r in part.rows)]
+        if any(one != held[0] for one in held):
+            disagreements.append(
+                f"processes of data-parallel rank {rank} have other microbatches than those beside them"
+            )
+    for name in FIELDS:
+        column = FIELDS.index(name)
+        for part in parts:
+            if name not in part.fields:
+                continue
+            for row in part.rows:
+                place = (row.microbatch, row.rank)
+                one = merged.setdefault(
+                    place,
+                    RowDigests(*place, row.sequences, row.lengths, np.zeros_like(row.digests), {}),
+                )
+                where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
+                if not np.array_equal(one.sequences, row.sequences) or not np.array_equal(one.lengths, row.lengths):
+                    disagreements.append(f"{where}: other sequences or boundaries than the ranks beside it")
+                    continue
+                if not one.digests[:, column].any():
+                    one.digests[:, column] = row.digests[:, column]
+                    if row.arrays:
+                        one.arrays[name] = row.arrays[name]
+                elif not np.array_equal(one.digests[:, column], row.digests[:, column]):
+                    at = int(np.argmax(one.digests[:, column] != row.digests[:, column]))
+                    disagreements.append(f"{where}: other {name} of sequence {int(row.sequences[at])} than beside it")
+    rows = [merged[place] for place in sorted(merged)]
+    return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(set(disagreements)))
+
+
+class DigestWriter:
+    """Appends to `digests.jsonl` in a run's folder; a line a step.
+
+    Args:
+        first_step: lines of it and later ones, left by a run that was stopped, are removed: they are trained again.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int = 1) -> None:
+        self._folder = folder
+        keep_lines_before(folder / DIGESTS_FILE, first_step)
+        self._file: IO[str] = (folder / DIGESTS_FILE).open("a")
+
+    def write(self, step: StepDigests) -> None:
+        """Append a step, and its arrays, where it holds them, as `batches/step-NNNNNNNN.npz`."""
+        arrays = {
+            f"{row.microbatch}.{row.rank}.{name}": values for row in step.rows for name, values in row.arrays.items()
+        }
+        if arrays:
+            (self._folder / BATCHES).mkdir(exist_ok=True)
+            np.savez_compressed(_batch_file(self._folder, step.step), **arrays)  # type: ignore[arg-type]
+        self._file.write(json.dumps(to_json(step)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def to_json(step: StepDigests) -> dict[str, Any]:
+    """The step as `digests.jsonl` has it; digests of a row's sequences are hexadecimal, 16 digits each."""
+    rows = [
+        {
+            "microbatch": row.microbatch,
+            "rank": row.rank,
+            "sequences": row.sequences.tolist(),
+            "lengths": row.lengths.tolist(),
+            **{name: row.digests[:, column].astype(">u8").tobytes().hex() for column, name in enumerate(FIELDS)},
+        }
+        for row in step.rows
+    ]
+    return {
+        "step": step.step,
+        "epoch": step.epoch,
+        "digest": step.digest,
+        "packs": step.packs,
+        "rows": rows,
+        "disagreements": step.disagreements,
+    }
+
+
+def from_json(values: dict[str, Any]) -> StepDigests:
+    """What `to_json` gave; raises ValueError where the line is not whole or its digest is not that of its rows."""
+    rows = [
+        RowDigests(
+            int(row["microbatch"]),
+            int(row["rank"]),
+            np.asarray(row["sequences"], dtype=np.int64),
+            np.asarray(row["lengths"], dtype=np.int64),
+            np.column_stack([np.frombuffer(bytes.fromhex(row[name]), ">u8").astype(np.uint64) for name in FIELDS]),
+            {},
+        )
+        for row in values["rows"]
+    ]
+    step = StepDigests(
+        int(values["step"]), int(values["epoch"]), list(values["packs"]), rows, list(values["disagreements"])
+    )
+    if step.digest != values["digest"]:
+        raise ValueError(f"the digest of step {step.step} is not that of its rows")
+    return step
+
+
+def read_digests(folder: Path) -> list[StepDigests]:
+    """The steps that a run recorded, in order; raises FormatError where there are none or a line is not one."""
+    path = folder / DIGESTS_FILE
+    if not path.exists():
+        raise FormatError("the run recorded no digests", where=str(path), fix="run it with trainer.record_digests=true")
+    steps = []
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            steps.append(from_json(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(
+                f"line {number} is not a step's digests: {error}",
+                where=str(path),
+                fix="the file was changed by hand or written by another version; run it again",
+            ) from error
+    return steps
+
+
+def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
+    """By field, the array of the sequence at `index` of `row`, as it was trained; empty where batches were not kept."""
+    path = _batch_file(folder, step)
+    if not path.exists():
+        return {}
+    start = int(row.lengths[:index].sum())
+    stop = start + int(row.lengths[index])
+    names = {name: f"{row.microbatch}.{row.rank}.{name}" for name in FIELDS}
+    with np.load(path) as arrays:
+        return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
+
+
+def _batch_file(folder: Path, step: int) -> Path:
+    return folder / BATCHES / f"step-{step:08d}.npz"

@@ -1,0 +1,258 @@
+"""What a run tells while it trains: a line of JSON a step, events of trackers, and at the end a plot and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from harness.errors import FormatError
+from harness.train.loop import StepRecord
+from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, shown_values
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`.
+
+    Attributes:
+        step: 1 for the first.
+        epoch: 0 for the first.
+        loss: mean of a trained token, nats.
+        validation_loss: the same over the validation set, None where this step was not followed by a validation.
+        learning_rate, grad_norm: of this step; the norm before clipping.
+        tokens: model tokens of the global batch, padding not counted.
+        trained_tokens: those of them with a loss.
+        tokens_per_s: tokens / step_s, the whole job.
+        fill: share of the rows' capacity that holds tokens.
+        num_microbatches: of each rank.
+        step_s: wall time of the step, data wait included, validation and checkpoint not.
+        data_wait_s: wait for the loader on rank 0.
+        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
+            1 is even.
+        packs_consumed: of this epoch, after this step.
+        evaluation_losses: as validation_loss, of further validation sets by name.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    validation_loss: float | None
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    trained_tokens: int
+    tokens_per_s: float
+    fill: float
+    num_microbatches: int
+    step_s: float
+    data_wait_s: float
+    imbalance_tokens: float
+    imbalance_cost: float
+    packs_consumed: int
+    evaluation_losses: dict[str, float] = field(default_factory=dict)
+
+
+def step_metrics(record: StepRecord) -> StepMetrics:
+    """The metrics of one step."""
+    batch, result = record.batch, record.result
+    return StepMetrics(
+        step=record.step,
+        epoch=batch.epoch,
+        loss=result.loss,
+        validation_loss=None if record.validation is None else record.validation.loss,
+        learning_rate=result.learning_rate,
+        grad_norm=result.grad_norm,
+        tokens=batch.num_tokens,
+        trained_tokens=result.trained_tokens,
+        tokens_per_s=batch.num_tokens / record.step_s,
+        fill=batch.imbalance.fill,
+        num_microbatches=batch.num_microbatches,
+        step_s=record.step_s,
+        data_wait_s=record.data_wait_s,
+        imbalance_tokens=batch.imbalance.token_ratio,
+        imbalance_cost=batch.imbalance.cost_ratio,
+        packs_consumed=batch.state.packs_consumed,
+        evaluation_losses={name: one.loss for name, one in record.evaluations.items()},
+    )
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` below `folder`, and tells the run's trackers.
+
+    A tracker that fails is told of once and never ends the run; `metrics.jsonl` it goes on without.
+
+    Args:
+        first_step: lines of this step and later ones, left by a run that was stopped after its newest checkpoint,
+            are removed: these steps are trained again.
+        trackers: of `harness.plan.settings.TRACKERS`.
+        say: takes a line for the reader of the log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int = 1,
+        trackers: Sequence[str] = ("tensorboard",),
+        say: Callable[[str], None] = print,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        keep_lines_before(path, first_step)
+        self._file: IO[str] = path.open("a")
+        self._say = say
+        self._events: Any = None
+        if "tensorboard" in trackers:
+            self._with_events(lambda: self._open_events(folder / "tensorboard", first_step))
+        self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step; it is on its way to the disk when this returns."""
+        values = asdict(metrics)
+        # JSON has no NaN; readers of other languages refuse Python's.
+        whole = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        self._file.write(json.dumps(whole) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            self._with_events(lambda: self._add_events(metrics.step, shown_values(values)))
+        for tracker in self._trackers:
+            self._tell(tracker.news())
+
+    def close(self, how: str = "finished") -> None:
+        """End the files, and tell the trackers how the run ended, `finished` or `stopped`: that may take seconds."""
+        self._file.close()
+        if self._events is not None:
+            self._with_events(self._events.close)
+        for tracker in self._trackers:
+            tracker.end(how)
+        until = time.monotonic() + PATIENCE_S[how]
+        for tracker in self._trackers:
+            self._tell(tracker.wait(until))
+
+    def _open_events(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder), purge_step=first_step)
+
+    def _add_events(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._events.add_scalar(key, value, step)
+
+    def _with_events(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # its writer's thread hands on whatever ended it
+            self._events = None
+            self._say(f"tensorboard is not told of this run any more ({error}); training goes on")
+
+    def _tell(self, news: str | None) -> None:
+        if news is not None:
+            self._say(news)
+
+
+def whole_lines(path: Path) -> Iterator[str]:
+    """Lines that end; a process that was killed may have left half of one."""
+    with path.open() as file:
+        yield from (line for line in file if line.endswith("\n"))
+
+
+def keep_lines_before(path: Path, first_step: int) -> None:
+    """Leave of a file of JSON lines, a line a step, the whole ones of steps before `first_step`; make it if missing."""
+    kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
+    rewritten = path.with_suffix(".rewritten")
+    rewritten.write_text("".join(kept))
+    rewritten.replace(path)
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps of a `metrics.jsonl`, in order; raises FormatError for a line that is not one."""
+    steps = []
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            values: dict[str, Any] = json.loads(line)
+            for name in ("loss", "grad_norm"):
+                values[name] = math.nan if values[name] is None else values[name]
+            steps.append(StepMetrics(**values))
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(
+                f"line {number} is not a step's metrics: {error}",
+                where=str(path),
+                fix="the file was changed by hand or written by another version; start a new run folder",
+            ) from error
+    return steps
+
+
+def plot_loss(steps: list[StepMetrics], path: Path) -> None:
+    """Draw training and validation loss over the steps as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
+    validated = [(s.step, s.validation_loss) for s in steps if s.validation_loss is not None]
+    if validated:
+        xs, ys = zip(*validated, strict=True)
+        axes.plot(xs, ys, "o--", label="validation", color="#d1570c", markersize=5)
+    for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses):
+        points = [(s.step, s.evaluation_losses[name]) for s in steps if name in s.evaluation_losses]
+        axes.plot(*zip(*points, strict=True), "o:", label=name, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per trained token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _told(losses: Mapping[int, float]) -> str:
+    """First, lowest and last of the losses by step, and the last as a perplexity."""
+    if not losses:
+        return "not measured"
+    steps = list(losses)
+    shown = sorted({steps[0], min(steps, key=losses.__getitem__), steps[-1]}) if len(steps) > 4 else steps
+    last = losses[steps[-1]]
+    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "beyond count"
+    return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
+
+
+def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
+    """Write `report.md`: the result first, then what ran where.
+
+    Args:
+        facts: name to value, in the order to show: dataset, model, device, versions, how to go on.
+    """
+    first, last = steps[0], steps[-1]
+    validated = [s for s in steps if s.validation_loss is not None]
+    seconds = sum(s.step_s for s in steps)
+    rows = {
+        "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
+        "validation loss": _told({s.step: s.validation_loss for s in validated if s.validation_loss is not None}),
+        **{
+            f"{name} loss": _told({s.step: s.evaluation_losses[name] for s in steps if name in s.evaluation_losses})
+            for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses)
+        },
+        "tokens": f"{sum(s.tokens for s in steps):,}, of them {sum(s.trained_tokens for s in steps):,} trained",
+        "tokens per second": f"{sum(s.tokens for s in steps) / seconds:,.0f}",
+        "fill of rows": f"{sum(s.fill for s in steps) / len(steps):.1%}",
+        "busiest rank over the mean": (
+            f"{sum(s.imbalance_tokens for s in steps) / len(steps):.3f} in tokens, "
+            f"{sum(s.imbalance_cost for s in steps) / len(steps):.3f} in attention cost"
+        ),
+        "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
+        **facts,
+    }
+    lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
