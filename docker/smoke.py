@@ -35,7 +35,7 @@ def versions() -> dict[str, str | None]:
 def train_one_step() -> float:
     """The loss of one step of `recipes.sft` on a dataset made here."""
     from harness.config import compose_config
-    from harness.plan.settings import SftConfig
+    from harness.plan import SftConfig
     from recipes.parity import make_dataset
     from recipes.sft import main
 

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
-from harness.launch.ranks import become_rank_of_slurm
-from harness.plan.settings import to_yaml
+from harness.launch import become_rank_of_slurm
+from harness.plan import to_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")

@@ -23,14 +23,31 @@ from rich.console import Console
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, open_writer
-from harness.formats.convert import convert
-from harness.parity.assemble import cell_result, command_line, environment, skipped
-from harness.parity.cells import FORMAT, VERSION, Cell, CheckPlan, parse_case, plan_check
-from harness.parity.compare import IDENTICAL, Tolerances
-from harness.parity.pages import HTML_FILE, render_all
-from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
-from harness.parity.running import default_slots, run_cells
-from harness.parity.table import LiveTable, show
+from harness.formats.convert import convert_dataset
+from harness.parity import (
+    FORMAT,
+    HTML_FILE,
+    IDENTICAL,
+    REPORT_FILE,
+    VERSION,
+    Cell,
+    CellResult,
+    CheckPlan,
+    LiveTable,
+    ParityReport,
+    Tolerances,
+    cell_result,
+    command_line,
+    default_slots,
+    environment,
+    parse_case,
+    plan_check,
+    render_all,
+    run_cells,
+    show,
+    skipped,
+    write_report,
+)
 from harness.records import Pack
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
@@ -238,9 +255,9 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
     target = folder / "data" / format
     splits = [split for split in ("train", "validation") if (source / split).exists()]
     for split in splits:
-        convert(source / split, target / split, format=format)
+        convert_dataset(source / split, target / split, format=format)
     if not splits:
-        convert(source, target / "train", format=format)
+        convert_dataset(source, target / "train", format=format)
     return str(target)
 
 

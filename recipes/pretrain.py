@@ -19,22 +19,15 @@ from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader.config import LoaderConfig
 from harness.loader.state import LoaderState
-from harness.megatron.data.corpus import open_corpus
-from harness.megatron.data.feed import Feed, layout_of
-from harness.megatron.data.samples import SampleLoader, SampleReader
-from harness.megatron.data.sources import find_packs
-from harness.megatron.job import runtime
-from harness.megatron.job.run import Task
-from harness.megatron.job.topology import Topology
-from harness.megatron.job.training import run_training
-from harness.megatron.model.gpt import use_transformer_engine
-from harness.megatron.state.checkpoint import Progress
-from harness.megatron.weights.pretrained import find_pretrained
-from harness.plan.model import sequence_cost
-from harness.plan.settings import PretrainConfig
+from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, layout_of, open_corpus
+from harness.megatron.job import Topology, runtime
+from harness.megatron.model import use_transformer_engine
+from harness.megatron.run import Task, run_training
+from harness.megatron.state import Progress
+from harness.megatron.weights import find_pretrained
+from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
-from harness.train.loop import OWN_VALIDATION
-from harness.train.trackers import check_trackers
+from harness.train import OWN_VALIDATION, check_trackers
 
 
 def check(config: PretrainConfig, world_size: int) -> None:

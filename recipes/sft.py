@@ -18,17 +18,13 @@ from harness.loader.live.consumer import Rows
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.plan import PackSource
 from harness.loader.state import LoaderState
-from harness.megatron.data.feed import Feed, layout_of, readable
-from harness.megatron.data.live_feed import LiveFeed
-from harness.megatron.job import runtime
-from harness.megatron.job.run import Task
-from harness.megatron.job.topology import Topology
-from harness.megatron.job.training import run_training
-from harness.megatron.state.checkpoint import Progress
-from harness.megatron.weights.pretrained import find_pretrained
-from harness.plan.model import sequence_cost
-from harness.plan.settings import SftConfig
-from harness.train.loop import OWN_VALIDATION
+from harness.megatron.data import Feed, LiveFeed, layout_of, readable
+from harness.megatron.job import Topology, runtime
+from harness.megatron.run import Task, run_training
+from harness.megatron.state import Progress
+from harness.megatron.weights import find_pretrained
+from harness.plan import SftConfig, sequence_cost
+from harness.train import OWN_VALIDATION
 from recipes.sft_config import check, find_tokenizer
 
 

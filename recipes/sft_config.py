@@ -8,11 +8,11 @@ from harness.formats.inspect import find_tokenizer_folder
 from harness.loader.datasets import LiveData, RunData
 from harness.loader.joined import JoinedReader
 from harness.megatron.job import runtime
-from harness.megatron.model.gpt import use_transformer_engine
-from harness.megatron.weights.pretrained import Pretrained
-from harness.plan.settings import SftConfig
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
-from harness.train.trackers import check_trackers
+from harness.megatron.model import use_transformer_engine
+from harness.megatron.weights import Pretrained
+from harness.plan import SftConfig
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.train import check_trackers
 
 
 def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:

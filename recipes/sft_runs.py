@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.config import compose_config
 from harness.errors import exit_on_error
-from harness.plan.settings import SftConfig
+from harness.plan import SftConfig
 from recipes.sft import main
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ import numpy as np
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.timing import take_turns
 from harness.bench.workspace import Workspace
-from harness.indexed.index import UINT16
-from harness.indexed.merge import count_sequences, save_counts
-from harness.indexed.writer import IndexedWriter
+from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
 from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
-from harness.megatron.data.corpus import build_corpus
+from harness.megatron.data import build_corpus
 
 _VOCABULARY = 50_000
 _FIRST = 64

@@ -15,7 +15,7 @@ from harness.bench.figures import BenchReport, Figure
 from harness.bench.timing import Work, measure_rates
 from harness.bench.workspace import lognormal_lengths
 from harness.errors import ConfigError
-from harness.prep.packing.plan import PACKERS, plan_packs
+from harness.prep.packing import PACKERS, plan_packs
 from harness.records import Int64Array
 
 # Of every capacity that is measured on its own.

@@ -14,7 +14,7 @@ from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.prep.chat import Conversation
 from harness.prep.reading import cut_shards, read_shard
-from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize import train_bpe
 
 _OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
 _MIB = float(1 << 20)

@@ -119,10 +119,10 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     from rich.console import Console
 
     from harness.formats import load_format
-    from harness.prep.packing.plan import PackingConfig
+    from harness.prep.packing import PackingConfig
     from harness.prep.pipeline import PrepareConfig, prepare
     from harness.prep.sources import SourceConfig
-    from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
     load_format("memmap")
     named = TokenizerConfig(name=tokenizer)
@@ -155,10 +155,9 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
 
 def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """A file of conversations to a shard on disk, once for the caches and once for the clock of this process."""
-    from harness.prep.engines.chunk import TokenizeJob
-    from harness.prep.engines.shard import Receipt, ShardJob, do_shard
+    from harness.prep.engines import Receipt, ShardJob, TokenizeJob, do_shard
     from harness.prep.reading import cut_shards
-    from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     loaded = ChatTokenizer(TokenizerConfig(name=tokenizer))

@@ -14,7 +14,7 @@ from harness.bench.figures import BenchReport, Figure
 from harness.bench.timing import Work, measure_rates
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
-from harness.prep.repack import repack
+from harness.prep.repack import repack_store
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def bench_repacking(settings: RepackSettings, workspace: Workspace, say: Callabl
 
 def _repack(store: Path, plan: Path, pack_size: int, seed: int) -> float:
     began = time.perf_counter()
-    repack(str(store), str(plan), pack_size=pack_size, seed=seed, overwrite=True)
+    repack_store(str(store), str(plan), pack_size=pack_size, seed=seed, overwrite=True)
     return time.perf_counter() - began
 
 
@@ -76,7 +76,7 @@ def _measure_reading(settings: RepackSettings, workspace: Workspace, report: Ben
         for name in ("memmap", "virtual")
     }
     plan = workspace.folder / "plan-to-read"
-    repack(str(paths["virtual"]), str(plan), pack_size=settings.pack_size, seed=1, overwrite=True)
+    repack_store(str(paths["virtual"]), str(plan), pack_size=settings.pack_size, seed=1, overwrite=True)
     readers = {"memmap": paths["memmap"], "sequence store": paths["virtual"], "plan": plan}
     sides: Mapping[str, Work] = {name: _reading(path) for name, path in readers.items()}
     for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():

@@ -15,11 +15,11 @@ from harness.bench.workspace import lognormal_lengths
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader.order import EpochOrder, OrderConfig, steps_per_epoch
-from harness.prep.packing.plan import MIN_SEQUENCE_TOKENS, plan_packs
+from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array
 from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule
 from harness.schedule.batch import Float64Array
-from harness.schedule.imbalance import Imbalance, imbalance
+from harness.schedule.imbalance import Imbalance, measure_imbalance
 from harness.thd import padded_lengths, row_multiple
 
 NEXT_FIT = "next fit"
@@ -193,7 +193,7 @@ def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
         pack_offsets=offsets,
         cost=settings.cost,
     )
-    return imbalance(placed, lengths, capacity=settings.row_capacity, cost=settings.cost)
+    return measure_imbalance(placed, lengths, capacity=settings.row_capacity, cost=settings.cost)
 
 
 def _next_fit_offsets(lengths: Int64Array, capacity: int) -> Int64Array:

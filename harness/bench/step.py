@@ -22,16 +22,13 @@ from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.plan import StepBatch
 from harness.loader.state import LoaderState
 from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.data.feed import Feed
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
-from harness.megatron.model.gpt import build_model
+from harness.megatron.data import Feed
+from harness.megatron.job import join, runtime
+from harness.megatron.model import build_model
 from harness.megatron.step import MegatronStep
-from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig, sequence_cost
-from harness.plan.settings import OptimizerConfig, TrainerConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
-from harness.train.loop import StepRecord, train
+from harness.train import StepRecord, train
 
 VOCABULARY = 8192
 # Where the seconds of a step go beyond these shares, the loop is in the way of the model.

@@ -17,9 +17,7 @@ import pyarrow.parquet as pq
 from harness.bench.figures import BenchReport
 from harness.bench.timing import Work, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.indexed.convert import convert_tokens
-from harness.indexed.index import UINT16
-from harness.indexed.writer import IndexedWriter
+from harness.indexed import UINT16, IndexedWriter, convert_tokens
 from harness.records import Int64Array
 
 _OURS, _THEIRS = "ours", "Megatron's builder"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.formats import PackReader, open_dataset
 from harness.formats.base import ShardReader
-from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet import ParquetShard
 from harness.records import Pack
 
 

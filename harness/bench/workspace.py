@@ -16,9 +16,9 @@ from harness.formats import load_format, open_writer
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.manifest import Manifest, Shard, load_manifest
 from harness.formats.parts import stored_files
-from harness.prep.packing.plan import MIN_SEQUENCE_TOKENS, plan_packs
+from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage.files import StoredFile
+from harness.storage import StoredFile
 
 _VOCABULARY = 50_000
 _TABLE = 1 << 20

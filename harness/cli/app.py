@@ -25,13 +25,12 @@ from harness.cli.preflight import preflight_app
 from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
 from harness.formats import FORMATS, open_dataset
-from harness.formats.convert import convert as convert_dataset
-from harness.formats.importers.datasets import CONVENTIONS, import_dataset
+from harness.formats.convert import convert_dataset
+from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
-from harness.formats.verify import diff as diff_datasets
-from harness.formats.verify import verify as verify_dataset
-from harness.loader.inspect_blend import SUFFIXES, inspect_blend, render_blend
-from harness.storage.uris import is_uri
+from harness.formats.verify import diff_datasets, verify_dataset
+from harness.loader.inspect_blend import SUFFIXES, render_blend, summarize_blend
+from harness.storage import is_uri
 
 app = typer.Typer(
     name="harness",
@@ -66,7 +65,7 @@ def inspect(
     """Show what a dataset holds, or the text of one pack; of a YAML file, the blend that it configures."""
     console = Console() if sys.stdout.isatty() else Console(soft_wrap=True)
     if path.endswith(SUFFIXES):
-        blend = inspect_blend(path)
+        blend = summarize_blend(path)
         if as_json:
             _print_json(blend.to_dict())
         else:
@@ -183,7 +182,7 @@ def repack(
     as_json: AsJson = False,
 ) -> None:
     """Plan packs again over sequences that are stored once: seconds, and no token is copied."""
-    from harness.prep.repack import repack as repack_store
+    from harness.prep.repack import repack_store
 
     manifest = repack_store(
         store, destination, pack_size=pack_size, algorithm=algorithm, seed=seed, overwrite=overwrite

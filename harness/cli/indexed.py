@@ -18,12 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from harness.errors import ConfigError, Problem
 from harness.formats.binidx import LOSS_BIN
-from harness.indexed.index import BIN, IDX, prefix_of, with_suffix
-from harness.indexed.merge import count_sequences, merge_indexed, save_counts
-from harness.indexed.verify import verify_indexed
+from harness.indexed import (
+    BIN,
+    IDX,
+    count_sequences,
+    merge_indexed,
+    prefix_of,
+    save_counts,
+    verify_indexed,
+    with_suffix,
+)
 
 if TYPE_CHECKING:
-    from harness.indexed.convert import IndexedReport
+    from harness.indexed import IndexedReport
 
 indexed_app = typer.Typer(
     name="indexed",
@@ -56,7 +63,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as one pair, byte for byte as Megatron's own builder would; a row is a document."""
-    from harness.indexed.convert import TokenSource, convert_tokens
+    from harness.indexed import TokenSource, convert_tokens
 
     source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
     with _bar("converting", quiet=as_json) as progress:
@@ -83,8 +90,7 @@ def family(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as named pairs, one a split, with the JSON files that Megatron reads beside them."""
-    from harness.indexed.convert import TokenSource
-    from harness.indexed.family import TokenFamily, write_family
+    from harness.indexed import TokenFamily, TokenSource, write_family
 
     source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
     if bool(sources) == bool(shards) or (shards and split):
@@ -100,7 +106,7 @@ def family(
 @indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
-    from harness.indexed.convert import report_of
+    from harness.indexed import report_of
 
     with _bar("merging", quiet=as_json) as progress:
         writer = merge_indexed(
@@ -128,7 +134,7 @@ def counts(
 def find_check(path: str) -> Callable[..., list[Problem]] | None:
     """What verifies a path that names a family's record or a pair without packs; None where it is something else."""
     if path.endswith(".json"):
-        from harness.indexed.family import is_family, verify_family
+        from harness.indexed import is_family, verify_family
 
         return verify_family if is_family(path) else None
     prefix = prefix_of(path)

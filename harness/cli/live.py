@@ -49,9 +49,9 @@ def produce(
     from harness.checks import require_choice
     from harness.loader.live.folder import CHAT, PACKS
     from harness.loader.live.produce import STDIN, Packing, read_conversations, read_packs
-    from harness.loader.live.produce import produce as add_all
+    from harness.loader.live.produce import produce_chunks as add_all
     from harness.loader.live.producer import LiveProducer
-    from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
     for value, choices, option in (
         (kind, (CHAT, PACKS), "--kind"),

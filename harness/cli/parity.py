@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from harness.parity.result import ParityReport
+    from harness.parity import ParityReport
 
 parity_app = typer.Typer(
     name="parity",
@@ -39,8 +39,8 @@ def record(
     reason: Annotated[str, typer.Option(help="why these tolerances")] = "other machines and versions round otherwise",
 ) -> None:
     """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
-    from harness.parity.baselines import record as record_baseline
-    from harness.parity.compare import Tolerances
+    from harness.parity import Tolerances
+    from harness.parity import record as record_baseline
 
     print(f"baseline {record_baseline(name, run, baselines, Tolerances(loss, grad_norm, reason))}")
 
@@ -48,8 +48,8 @@ def record(
 @parity_app.command()
 def against(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None) -> None:
     """Hold a run against a baseline; exit code 1 where it differs, or where there is no such baseline."""
-    from harness.parity.assemble import command_line
-    from harness.parity.baselines import against as hold_against
+    from harness.parity import against as hold_against
+    from harness.parity import command_line
 
     report = hold_against(name, run, baselines, command=command_line())
     _tell(report, out)
@@ -59,8 +59,8 @@ def against(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None)
 @parity_app.command()
 def update(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None) -> None:
     """Replace a baseline by a run, and say what moved and by how much."""
-    from harness.parity.assemble import command_line
-    from harness.parity.baselines import update as update_baseline
+    from harness.parity import command_line
+    from harness.parity import update as update_baseline
 
     report = update_baseline(name, run, baselines, command=command_line())
     _tell(report, out)
@@ -82,8 +82,7 @@ def history(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
 ) -> None:
     """Draw loss, speed and memory over the nights; exit code 1 where the newest night left a band."""
-    from harness.parity.nights import read_history
-    from harness.parity.pages import render_history
+    from harness.parity import read_history, render_history
 
     found = read_history(folder, step=step)
     render_history(found, out or folder)
@@ -106,8 +105,8 @@ def summarise(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the one report goes")] = Path("runs/summary"),
 ) -> None:
     """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
-    from harness.parity.assemble import command_line
-    from harness.parity.nights import summarise as join_reports
+    from harness.parity import command_line
+    from harness.parity import summarise as join_reports
 
     report = join_reports(folders, command=command_line())
     _tell(report, out)
@@ -120,9 +119,7 @@ def _tell(report: ParityReport, out: Path | None) -> None:
     from rich.console import Console
 
     from harness.errors import ConfigError
-    from harness.parity.pages import render_all
-    from harness.parity.result import REPORT_FILE, write_report
-    from harness.parity.table import show
+    from harness.parity import REPORT_FILE, render_all, show, write_report
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     show(report, console)

@@ -28,7 +28,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="LoRA's adapters alone, as peft loads them")] = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads: weights, config.json, and the data's tokenizer."""
-    from harness.megatron.weights.export import export as export_weights
+    from harness.megatron.export import export_checkpoint as export_weights
 
     done = export_weights(source, out, adapters_only=adapter)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
@@ -54,9 +54,8 @@ def plan(
 ) -> None:
     """Say what a run would take, before anyone books a node: memory, microbatches, tokens, MFU, time."""
     from harness.config import CONFIGS
-    from harness.launch.submit import recipe_settings
-    from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
-    from harness.plan.work import Machine
+    from harness.launch import recipe_settings
+    from harness.plan import ROOM, AssumedPacks, Machine, plan_run
 
     if mfu is not None and not 0 < mfu <= 1:
         raise ConfigError(f"an MFU of {mfu:g}", where="--mfu", fix="a share above 0, at most 1")
@@ -86,7 +85,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
 ) -> None:
     """Talk to the model of a run."""
-    from harness.megatron.weights.chat import Chat, exported, talk
+    from harness.megatron.chat import Chat, exported, talk
 
     with exported(source) as folder:
         conversation = Chat(folder, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -103,7 +102,7 @@ def requeue(
     max_same: Annotated[int, typer.Option(min=1, help="tries that may fail in the same way at the same step")] = 3,
 ) -> None:
     """Note how a run ended, and say whether to start it again: exit code 0 for yes, 1 for no."""
-    from harness.train.attempts import decide
+    from harness.train import decide
 
     if not run_dir.is_dir():
         raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")
@@ -176,15 +175,15 @@ def bench_corpus_command(
 @preflight_app.command()
 def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do not meet are told")] = 40.0) -> None:
     """Add up a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
-    from harness.launch.preflight.probe import place_in_slurm, run_checks
+    from harness.launch import place_in_slurm, run_checks
 
     place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
     os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
 
     def check() -> dict[str, Any]:
-        from harness.megatron.job.all_reduce import all_reduce
+        from harness.megatron.job import check_all_reduce
 
-        return all_reduce(timeout_s=timeout_s)
+        return check_all_reduce(timeout_s=timeout_s)
 
     run_checks({"all-reduce": check}, node=place.node, rank=int(rank), timeout_s=timeout_s)
     os._exit(0)  # a thread that waits for another rank would keep the interpreter from ending
@@ -207,10 +206,7 @@ def submit(
 ) -> None:
     """Start a run as a Slurm job that checkpoints, requeues and resumes by itself."""
     from harness.config import CONFIGS, compose_config
-    from harness.launch.cluster import SubmitConfig
-    from harness.launch.script import render
-    from harness.launch.submit import plan_job, split_overrides
-    from harness.launch.submit import submit as submit_job
+    from harness.launch import SubmitConfig, plan_job, render, split_overrides, submit_job
 
     of_cluster, of_recipe = split_overrides(overrides or [])
     shown = "configs/cluster has a file a cluster, harness/launch/cluster.py says what each setting means"

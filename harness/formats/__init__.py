@@ -13,7 +13,7 @@ from harness.formats.opening import open_path
 from harness.formats.reader import PackReader
 from harness.formats.writer import PackWriter
 from harness.formats.writer_local import LocalPackWriter
-from harness.storage.uris import ObjectPath, is_uri, redact
+from harness.storage import ObjectPath, is_uri, redact
 
 __all__ = [
     "FORMATS",
@@ -69,7 +69,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
 def holds_manifest(path: str | PathLike[str]) -> bool:
     """Whether a folder, on a disk or in object storage, has a manifest; it is not read."""
     if is_uri(str(path)):
-        from harness.storage.bucket import ObjectStore
+        from harness.storage import ObjectStore
 
         place = ObjectPath.parse(str(path)) / MANIFEST_NAME
         return ObjectStore(place).find_size(place) is not None

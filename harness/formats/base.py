@@ -10,7 +10,7 @@ from typing import Protocol
 from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage.uris import ObjectPath
+from harness.storage import ObjectPath
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
-from harness.indexed.index import BIN, CODES, HEADER, IDX, INT32, MAGIC, VERSION, IndexHeader, with_suffix
+from harness.indexed import BIN, CODES, HEADER, IDX, INT32, MAGIC, VERSION, IndexHeader, with_suffix
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage.files import AtomicFile, natural_key
+from harness.storage import AtomicFile, natural_key
 
 LOSS_BIN, SEQ_IDX, SEQ_BIN = ".loss.bin", ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)

@@ -13,12 +13,12 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import Manifest, PackReader, Provenance, open_dataset, open_writer
 from harness.formats.digest import dataset_fingerprint, pack_digest
 from harness.formats.verify import diff_readers
-from harness.storage.uris import ObjectPath, is_uri
+from harness.storage import ObjectPath, is_uri
 
 _CHUNK = 64
 
 
-def convert(
+def convert_dataset(
     source: str | PathLike[str],
     destination: str | PathLike[str],
     *,

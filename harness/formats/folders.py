@@ -15,7 +15,7 @@ from harness.formats.index import INDEX_FOLDER, index_names, load_index
 from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import MANIFEST_NAME, Manifest
 from harness.formats.reader import PackReader
-from harness.storage.files import StoredFile, file_digest, natural_key
+from harness.storage import StoredFile, file_digest, natural_key
 
 # Present while a writer is at work: tells an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"

@@ -14,8 +14,7 @@ from harness.errors import FormatError
 from harness.formats.digest import UInt64Array, dataset_fingerprint
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array
-from harness.storage.arrays import NpyStream, map_npy
-from harness.storage.files import file_digest
+from harness.storage import NpyStream, file_digest, map_npy
 
 INDEX_FOLDER = "index"
 PACK_OFFSETS = "pack_offsets.npy"

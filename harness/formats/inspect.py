@@ -16,7 +16,7 @@ from rich.text import Text
 from harness.errors import ConfigError, FormatError
 from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.records import Int64Array, SequenceView
-from harness.storage.uris import is_uri, join_path
+from harness.storage import is_uri, join_path
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
 _BAR_WIDTH = 40

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
-from harness.storage.files import AtomicFile, natural_key
+from harness.storage import AtomicFile, natural_key
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.formats.manifest import MANIFEST_NAME
-from harness.storage.files import file_digest, write_atomically
+from harness.storage import file_digest, write_atomically
 
 _NAME = "fingerprint.json"
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.errors import FormatError
-from harness.storage.files import StoredFile, write_atomically
+from harness.storage import StoredFile, write_atomically
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2

@@ -23,8 +23,7 @@ from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage.arrays import NpyStream, map_npy, read_npy_header
-from harness.storage.files import natural_key, sync_folder, write_atomically
+from harness.storage import NpyStream, map_npy, natural_key, read_npy_header, sync_folder, write_atomically
 
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"

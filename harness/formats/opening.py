@@ -15,8 +15,7 @@ from harness.formats.folders import MARKER_NAME, LocalFolder, list_file_problems
 from harness.formats.index import PackIndex, build_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, load_manifest
 from harness.formats.reader import PackReader
-from harness.storage.files import natural_key
-from harness.storage.uris import is_uri, redact
+from harness.storage import is_uri, natural_key, redact
 
 
 def open_path(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:

@@ -15,7 +15,7 @@ from harness.formats.digest import content_digest
 from harness.formats.index import IndexPart
 from harness.formats.manifest import Shard
 from harness.records import Int32Array, Pack
-from harness.storage.files import StoredFile, file_digest, write_atomically
+from harness.storage import StoredFile, file_digest, write_atomically
 
 PART_SUFFIX = ".part"
 

@@ -17,7 +17,7 @@ from harness.formats.index import PackIndex
 from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage.uris import ObjectPath
+from harness.storage import ObjectPath
 
 MAX_OPEN_FILES = 64
 # Packs that iteration reads at a time.

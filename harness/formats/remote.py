@@ -19,10 +19,7 @@ from harness.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from harness.formats.opening import interrupted, open_bare, some
 from harness.formats.reader import PackReader
 from harness.records import Pack
-from harness.storage.bucket import REQUEST_BYTES, ObjectStore
-from harness.storage.cache import Entry, LocalCache
-from harness.storage.files import StoredFile, natural_key
-from harness.storage.uris import ObjectPath
+from harness.storage import REQUEST_BYTES, Entry, LocalCache, ObjectPath, ObjectStore, StoredFile, natural_key
 
 
 def open_remote(uri: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:

@@ -18,7 +18,7 @@ from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest, load_manifest
 from harness.formats.parts import Totals
 from harness.records import Pack
-from harness.storage.uris import is_uri
+from harness.storage import is_uri
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
@@ -47,7 +47,7 @@ class Difference:
         return f"{place}{self.field}{position}: {self.a:,} and {self.b:,}"
 
 
-def verify(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Everything that is wrong with a dataset; an empty list where nothing is.
 
     Checks existence, size and hash of every file of the manifest, that no other shard is there, the checksum and the
@@ -154,7 +154,7 @@ def _problem_of(error: HarnessError) -> Problem:
     return Problem(error.what, error.where)
 
 
-def diff(a: str | PathLike[str], b: str | PathLike[str]) -> Difference | None:
+def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference | None:
     """The first difference between two datasets, or None. Reads every pack of both up to there.
 
     Raises:

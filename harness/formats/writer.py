@@ -16,7 +16,7 @@ from harness.formats.index import INDEX_FOLDER
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.parts import FinishedShard, PartBuilder, Totals
 from harness.records import Pack
-from harness.storage.uris import redact
+from harness.storage import redact
 
 # What a write that was interrupted can have left in a folder.
 OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)

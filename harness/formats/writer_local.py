@@ -24,7 +24,7 @@ from harness.formats.parts import (
     stored_files,
 )
 from harness.formats.writer import OURS, PackWriter, already_there
-from harness.storage.files import TEMPORARY_SUFFIX, Marker, sync_folder
+from harness.storage import TEMPORARY_SUFFIX, Marker, sync_folder
 
 
 class LocalPackWriter(PackWriter):

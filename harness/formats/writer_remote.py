@@ -24,9 +24,7 @@ from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, write_in
 from harness.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Provenance, Shard, parse_manifest
 from harness.formats.parts import PART_SUFFIX, FinishedShard, load_part, pack_index_bytes, save_part, stored_files
 from harness.formats.writer import OURS, PackWriter, already_there
-from harness.storage.bucket import REQUEST_BYTES, ObjectStore
-from harness.storage.files import StoredFile
-from harness.storage.uris import ObjectPath
+from harness.storage import REQUEST_BYTES, ObjectPath, ObjectStore, StoredFile
 
 
 class RemoteFile:

@@ -31,7 +31,7 @@ from harness.indexed.token_batches import TokenBatch
 from harness.indexed.token_shards import list_shards
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
-from harness.storage.files import file_digest, write_atomically
+from harness.storage import file_digest, write_atomically
 
 # As Megatron calls them.
 SPLITS = ("train", "valid", "test")

@@ -21,7 +21,7 @@ from harness.indexed.index import (
 )
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedWriter
-from harness.storage.files import write_atomically
+from harness.storage import write_atomically
 
 _BLOCK_TOKENS = 1 << 20
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
 from harness.indexed.token_batches import TokenBatch, batch_of
-from harness.storage.files import natural_key
+from harness.storage import natural_key
 
 # Decoded tokens of one batch; a row group of more is read in several.
 _BATCH_TOKENS = 1 << 20

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
-from harness.storage.files import AtomicFile, Marker, sync_folder
+from harness.storage import AtomicFile, Marker, sync_folder
 
 # Entries of a ledger, or tokens, that are in memory at a time.
 _BLOCK = 1 << 20

@@ -15,7 +15,7 @@ import yaml
 
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
-from harness.launch.preflight.probe import code_digest
+from harness.launch.preflight import code_digest
 from harness.launch.script import Job
 from harness.loader.corpus import corpus_paths
 
@@ -166,7 +166,7 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def submit(job: Job, text: str) -> Submitted:
+def submit_job(job: Job, text: str) -> Submitted:
     """Keep the script in the run's folder and give it to sbatch.
 
     Raises:

@@ -11,8 +11,8 @@ from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.loader.joined import JoinedReader
 from harness.loader.live.config import LiveConfig
-from harness.prep.tokenize.tokenizer import ChatTokenizer, tokenizer_hash
-from harness.storage.uris import is_uri, join_path
+from harness.prep.tokenize import ChatTokenizer, tokenizer_hash
+from harness.storage import is_uri, join_path
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 

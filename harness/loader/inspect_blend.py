@@ -66,7 +66,7 @@ class BlendSummary:
         return asdict(self)
 
 
-def inspect_blend(path: str) -> BlendSummary:
+def summarize_blend(path: str) -> BlendSummary:
     """Open the datasets of the blend that a YAML file configures, and draw from it.
 
     Raises:

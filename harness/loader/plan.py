@@ -15,7 +15,7 @@ from harness.loader.order import EpochOrder, OrderConfig, Step
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import ScheduleConfig, SequenceCost, schedule
-from harness.schedule.imbalance import Imbalance, imbalance
+from harness.schedule.imbalance import Imbalance, measure_imbalance
 from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
 
 
@@ -211,7 +211,7 @@ class StepReader:
             pack_offsets=offsets,
             cost=self._cost,
         )
-        return packs, sequences, placed, imbalance(placed, lengths, capacity=self.capacity, cost=self._cost)
+        return packs, sequences, placed, measure_imbalance(placed, lengths, capacity=self.capacity, cost=self._cost)
 
     def _packs_of(self, step: Step) -> Int64Array:
         if self._blend_order is not None:

@@ -18,11 +18,10 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader.plan import StepBatch
 from harness.megatron.batch import to_device
-from harness.megatron.job.topology import Topology
-from harness.plan.layout import ParallelConfig
-from harness.plan.settings import OptimizerConfig
+from harness.megatron.job import Topology
+from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
-from harness.train.loop import Evaluation, StepResult
+from harness.train import Evaluation, StepResult
 
 # One microbatch through one chunk: its output, and what makes the loss of it.
 ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]

@@ -19,7 +19,7 @@ from harness.parity.locate import Recorded, recorded_run
 from harness.parity.processes import command, log_file, run_folder
 from harness.parity.result import CellResult, Check, Series
 from harness.parity.running import Finished
-from harness.train.metrics import StepMetrics
+from harness.train import StepMetrics
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 

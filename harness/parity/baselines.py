@@ -18,8 +18,7 @@ from harness.parity.assemble import environment, series_of, tokens_per_second
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, ParityReport
-from harness.train.digests import StepDigests, from_json, read_digests, to_json
-from harness.train.metrics import StepMetrics
+from harness.train import StepDigests, StepMetrics, from_json, read_digests, to_json
 
 SCHEMA = 1
 BASELINES = Path("tests/golden/baselines")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.errors import FormatError
 from harness.parity.locate import Recorded, data_difference, placement_difference
 from harness.parity.result import Check, Difference
-from harness.train.metrics import StepMetrics
+from harness.train import StepMetrics
 
 # Columns that no layout, worker or format may change.
 EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")

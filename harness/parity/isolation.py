@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.job.topology import Topology
-from harness.plan.layout import ParallelConfig
+from harness.megatron.job import Topology
+from harness.plan import ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 

@@ -17,8 +17,16 @@ from harness.errors import HarnessError
 from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.parity.result import Difference
 from harness.thd import build_thd_batch
-from harness.train.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
-from harness.train.metrics import METRICS_FILE, StepMetrics, read_metrics
+from harness.train import (
+    FIELDS,
+    METRICS_FILE,
+    RowDigests,
+    StepDigests,
+    StepMetrics,
+    kept_sequence,
+    read_digests,
+    read_metrics,
+)
 
 Arrays = dict[str, npt.NDArray[Any]]
 

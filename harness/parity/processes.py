@@ -21,7 +21,7 @@ import psutil
 import harness
 from harness.errors import ConfigError
 from harness.parity.cells import Cell
-from harness.train.metrics import METRICS_FILE, whole_lines
+from harness.train import METRICS_FILE, whole_lines
 
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1

@@ -18,8 +18,8 @@ import harness
 from harness.errors import ConfigError, FormatError
 from harness.parity.cells import Cell
 from harness.parity.processes import Batch, log_file, run_folder
-from harness.storage.files import Marker
-from harness.train.metrics import METRICS_FILE, whole_lines
+from harness.storage import Marker
+from harness.train import METRICS_FILE, whole_lines
 
 _DONE = "cell.json"
 _POLL_S, _MEASURE_S = 0.25, 1.0

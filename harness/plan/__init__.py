@@ -1,0 +1,31 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from harness.plan.hf_config import check_model, find_weights, read_hf_config, to_hf_config
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
+from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig, to_yaml
+from harness.plan.work import Machine
+
+__all__ = [
+    "ROOM",
+    "AssumedPacks",
+    "Machine",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PretrainConfig",
+    "RunConfig",
+    "SftConfig",
+    "TrainerConfig",
+    "check_model",
+    "find_weights",
+    "padded_vocab_size",
+    "plan_run",
+    "read_hf_config",
+    "sequence_cost",
+    "to_hf_config",
+    "to_yaml",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, PrepError
-from harness.storage.files import Marker, write_atomically
+from harness.storage import Marker, write_atomically
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"

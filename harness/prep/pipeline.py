@@ -19,21 +19,29 @@ from harness.formats import FORMATS, Provenance
 from harness.formats.manifest import load_manifest
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
-from harness.prep.engines.chunk import TokenizeJob
-from harness.prep.engines.shard import BAD_RECORDS, Receipt, ShardJob, refuse, shard_folder
-from harness.prep.engines.spool import Split, Spool, divide
-from harness.prep.engines.workers import count_workers, do_shards
+from harness.prep.engines import (
+    BAD_RECORDS,
+    Receipt,
+    ShardJob,
+    Split,
+    Spool,
+    TokenizeJob,
+    count_workers,
+    divide,
+    do_shards,
+    refuse,
+    shard_folder,
+)
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.packing.plan import PACKED_STORAGE, PackingConfig, plan_packs
-from harness.prep.pydoc.source import write_pydoc_corpus
+from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
+from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.reading import cut_shards, read_chunks
 from harness.prep.report import PrepareReport, SplitReport, render_report, to_markdown
 from harness.prep.sources import SourceConfig, files_left_out, list_files
 from harness.prep.stages import Stages
-from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.prep.write import write_packs
-from harness.storage.files import write_atomically
+from harness.storage import write_atomically
 
 # Raised when the same settings begin to give other data.
 _VERSION = 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from harness.formats.manifest import Manifest
-from harness.formats.virtual.plan import open_store, write_plan
-from harness.prep.packing.plan import plan_packs
+from harness.formats.virtual import open_store, write_plan
+from harness.prep.packing import plan_packs
 
 
-def repack(
+def repack_store(
     store: str,
     destination: str,
     *,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from harness.errors import PrepError
-from harness.prep.packing.plan import PackPlan
+from harness.prep.packing import PackPlan
 from harness.records import Int32Array
 
 _BAR = 50

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.storage.files import natural_key
+from harness.storage import natural_key
 
 SOURCE_KINDS = ("files", "pydoc")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

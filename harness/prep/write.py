@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.virtual.store import NAME as VIRTUAL
-from harness.prep.engines.spool import Split
-from harness.prep.packing.plan import PackPlan
+from harness.formats.virtual import NAME as VIRTUAL
+from harness.prep.engines import Split
+from harness.prep.packing import PackPlan
 
 
 def write_packs(
@@ -66,7 +66,7 @@ def _write_virtual(
     store: Path,
 ) -> str:
     """Store the sequences in their own order, one a pack, and beside them the plan."""
-    from harness.formats.virtual.plan import open_store, write_plan
+    from harness.formats.virtual import open_store, write_plan
 
     store.parent.mkdir(exist_ok=True)
     # The tokenizer is named from the dataset's folder.

@@ -16,18 +16,18 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, ScheduleError
 from harness.records import Schedule
-from harness.schedule.as_packed import as_packed
+from harness.schedule.as_packed import place_as_packed
 from harness.schedule.batch import GlobalBatch, SequenceCost
-from harness.schedule.cost_balanced import cost_balanced
-from harness.schedule.dp_balanced import dp_balanced
+from harness.schedule.cost_balanced import place_cost_balanced
+from harness.schedule.dp_balanced import place_dp_balanced
 
 __all__ = ["SCHEDULERS", "GlobalBatch", "ScheduleConfig", "SequenceCost", "schedule"]
 
 SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
     {
-        "as_packed": as_packed,
-        "dp_balanced": dp_balanced,
-        "cost_balanced": cost_balanced,
+        "as_packed": place_as_packed,
+        "dp_balanced": place_dp_balanced,
+        "cost_balanced": place_cost_balanced,
     }
 )
 

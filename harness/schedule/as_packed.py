@@ -9,7 +9,7 @@ from harness.records import Schedule
 from harness.schedule.batch import GlobalBatch, row_offsets
 
 
-def as_packed(batch: GlobalBatch) -> Schedule:
+def place_as_packed(batch: GlobalBatch) -> Schedule:
     """Train what was stored together together; missing rows at the end are empty.
 
     Raises:

@@ -8,9 +8,9 @@ import numpy as np
 
 from harness.records import Int64Array, Schedule
 from harness.schedule.batch import Float64Array, GlobalBatch
-from harness.schedule.dp_balanced import dp_balanced
-from harness.schedule.even_out import even_out
-from harness.schedule.imbalance import Imbalance, imbalance
+from harness.schedule.dp_balanced import place_dp_balanced
+from harness.schedule.even_out import exchange_sequences
+from harness.schedule.imbalance import Imbalance, measure_imbalance
 
 # Ranks are evened out until the busiest costs this many times the mean.
 _EVEN = 1.003
@@ -22,7 +22,7 @@ _PORTIONS = 400
 _PORTION_OF_ROWS = 16
 
 
-def cost_balanced(batch: GlobalBatch) -> Schedule:
+def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     """Place sequences so that ranks cost the same in the step, and rows the same within their microbatch.
 
     Every microbatch aims at a cost: the first at that of the longest sequences, which keep everybody waiting anyway,
@@ -33,7 +33,7 @@ def cost_balanced(batch: GlobalBatch) -> Schedule:
     group more than best-fit packing needs. A placement of `dp_balanced` that is as even and as short is kept.
     """
     costs = batch.cost.of(batch.lengths)
-    in_order = dp_balanced(batch)
+    in_order = place_dp_balanced(batch)
     theirs = _measure(in_order, batch)
     goal, good = min(_EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
     fewest = _microbatches(_rows_needed(batch), batch)
@@ -61,7 +61,7 @@ def _microbatches(rows: int, batch: GlobalBatch) -> int:
 
 
 def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
-    return imbalance(schedule, batch.lengths, capacity=batch.capacity, cost=batch.cost)
+    return measure_imbalance(schedule, batch.lengths, capacity=batch.capacity, cost=batch.cost)
 
 
 def _excess(measured: Imbalance, good_step: float) -> float:
@@ -97,7 +97,7 @@ def _place(batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal:
     row_of = _fill(batch, costs, targets)
     if row_of is None:
         return None
-    return even_out(_dealt(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
+    return exchange_sequences(_dealt(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
 
 
 def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int64Array | None:
@@ -174,7 +174,7 @@ def _with_best_fit(batch: GlobalBatch, costs: Float64Array, goal: float) -> Sche
         placed = _place(batch, costs, num_microbatches, goal)
         if placed is not None:
             return placed
-    return even_out(_dealt(batch, costs, rows, needed), costs, batch, needed, goal)
+    return exchange_sequences(_dealt(batch, costs, rows, needed), costs, batch, needed, goal)
 
 
 def _best_fit(batch: GlobalBatch) -> Int64Array:

@@ -10,7 +10,7 @@ from harness.records import Schedule
 from harness.schedule.batch import GlobalBatch, row_offsets
 
 
-def dp_balanced(batch: GlobalBatch) -> Schedule:
+def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     """Fill rows in order up to capacity, then give sequences of the last rows rows of their own.
 
     While the number of rows is not a multiple of dp_size * group_size, the last sequence of the last row that has

@@ -16,7 +16,7 @@ _WAIT_WEIGHT = 2.0
 _PARTNERS = 3
 
 
-def even_out(
+def exchange_sequences(
     position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int, goal: float
 ) -> Schedule:
     """Move or swap single sequences from the busiest rank to the least busy ones, within capacity.

@@ -35,7 +35,7 @@ class Imbalance:
     num_microbatches: int
 
 
-def imbalance(
+def measure_imbalance(
     schedule: Schedule, lengths: npt.NDArray[np.integer], *, capacity: int, cost: SequenceCost | None = None
 ) -> Imbalance:
     """Measure `schedule` of sequences of these padded lengths, in rows of `capacity` tokens."""

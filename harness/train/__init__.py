@@ -1,0 +1,82 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from harness.train.attempts import EXIT_STOPPED, Stop, decide, note_lost, write_stop
+from harness.train.digests import (
+    FIELDS,
+    DigestWriter,
+    RowDigests,
+    StepDigests,
+    from_json,
+    kept_sequence,
+    merge_ranks,
+    rank_rows,
+    read_digests,
+    to_json,
+)
+from harness.train.folder import (
+    CHECKPOINTS,
+    RUN_FILE,
+    choose_run_folder,
+    leave_early_stop,
+    leave_refusal,
+    open_run_folder,
+    whole_checkpoints,
+)
+from harness.train.loop import OWN_VALIDATION, Evaluation, StepRecord, StepResult, is_due, train
+from harness.train.metrics import (
+    METRICS_FILE,
+    MetricsWriter,
+    StepMetrics,
+    keep_lines_before,
+    plot_loss,
+    read_metrics,
+    step_metrics,
+    whole_lines,
+    write_report,
+)
+from harness.train.progress import RunProgress
+from harness.train.trackers import check_trackers
+
+__all__ = [
+    "CHECKPOINTS",
+    "EXIT_STOPPED",
+    "FIELDS",
+    "METRICS_FILE",
+    "OWN_VALIDATION",
+    "RUN_FILE",
+    "DigestWriter",
+    "Evaluation",
+    "MetricsWriter",
+    "RowDigests",
+    "RunProgress",
+    "StepDigests",
+    "StepMetrics",
+    "StepRecord",
+    "StepResult",
+    "Stop",
+    "check_trackers",
+    "choose_run_folder",
+    "decide",
+    "from_json",
+    "is_due",
+    "keep_lines_before",
+    "kept_sequence",
+    "leave_early_stop",
+    "leave_refusal",
+    "merge_ranks",
+    "note_lost",
+    "open_run_folder",
+    "plot_loss",
+    "rank_rows",
+    "read_digests",
+    "read_metrics",
+    "step_metrics",
+    "to_json",
+    "train",
+    "whole_checkpoints",
+    "whole_lines",
+    "write_report",
+    "write_stop",
+]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError
-from harness.storage.files import Marker
+from harness.storage import Marker
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 
 RESUME = ("false", "true", "auto")

@@ -14,7 +14,7 @@ from typing import Protocol
 from harness.errors import HarnessError
 from harness.loader.plan import StepBatch
 from harness.loader.state import LoaderState
-from harness.plan.settings import TrainerConfig
+from harness.plan import TrainerConfig
 
 # The validation set beside the training set, by which a run is judged.
 OWN_VALIDATION = "validation"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.weights.export import export
+from harness.megatron.export import export_checkpoint
 from harness.plan.settings import SftConfig
 from recipes import sft
 
@@ -58,7 +58,7 @@ def trained(base: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def exported(run: Path, out: Path, *, adapters_only: bool = False) -> Path:
-    export(run, out, adapters_only=adapters_only)
+    export_checkpoint(run, out, adapters_only=adapters_only)
     return out
 
 
@@ -156,6 +156,6 @@ def test_a_run_does_not_go_on_with_other_adapters(base, dataset, trained, tmp_pa
 def test_adapters_that_are_not_there_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
     train(base, dataset, tmp_path / "run", "model.lora_rank=0", "trainer.steps=1")
     with pytest.raises(ConfigError, match="the run trained all weights") as refused:
-        export(tmp_path / "run", tmp_path / "out", adapters_only=True)
+        export_checkpoint(tmp_path / "run", tmp_path / "out", adapters_only=True)
     assert "--adapter" in refused.value.fix
     assert not (tmp_path / "out").exists()

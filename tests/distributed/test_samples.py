@@ -11,8 +11,8 @@ import torch
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.megatron.weights.chat import Chat
-from harness.megatron.weights.export import export
+from harness.megatron.chat import Chat
+from harness.megatron.export import export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep.tokenize.bpe import train_bpe
 from harness.prep.tokenize.tokenizer import end_tokens, tokenizer_hash
@@ -100,7 +100,7 @@ def test_answers_are_those_of_transformers_and_a_run_that_goes_on_repeats_none(
     ]
     assert any(len(line["tokens"]) == TOKENS for line in found)
     assert [line["tokens"] for line in found[:3]] != [line["tokens"] for line in found[3:]]
-    export(tmp_path / "run", tmp_path / "out")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
     # The run's data does not lie beside its tokenizer here.
     for path in model.glob("*token*"):
         (tmp_path / "out" / path.name).write_bytes(path.read_bytes())

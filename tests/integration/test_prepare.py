@@ -13,11 +13,11 @@ from rich.console import Console
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.formats import open_dataset
-from harness.formats.verify import verify
+from harness.formats.verify import verify_dataset
 from harness.prep.chat import parse_line
 from harness.prep.packing.plan import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare
-from harness.prep.repack import repack
+from harness.prep.repack import repack_store
 from harness.prep.sources import SourceConfig
 from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
 
@@ -243,7 +243,7 @@ def test_sequences_stored_once_make_the_same_packs(tmp_path, prepared, chats):
     assert again.splits == report.splits
     assert list(open_dataset(tmp_path / "d" / "train")) == list(open_dataset(path / "train"))
     # Planned anew, it is what a preparation for longer packs makes.
-    repack(str(tmp_path / "d" / "train"), str(tmp_path / "longer"), pack_size=256)
+    repack_store(str(tmp_path / "d" / "train"), str(tmp_path / "longer"), pack_size=256)
     longer, _ = run(settings(tmp_path / "l", chats, pack_size=256, limit=300))
     assert open_dataset(tmp_path / "longer").fingerprint != report.splits["train"].fingerprint
     kept = set(sequences(tmp_path / "longer"))
@@ -251,7 +251,7 @@ def test_sequences_stored_once_make_the_same_packs(tmp_path, prepared, chats):
     assert len(kept) == report.splits["train"].conversations <= longer.splits["train"].conversations
     # The folder is moved as a whole.
     (tmp_path / "d").rename(tmp_path / "moved")
-    assert verify(tmp_path / "moved" / "train") == []
+    assert verify_dataset(tmp_path / "moved" / "train") == []
     reader = open_dataset(tmp_path / "moved" / "train")
     assert (tmp_path / "moved" / "train" / reader.manifest.provenance.tokenizer / "tokenizer.json").exists()
     stored = open_dataset(tmp_path / "moved" / "sequences" / "train").manifest.provenance.tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.formats import FORMATS
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from harness.parity.baselines import BASELINES, against
 from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
 from harness.parity.locate import recorded_run
@@ -55,7 +55,7 @@ def test_a_run_with_four_workers_killed_twice_trains_what_an_undisturbed_one_doe
 ) -> None:
     """Killed in the first epoch (10 steps each) and in the second, off a checkpoint."""
     for split in ("train", "validation"):
-        convert(data / split, tmp_path / "data" / split, format=format)
+        convert_dataset(data / split, tmp_path / "data" / split, format=format)
     folder = tmp_path / "run"
     arguments = command(tmp_path / "data", folder, f"trainer.device={device}", "loader.num_workers=4")
     kill_after(7, arguments, folder)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.formats import FORMATS
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics
@@ -64,7 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_soak_of_2000_steps_grows_in_nothing(source, tmp_path, device, format, persistent) -> None:
     for split in ("train", "validation"):
-        convert(source / split, tmp_path / "data" / split, format=format)
+        convert_dataset(source / split, tmp_path / "data" / split, format=format)
     arguments = [
         *launcher(1),
         "recipes.sft",

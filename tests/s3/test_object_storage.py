@@ -20,9 +20,9 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_datasets, inspect_dataset
-from harness.formats.verify import verify
+from harness.formats.verify import verify_dataset
 from harness.loader.datasets import DataConfig, open_datasets
 from harness.records import Pack
 
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back_and_verifies(proxy: Any, bucket: Any, plac
     reader = open_dataset(place)
     assert list(reader) == PACKS
     assert list(pickle.loads(pickle.dumps(reader))) == PACKS
-    assert verify(place) == []
+    assert verify_dataset(place) == []
     assert find_datasets(place) == [place]
     assert inspect_dataset(place).packs == 64
     assert error_of(lambda: write(place)).what == "the destination already holds a dataset"
@@ -134,7 +134,7 @@ def test_other_formats_are_read_from_one_local_copy(
     assert list(pickle.loads(pickle.dumps(reader)))[:2] == PACKS[:2]
     gets = [one.path for one in proxy.requests if one.method == "GET" and "shard_000001" in one.path]
     assert gets == [], "the second reader downloads nothing of that shard again"
-    assert verify(place) == []
+    assert verify_dataset(place) == []
 
 
 def test_ranks_of_a_machine_download_once(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_copy_that_is_not_what_the_manifest_lists_is_refused(
     assert "shard_000000.bin arrived with the hash" in error.what
     assert error.where == f"{place}/shard_000000"
     assert list((tmp_path / "cache").glob("*.partial")) == []
-    assert any("has the hash" in problem.what for problem in verify(place))
+    assert any("has the hash" in problem.what for problem in verify_dataset(place))
 
 
 def test_a_flipped_bit_and_a_missing_shard_are_errors(proxy: Any, bucket: Any, place: str) -> None:
@@ -340,11 +340,11 @@ def test_wrong_credentials_are_named_and_not_shown(
 
 def test_a_dataset_is_converted_to_and_from_object_storage(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
     local = write(tmp_path / "data", format="binidx")
-    up = convert(local, place, format="parquet")
-    down = convert(place, tmp_path / "back", format="memmap")
+    up = convert_dataset(local, place, format="parquet")
+    down = convert_dataset(place, tmp_path / "back", format="memmap")
     assert up.fingerprint == down.fingerprint
     with pytest.raises(ConfigError, match="the same"):
-        convert(place, place + "/", format="parquet")
+        convert_dataset(place, place + "/", format="parquet")
 
 
 def test_a_prepared_folder_is_found_with_its_two_datasets(proxy: Any, bucket: Any, place: str) -> None:

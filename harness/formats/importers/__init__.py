@@ -1,0 +1,10 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from harness.formats.importers.datasets import CONVENTIONS, import_dataset
+
+__all__ = [
+    "CONVENTIONS",
+    "import_dataset",
+]

@@ -34,9 +34,9 @@ from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.binidx import read_index
 from harness.formats.importers.rows import clear_last_positions, pack_of_bridge_row, pack_of_megatron_lm, pack_of_swift
 from harness.formats.jsonl import JsonlShard
-from harness.indexed.index import BIN, IDX, with_suffix
+from harness.indexed import BIN, IDX, with_suffix
 from harness.records import Pack
-from harness.storage.files import natural_key
+from harness.storage import natural_key
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
 from harness.formats.npy.unpickle import array_of, unpickle_objects
 from harness.records import Pack
-from harness.storage.arrays import npy_header, read_npy_header
-from harness.storage.files import AtomicFile, natural_key
+from harness.storage import AtomicFile, natural_key, npy_header, read_npy_header
 
 SUFFIX = ".npy"
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")

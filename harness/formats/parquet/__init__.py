@@ -1,0 +1,11 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet.writer import ParquetWriter
+
+__all__ = [
+    "ParquetShard",
+    "ParquetWriter",
+]

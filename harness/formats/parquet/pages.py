@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import FormatError
-from harness.storage.ranges import ByteSource
+from harness.storage import ByteSource
 
 # Values of a row group that are decoded without a question: 16 MiB of tokens.
 _FREE_VALUES = 1 << 22

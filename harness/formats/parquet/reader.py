@@ -21,8 +21,7 @@ from harness.formats.parquet.decode import ZSTD, decode_pages
 from harness.formats.parquet.pages import Page, check_extent, count_limit, read_pages, read_row_groups
 from harness.formats.parquet.writer import FIELDS, METADATA_PREFIX, SCHEMA
 from harness.records import Int64Array, Pack
-from harness.storage.ranges import ByteSource, open_source
-from harness.storage.uris import ObjectPath
+from harness.storage import ByteSource, ObjectPath, open_source
 
 CACHE_BYTES = 64 << 20
 

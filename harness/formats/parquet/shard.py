@@ -21,8 +21,7 @@ from harness.formats.manifest import Manifest
 from harness.formats.parquet.reader import ParquetShard
 from harness.formats.parquet.writer import ParquetWriter
 from harness.formats.parts import unpack_index_bytes
-from harness.storage.files import AtomicFile, natural_key
-from harness.storage.uris import ObjectPath
+from harness.storage import AtomicFile, ObjectPath, natural_key
 
 SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")

@@ -21,7 +21,7 @@ from harness.formats.parts import stored_files
 from harness.formats.virtual.store import FORMAT, NAME, PLAN, SEQUENCE_IDS, SequenceShard, check_offsets, map_array
 from harness.formats.writer_local import LocalPackWriter
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage.files import file_digest, sync_folder, write_atomically
+from harness.storage import file_digest, sync_folder, write_atomically
 
 # Each holds five files open.
 _OPEN_SHARDS = 64

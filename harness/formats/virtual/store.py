@@ -29,8 +29,7 @@ from harness.errors import FormatError
 from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.digest import sequence_digest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage.arrays import NpyStream, map_npy, read_npy_header
-from harness.storage.files import natural_key, sync_folder
+from harness.storage import NpyStream, map_npy, natural_key, read_npy_header, sync_folder
 
 INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
 SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"

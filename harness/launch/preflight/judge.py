@@ -49,7 +49,7 @@ class _Said:
     errors: list[tuple[bool, Finding]] = field(default_factory=list)
 
 
-def judge(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> tuple[list[Finding], str]:
+def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> tuple[list[Finding], str]:
     """What is wrong, the causes before what they may have caused; and in a line what is right.
 
     Args:

@@ -15,7 +15,7 @@ from harness.errors import HarnessError
 _ONE_EXCHANGE_S = 3.0
 
 
-def meet(
+def check_meeting(
     address: str, port: int, *, name: str, attempt: str, number: int, num_nodes: int, timeout_s: float
 ) -> dict[str, Any]:
     """Listen as the first node, or ask it who it is; gives the offset of this node's clock from its, in seconds.

@@ -25,8 +25,8 @@ import xxhash
 
 import harness
 from harness.errors import HarnessError
-from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
-from harness.launch.preflight.meet import check_own_name, meet
+from harness.indexed import BIN, IDX, MappedIndex, with_suffix
+from harness.launch.preflight.meet import check_meeting, check_own_name
 from harness.loader.datasets import DataConfig, open_datasets
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")
@@ -104,7 +104,7 @@ def node_checks(
         "disk": lambda: {"gib": shutil.disk_usage(_nearest(run_dir)).free / 2**30},
         "run folder": lambda: share_folder(run_dir, place, timeout_s=timeout_s / 2),
         "own name": lambda: check_own_name(place.num_nodes),
-        "first node": lambda: meet(
+        "first node": lambda: check_meeting(
             address,
             port,
             name=place.node,

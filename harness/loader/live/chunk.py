@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
 from harness.formats.jsonl import JsonlShard
-from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet import ParquetShard
 from harness.loader.live.folder import CHAT, JSONL, PACKS, Contents, LiveFolder, ReadyRecord
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
 from harness.prep.reading import check_messages_column
 from harness.records import Pack
-from harness.storage.files import file_digest
+from harness.storage import file_digest
 
 _WRITE_AGAIN = "write the chunk again under this name, with a record of its own; the run then goes on with resume=true"
 

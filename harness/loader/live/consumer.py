@@ -18,7 +18,7 @@ from harness.loader.plan import Layout, StepBatch
 from harness.loader.state import LoaderState
 from harness.records import Int64Array, Schedule
 from harness.schedule import SequenceCost
-from harness.schedule.imbalance import imbalance
+from harness.schedule.imbalance import measure_imbalance
 from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
 
 ORDER = "live chunks"
@@ -214,7 +214,7 @@ class LiveLoader:
             sequence_ids=ids,
             num_sequences=int(lengths.shape[0]),
             num_tokens=int((lengths - 1).sum()),
-            imbalance=imbalance(
+            imbalance=measure_imbalance(
                 placed,
                 padded_lengths(lengths, layout.multiple),
                 capacity=self._rows.capacity,

@@ -9,8 +9,8 @@ from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.position import Place
 from harness.prep.chat import BadRecord, Conversation
-from harness.prep.packing.stream import Member
-from harness.prep.tokenize.tokenizer import ChatTokenizer, fit_to_pack
+from harness.prep.packing import Member
+from harness.prep.tokenize import ChatTokenizer, fit_to_pack
 from harness.records import SequenceView
 from harness.thd import padded_lengths
 

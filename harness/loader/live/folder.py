@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.files import sync_folder, write_atomically
-from harness.storage.uris import is_uri
+from harness.storage import is_uri, sync_folder, write_atomically
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"

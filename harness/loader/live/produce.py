@@ -17,10 +17,10 @@ from harness.formats.digest import pack_digest
 from harness.formats.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep.chat import BadRecord, Conversation, parse_line
-from harness.prep.packing.stream import Member, StreamPacker, pack_of
+from harness.prep.packing import Member, StreamPacker, pack_of
 from harness.prep.reading import read_chunks
 from harness.prep.sources import list_files
-from harness.prep.tokenize.tokenizer import ChatTokenizer, fit_to_pack
+from harness.prep.tokenize import ChatTokenizer, fit_to_pack
 from harness.records import Pack, SequenceView
 
 STDIN = "-"
@@ -80,7 +80,7 @@ def read_packs(source: str) -> Iterator[Item]:
         reader.close()
 
 
-def produce(
+def produce_chunks(
     producer: LiveProducer,
     items: Iterable[Item],
     *,

@@ -29,7 +29,7 @@ from harness.loader.live.folder import (
     chunk_name,
 )
 from harness.loader.live.writing import ChunkRows, ProducerNote, end_after
-from harness.storage.files import TEMPORARY_SUFFIX, Marker, sync_folder
+from harness.storage import TEMPORARY_SUFFIX, Marker, sync_folder
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20

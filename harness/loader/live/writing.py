@@ -18,11 +18,11 @@ import xxhash
 from harness.errors import FormatError
 from harness.formats.base import ShardOptions
 from harness.formats.jsonl import line_of_pack
-from harness.formats.parquet.writer import ParquetWriter
+from harness.formats.parquet import ParquetWriter
 from harness.loader.live.folder import JSONL, PACKS, EndRecord, ReadyRecord
 from harness.prep.chat import BadRecord, parse_line
 from harness.records import Pack
-from harness.storage.files import AtomicFile, file_digest
+from harness.storage import AtomicFile, file_digest
 
 _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

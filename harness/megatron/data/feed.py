@@ -17,9 +17,8 @@ from megatron.core import parallel_state
 
 from harness.errors import HarnessError
 from harness.loader.plan import Layout, PackSource, StepBatch
-from harness.megatron.job.topology import Topology
-from harness.megatron.job.watchdog import waiting
-from harness.plan.layout import ParallelConfig
+from harness.megatron.job import Topology, waiting
+from harness.plan import ParallelConfig
 from harness.records import Int32Array, Int64Array, Pack
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from harness.loader.live.rank import RankStream
 from harness.loader.plan import StepBatch
 from harness.loader.state import LoaderState
 from harness.megatron.job import runtime
-from harness.prep.tokenize.tokenizer import ChatTokenizer
-from harness.storage.files import Marker
+from harness.prep.tokenize import ChatTokenizer
+from harness.storage import Marker
 
 T = TypeVar("T")
 _TELL_EVERY_S = 1.0

@@ -21,7 +21,7 @@ from harness.loader.state import LoaderState
 from harness.loader.stream import StepStream
 from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
 from harness.schedule import SequenceCost
-from harness.schedule.imbalance import Imbalance, imbalance
+from harness.schedule.imbalance import Imbalance, measure_imbalance
 from harness.thd import padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
 
 
@@ -226,7 +226,7 @@ class SampleReader:
         ends = np.cumsum([0, *(one.shape[0] for one in lengths)])
         schedule = Schedule(self._layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
         full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.multiple)
-        return imbalance(schedule, np.concatenate(lengths), capacity=self._size * int(full[0]), cost=self._cost)
+        return measure_imbalance(schedule, np.concatenate(lengths), capacity=self._size * int(full[0]), cost=self._cost)
 
 
 class SampleLoader:

@@ -32,8 +32,8 @@ from harness.megatron.data.exchange import (
     reroute_samples_to_dcp_ranks,
 )
 from harness.megatron.data.feed import together
-from harness.megatron.job.topology import Topology
-from harness.plan.layout import ParallelConfig
+from harness.megatron.job import Topology
+from harness.plan import ParallelConfig
 from harness.records import Int64Array, Pack, Schedule, SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost, schedule
 from harness.thd import ThdBatch, padded_lengths

@@ -23,7 +23,7 @@ def _nccl_version() -> tuple[int, ...]:
     return version()
 
 
-def all_reduce(*, timeout_s: float) -> dict[str, Any]:
+def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
     """Add up a tensor over all ranks of this process's job, by NCCL on GPUs and by gloo without.
 
     Returns:

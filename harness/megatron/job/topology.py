@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core import parallel_state
 
-from harness.plan.layout import ParallelConfig
+from harness.plan import ParallelConfig
 
 
 @dataclass(frozen=True)

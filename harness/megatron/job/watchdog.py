@@ -26,7 +26,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from harness.errors import HarnessError, LoaderError, LostRankError
-from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
+from harness.train import EXIT_STOPPED, Stop, write_stop
 
 EXIT_HANG = 70
 # What a rank does while it waits for the others: the others' own work is the likelier cause of a standstill.

@@ -23,9 +23,8 @@ from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.model.attention import RMSNorm, VarlenAttention
 from harness.megatron.model.lora import add_adapters
-from harness.megatron.weights.mapping import Shard
-from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig, padded_vocab_size
+from harness.megatron.weights import Shard
+from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:

@@ -27,8 +27,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 from harness.errors import ConfigError
-from harness.megatron.weights.mapping import ADAPTER, Shard, to_hf
-from harness.plan.model import ModelConfig
+from harness.megatron.weights import ADAPTER, Shard, to_hf
+from harness.plan import ModelConfig
 
 # Linear layers by what they are called in `model.lora_targets`, and where they are.
 _PLACES = {

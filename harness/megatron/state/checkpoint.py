@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
 from harness.loader.state import LoaderState
-from harness.megatron.job.watchdog import is_about_ranks
+from harness.megatron.job import is_about_ranks
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.step import MegatronStep
-from harness.train.folder import RUN_FILE, whole_checkpoints
+from harness.train import RUN_FILE, whole_checkpoints
 
 
 @dataclass(frozen=True)

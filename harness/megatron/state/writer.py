@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError
 from harness.megatron import compat
-from harness.megatron.job.runtime import on_rank_0
+from harness.megatron.job import on_rank_0
 from harness.megatron.state.checkpoint import Progress, model_state
 from harness.megatron.step import MegatronStep
-from harness.train.folder import RUN_FILE, whole_checkpoints
+from harness.train import RUN_FILE, whole_checkpoints
 
 
 class CheckpointWriter:

@@ -18,7 +18,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import FormatError
-from harness.plan.model import ModelConfig
+from harness.plan import ModelConfig
 
 # In the names of parameters that `harness.megatron.model.lora` puts beside the model's own.
 ADAPTER = "_adapter."

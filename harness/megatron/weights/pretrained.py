@@ -9,11 +9,10 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError
-from harness.megatron.job.topology import Topology
+from harness.megatron.job import Topology
 from harness.megatron.weights.mapping import HfWeights, Shard, check_weights, fill_model
-from harness.plan.hf_config import check_model, find_weights, read_hf_config
-from harness.plan.model import ModelConfig
-from harness.prep.tokenize.tokenizer import tokenizer_hash
+from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
+from harness.prep.tokenize import tokenizer_hash
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from harness.prep.chat import BadRecord, Conversation
 from harness.prep.reading import Chunk
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig, fit_to_pack
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
 from harness.records import Int32Array, UInt8Array
 
 

@@ -25,8 +25,8 @@ from harness.errors import HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord
 from harness.prep.engines.chunk import TokenizedChunk, TokenizeJob, tokenize_chunk
 from harness.prep.reading import Shard, read_shard
-from harness.prep.tokenize.tokenizer import ChatTokenizer
-from harness.storage.files import sync_folder
+from harness.prep.tokenize import ChatTokenizer
+from harness.storage import sync_folder
 
 RECEIPT = "receipt.json"
 SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS = "sequences.bin", "input_ids.bin", "loss_mask.bin", "bad_records.jsonl"

@@ -15,7 +15,7 @@ from harness.errors import HarnessError, PrepError
 from harness.prep.engines.chunk import TokenizeJob
 from harness.prep.engines.shard import Receipt, ShardJob, do_shard
 from harness.prep.reading import Shard
-from harness.prep.tokenize.tokenizer import ChatTokenizer
+from harness.prep.tokenize import ChatTokenizer
 
 # Below this many bytes of source, starting processes takes longer than tokenising.
 _WORKERS_PAY_BYTES = 64 << 20

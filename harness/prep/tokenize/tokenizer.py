@@ -17,7 +17,7 @@ import numpy as np
 from harness.checks import require_at_least, require_choice
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.packing.plan import MIN_SEQUENCE_TOKENS
+from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.bpe import INSTALL_FIX, MIN_VOCAB_SIZE
 from harness.prep.tokenize.mask import Span, mask_of_encoding
 from harness.records import SequenceView

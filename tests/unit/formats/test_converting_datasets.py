@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import FORMATS, PackReader, Provenance, open_dataset, open_writer
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
@@ -27,7 +27,7 @@ def write(path: Path, *, format: str = "parquet", packs: list[Pack] = PACKS) -> 
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("target", FORMATS)
 def test_every_format_becomes_every_other(tmp_path: Path, source: str, target: str) -> None:
-    manifest = convert(write(tmp_path / "a", format=source), tmp_path / "b", format=target, packs_per_shard=2)
+    manifest = convert_dataset(write(tmp_path / "a", format=source), tmp_path / "b", format=target, packs_per_shard=2)
     reader = open_dataset(tmp_path / "b")
     assert list(reader) == PACKS
     assert (reader.format, reader.pack_size) == (target, 8)
@@ -37,9 +37,9 @@ def test_every_format_becomes_every_other(tmp_path: Path, source: str, target: s
 
 
 def test_bare_files_become_a_dataset_and_go_back(tmp_path: Path) -> None:
-    convert(write(tmp_path / "a"), tmp_path / "bare.npy", format="npy")
+    convert_dataset(write(tmp_path / "a"), tmp_path / "bare.npy", format="npy")
     assert open_dataset(tmp_path / "bare.npy").manifest is None
-    convert(tmp_path / "bare.npy", tmp_path / "b", format="memmap", pack_size=8)
+    convert_dataset(tmp_path / "bare.npy", tmp_path / "b", format="memmap", pack_size=8)
     assert open_dataset(tmp_path / "b").fingerprint == open_dataset(tmp_path / "a").fingerprint
 
 
@@ -57,7 +57,7 @@ def test_an_interrupted_conversion_goes_on_after_its_last_whole_shard(tmp_path: 
 
         PackReader.read = dying  # type: ignore[method-assign,assignment]
         try:
-            convert(source, tmp_path / "b", format="memmap", packs_per_shard=2)
+            convert_dataset(source, tmp_path / "b", format="memmap", packs_per_shard=2)
         except AttributeError:
             os._exit(5)
 
@@ -66,7 +66,9 @@ def test_an_interrupted_conversion_goes_on_after_its_last_whole_shard(tmp_path: 
     child.join()
     assert child.exitcode == 5
     written = (tmp_path / "b" / "shard_000001" / "input_ids.npy").stat()
-    convert(source, tmp_path / "b", format="memmap", packs_per_shard=2, progress=lambda *values: seen.append(values))
+    convert_dataset(
+        source, tmp_path / "b", format="memmap", packs_per_shard=2, progress=lambda *values: seen.append(values)
+    )
     assert (tmp_path / "b" / "shard_000001" / "input_ids.npy").stat().st_mtime_ns == written.st_mtime_ns
     assert list(open_dataset(tmp_path / "b")) == PACKS
     assert seen == [("convert", 7, 7)]
@@ -74,14 +76,14 @@ def test_an_interrupted_conversion_goes_on_after_its_last_whole_shard(tmp_path: 
 
 def test_a_finished_conversion_is_left_as_it_is(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    first = convert(source, tmp_path / "b", format="binidx")
+    first = convert_dataset(source, tmp_path / "b", format="binidx")
     before = (tmp_path / "b" / "manifest.json").stat().st_mtime_ns
-    assert convert(source, tmp_path / "b", format="binidx") == first
+    assert convert_dataset(source, tmp_path / "b", format="binidx") == first
     assert (tmp_path / "b" / "manifest.json").stat().st_mtime_ns == before
     with pytest.raises(FormatError, match="already holds a dataset"):
-        convert(source, tmp_path / "b", format="jsonl")
+        convert_dataset(source, tmp_path / "b", format="jsonl")
     with pytest.raises(FormatError, match="already holds a dataset"):
-        convert(write(tmp_path / "c", packs=PACKS[:2]), tmp_path / "b", format="binidx")
+        convert_dataset(write(tmp_path / "c", packs=PACKS[:2]), tmp_path / "b", format="binidx")
 
 
 def test_a_destination_that_differs_names_the_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,22 +93,22 @@ def test_a_destination_that_differs_names_the_first_pack(tmp_path: Path, monkeyp
         "harness.formats.convert.open_dataset", lambda path: open_dataset(other if Path(path).name == "b" else path)
     )
     with pytest.raises(FormatError, match=r"first difference: pack 4, input_ids\[0\]: 5 and 9"):
-        convert(source, tmp_path / "b", format="memmap", overwrite=True)
+        convert_dataset(source, tmp_path / "b", format="memmap", overwrite=True)
 
 
 def test_a_pack_that_the_format_cannot_express_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "a", packs=[*PACKS[:2], Pack([1, 2, 3], [0, 1, 1], [0])])
     with pytest.raises(FormatError, match="pack 2 trains position 2, the last of its sequence"):
-        convert(source, tmp_path / "b", format="jsonl")
+        convert_dataset(source, tmp_path / "b", format="jsonl")
 
 
 def test_a_dataset_is_not_converted_onto_itself(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
     with pytest.raises(ConfigError, match="source and destination are the same"):
-        convert(source, tmp_path / "x" / ".." / "a", format="npy", overwrite=True)
+        convert_dataset(source, tmp_path / "x" / ".." / "a", format="npy", overwrite=True)
     assert list(open_dataset(source)) == PACKS
 
 
 def test_a_smaller_pack_size_is_refused_by_the_packs_number(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="pack 0 has 4 tokens, more than pack_size 3"):
-        convert(write(tmp_path / "a"), tmp_path / "b", format="memmap", pack_size=3)
+        convert_dataset(write(tmp_path / "a"), tmp_path / "b", format="memmap", pack_size=3)

@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, load_format, open_dataset, open_writer
-from harness.formats.verify import verify
+from harness.formats.verify import verify_dataset
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 300, 70_000, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(6)]
@@ -76,7 +76,7 @@ def fuzz(path: Path, files: list[Path], count: int, *, checked: bool) -> int:
         except FormatError:
             refused += 1
         if checked and number % 20 == 0:
-            verify(path)
+            verify_dataset(path)
         file.write_bytes(originals[file])
     return refused
 

@@ -11,7 +11,7 @@ import xxhash
 
 from harness.errors import Problem
 from harness.formats import FORMATS, open_dataset, open_writer
-from harness.formats.verify import Difference, diff, verify
+from harness.formats.verify import Difference, diff_datasets, verify_dataset
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
@@ -27,7 +27,7 @@ def write(path: Path, *, format: str = "parquet", packs: list[Pack] = PACKS) -> 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_whole_dataset_has_no_problems(tmp_path: Path, format: str) -> None:
     seen: list[tuple[int, int]] = []
-    assert verify(write(tmp_path / "a", format=format), progress=lambda *values: seen.append(values)) == []
+    assert verify_dataset(write(tmp_path / "a", format=format), progress=lambda *values: seen.append(values)) == []
     assert seen[-1] == (7, 7)
 
 
@@ -42,10 +42,10 @@ def test_any_changed_byte_of_any_stored_file_is_reported(tmp_path: Path, format:
         damaged = bytearray(original)
         damaged[len(original) // 2] ^= 1
         (path / stored).write_bytes(damaged)
-        problems = verify(path)
+        problems = verify_dataset(path)
         assert any("has the hash" in one.what and one.where == str(path / stored) for one in problems)
         (path / stored).write_bytes(original)
-    assert verify(path) == []
+    assert verify_dataset(path) == []
 
 
 def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> Non
     with (path / "shard_000002" / "packed_len.npy").open("ab") as file:
         file.write(b"x")
     (path / "shard_000009").mkdir()
-    whats = [problem.what for problem in verify(path)]
+    whats = [problem.what for problem in verify_dataset(path)]
     assert "a file of shard 1 is missing: No such file or directory" in whats
     assert "a file of shard 2 has 137 bytes, the manifest says 136" in whats
     assert "1 shards are not in the manifest, such as shard_000009" in whats
@@ -76,7 +76,7 @@ def test_an_index_of_other_lengths_than_the_packs_is_reported(tmp_path: Path) ->
     values = json.loads((path / "manifest.json").read_text())
     next(one for one in values["index"] if one["path"].endswith("lengths.npy"))["xxh3"] = xxhash.xxh3_64_hexdigest(data)
     (path / "manifest.json").write_text(json.dumps(values))
-    assert [one.what for one in verify(path)] == ["pack 6 holds sequences of other lengths than the index"]
+    assert [one.what for one in verify_dataset(path)] == ["pack 6 holds sequences of other lengths than the index"]
 
 
 def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
     values["num_trained_tokens"] -= 1
     values["fingerprint"] = "0" * 32
     (path / "manifest.json").write_text(json.dumps(values))
-    whats = [problem.what for problem in verify(path)]
+    whats = [problem.what for problem in verify_dataset(path)]
     assert whats[:2] == [
         "the manifest has num_tokens 29, the packs make 28",
         "the manifest has num_trained_tokens 13, the packs make 14",
@@ -95,22 +95,22 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
 
 
 def test_what_is_no_dataset_is_one_problem(tmp_path: Path) -> None:
-    assert verify(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"))]
+    assert verify_dataset(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"))]
     path = write(tmp_path / "a")
     (path / "manifest.json").write_text("{")
-    assert len(verify(path)) == 1
+    assert len(verify_dataset(path)) == 1
 
 
 def test_bare_files_are_held_to_the_invariants(tmp_path: Path) -> None:
     row = {"input_ids": [1, 2], "loss_mask": [0, 0], "seq_start_id": [0]}
     np.save(tmp_path / "a.npy", [row, row], allow_pickle=True)  # type: ignore[arg-type]
-    assert verify(tmp_path / "a.npy") == []
+    assert verify_dataset(tmp_path / "a.npy") == []
     np.save(tmp_path / "a.npy", [row, {**row, "loss_mask": [0, 5]}], allow_pickle=True)  # type: ignore[arg-type]
-    assert "pack 1 has loss_mask 5 at position 1" in verify(tmp_path / "a.npy")[0].what
+    assert "pack 1 has loss_mask 5 at position 1" in verify_dataset(tmp_path / "a.npy")[0].what
 
 
 def test_equal_datasets_of_two_formats_have_no_difference(tmp_path: Path) -> None:
-    assert diff(write(tmp_path / "a"), write(tmp_path / "b", format="jsonl")) is None
+    assert diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", format="jsonl")) is None
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_equal_datasets_of_two_formats_have_no_difference(tmp_path: Path) -> Non
 )
 def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: Difference, text: str) -> None:
     changed = [*PACKS[:4], other, *PACKS[5:6], PACKS[0]]
-    found = diff(write(tmp_path / "a"), write(tmp_path / "b", format="memmap", packs=changed))
+    found = diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", format="memmap", packs=changed))
     assert found == expected
     assert text in str(found)
 
 
 def test_a_dataset_that_goes_on_longer_differs_in_its_number_of_packs(tmp_path: Path) -> None:
-    found = diff(write(tmp_path / "a"), write(tmp_path / "b", packs=PACKS[:5]))
+    found = diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", packs=PACKS[:5]))
     assert found == Difference(None, "num_packs", None, 7, 5)
     assert str(found) == "num_packs: 7 and 5"

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.remote import RemoteFolder
-from harness.formats.verify import diff, verify
+from harness.formats.verify import diff_datasets, verify_dataset
 from harness.formats.virtual.plan import open_store, write_plan
 from harness.formats.virtual.store import FORMAT
 from harness.prep.packing.plan import plan_packs
-from harness.prep.repack import repack
+from harness.prep.repack import repack_store
 from harness.records import Pack
 from harness.storage.uris import ObjectPath
 
@@ -60,7 +60,7 @@ def materialise(path: Path, *, pack_size: int, seed: int = 0, format: str = "par
 
 @pytest.mark.parametrize(("pack_size", "seed"), [(8, 0), (8, 1), (16, 0), (100, 7)])
 def test_a_plan_reads_as_the_packs_that_it_stands_for(tmp_path: Path, store: Path, pack_size: int, seed: int) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=pack_size, seed=seed)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=pack_size, seed=seed)
     written = materialise(tmp_path / "written", pack_size=pack_size, seed=seed)
     plan, packs = open_dataset(tmp_path / "plan"), open_dataset(written)
     assert list(plan) == list(packs)
@@ -68,8 +68,8 @@ def test_a_plan_reads_as_the_packs_that_it_stands_for(tmp_path: Path, store: Pat
     assert plan.pack_offsets.tolist() == packs.pack_offsets.tolist()
     assert plan.sequence_lengths.tolist() == packs.sequence_lengths.tolist()
     assert plan.read([-1, 0, 0]) == packs.read([-1, 0, 0])
-    assert diff(tmp_path / "plan", written) is None
-    assert verify(tmp_path / "plan") == []
+    assert diff_datasets(tmp_path / "plan", written) is None
+    assert verify_dataset(tmp_path / "plan") == []
     assert plan.manifest is not None
     assert packs.manifest is not None
     for name in ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "pack_size"):
@@ -78,7 +78,7 @@ def test_a_plan_reads_as_the_packs_that_it_stands_for(tmp_path: Path, store: Pat
 
 def test_a_plan_copies_no_token(tmp_path: Path, store: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
     assert sorted(path.relative_to(tmp_path / "plan").as_posix() for path in (tmp_path / "plan").rglob("*.*")) == [
         "index/pack_offsets.npy",
@@ -91,9 +91,9 @@ def test_a_plan_copies_no_token(tmp_path: Path, store: Path) -> None:
 
 
 def test_a_plan_is_planned_again_over_its_store(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "first"), pack_size=8)
-    repack(str(tmp_path / "first"), str(tmp_path / "deep" / "second"), pack_size=16, seed=3)
-    assert diff(tmp_path / "deep" / "second", materialise(tmp_path / "w", pack_size=16, seed=3)) is None
+    repack_store(str(store), str(tmp_path / "first"), pack_size=8)
+    repack_store(str(tmp_path / "first"), str(tmp_path / "deep" / "second"), pack_size=16, seed=3)
+    assert diff_datasets(tmp_path / "deep" / "second", materialise(tmp_path / "w", pack_size=16, seed=3)) is None
     plan = json.loads((tmp_path / "deep" / "second" / "shard_000000" / "plan.json").read_text())
     assert plan["store"] == "../../store"
     assert plan["shards"] == [["shard_000000", 3], ["shard_000001", 3], ["shard_000002", 1]]
@@ -102,25 +102,25 @@ def test_a_plan_is_planned_again_over_its_store(tmp_path: Path, store: Path) -> 
 def test_any_dataset_becomes_a_store_once(tmp_path: Path) -> None:
     source = materialise(tmp_path / "memmap", pack_size=8, format="memmap")
     with pytest.raises(FormatError, match="a dataset of format memmap, expected a sequence store") as caught:
-        repack(str(source), str(tmp_path / "plan"), pack_size=16)
+        repack_store(str(source), str(tmp_path / "plan"), pack_size=16)
     assert "harness convert" in caught.value.fix
-    convert(source, tmp_path / "store", format="virtual")
-    repack(str(tmp_path / "store"), str(tmp_path / "plan"), pack_size=16)
+    convert_dataset(source, tmp_path / "store", format="virtual")
+    repack_store(str(tmp_path / "store"), str(tmp_path / "plan"), pack_size=16)
     found = [one.input_ids.tolist() for pack in open_dataset(tmp_path / "plan") for one in pack.sequences()]
     assert sorted(found) == SEQUENCES
 
 
 @pytest.mark.parametrize("format", ["npy", "parquet", "memmap", "binidx", "jsonl", "virtual"])
 def test_a_plan_becomes_every_format(tmp_path: Path, store: Path, format: str) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
-    manifest = convert(tmp_path / "plan", tmp_path / "out", format=format)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
+    manifest = convert_dataset(tmp_path / "plan", tmp_path / "out", format=format)
     assert manifest.fingerprint == open_dataset(tmp_path / "plan").fingerprint
-    assert verify(tmp_path / "out") == []
+    assert verify_dataset(tmp_path / "out") == []
 
 
 def test_the_fingerprint_is_taken_once_and_kept(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "plan"
-    repack(str(store), str(path), pack_size=8)
+    repack_store(str(store), str(path), pack_size=8)
     fingerprint = open_dataset(path).fingerprint
     # Without its tokens it could not be taken again.
     for name in ("shard_000000", "shard_000001", "shard_000002"):
@@ -135,7 +135,7 @@ def test_the_fingerprint_is_taken_once_and_kept(tmp_path: Path, store: Path) -> 
 
 
 def test_of_several_processes_one_takes_the_fingerprint(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     kept = KeptFingerprint(tmp_path / "plan")
 
     def take(number: int) -> str:
@@ -159,15 +159,15 @@ def test_of_several_processes_one_takes_the_fingerprint(tmp_path: Path, store: P
 
 def test_a_fingerprint_that_is_not_that_of_the_packs_is_reported(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "plan"
-    repack(str(store), str(path), pack_size=8)
+    repack_store(str(store), str(path), pack_size=8)
     _ = open_dataset(path).fingerprint
     kept = json.loads((path / "fingerprint.json").read_text())
     (path / "fingerprint.json").write_text(json.dumps(kept | {"fingerprint": "0" * 32}))
-    assert ["has the fingerprint 000" in one.what for one in verify(path)] == [True]
+    assert ["has the fingerprint 000" in one.what for one in verify_dataset(path)] == [True]
 
 
 def test_plan_and_store_are_moved_together(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     packs = list(open_dataset(tmp_path / "plan"))
     (tmp_path / "elsewhere").mkdir()
     for name in ("store", "plan"):
@@ -179,7 +179,7 @@ def test_plan_and_store_are_moved_together(tmp_path: Path, store: Path) -> None:
 
 
 def test_a_store_that_is_gone_or_another_one_is_named(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     store.rename(tmp_path / "moved")
     with pytest.raises(FormatError, match="sequence store cannot be read: No such file") as caught:
         open_dataset(tmp_path / "plan")[0]
@@ -191,12 +191,12 @@ def test_a_store_that_is_gone_or_another_one_is_named(tmp_path: Path, store: Pat
     with pytest.raises(FormatError, match="not the one that was planned over") as caught:
         open_dataset(tmp_path / "plan")[0]
     assert f"harness repack {store} {tmp_path / 'plan'} --overwrite" in caught.value.fix
-    assert "not the one that was planned over" in verify(tmp_path / "plan")[0].what
+    assert "not the one that was planned over" in verify_dataset(tmp_path / "plan")[0].what
 
 
 def test_every_changed_byte_of_store_or_plan_is_an_error_or_changes_nothing(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "plan"
-    repack(str(store), str(path), pack_size=8)
+    repack_store(str(store), str(path), pack_size=8)
     packs = list(open_dataset(path))
     generator = np.random.default_rng(1)
     caught = tried = 0
@@ -217,7 +217,7 @@ def test_every_changed_byte_of_store_or_plan_is_an_error_or_changes_nothing(tmp_
 
 
 def test_a_changed_token_is_named_with_its_sequence(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     file = store / "shard_000001" / "input_ids.npy"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -225,12 +225,12 @@ def test_a_changed_token_is_named_with_its_sequence(tmp_path: Path, store: Path)
     with pytest.raises(FormatError, match="sequence 2 does not match its checksum") as caught:
         list(open_dataset(tmp_path / "plan"))
     assert caught.value.where == str(file)
-    problems = verify(tmp_path / "plan")
+    problems = verify_dataset(tmp_path / "plan")
     assert [problem.what for problem in problems] == ["sequence 2 does not match its checksum"]
 
 
 def test_equally_long_sequences_that_change_places_in_a_plan_are_found(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     file = tmp_path / "plan" / "shard_000000" / "sequence_ids.npy"
     ids = np.load(file)
     one, other = np.flatnonzero((ids == 1) | (ids == 4))
@@ -258,21 +258,21 @@ def test_a_plan_must_hold_each_sequence_once(tmp_path: Path, store: Path) -> Non
 
 def test_what_cannot_be_planned_leaves_nothing(tmp_path: Path, store: Path) -> None:
     with pytest.raises(PrepError, match="longer than pack_size 4"):
-        repack(str(store), str(tmp_path / "plan"), pack_size=4)
+        repack_store(str(store), str(tmp_path / "plan"), pack_size=4)
     with pytest.raises(ConfigError, match="the store itself"):
-        repack(str(store), str(store), pack_size=8, overwrite=True)
+        repack_store(str(store), str(store), pack_size=8, overwrite=True)
     with pytest.raises(FormatError, match="no dataset, expected a sequence store"):
-        repack(str(tmp_path / "none"), str(tmp_path / "plan"), pack_size=8)
+        repack_store(str(tmp_path / "none"), str(tmp_path / "plan"), pack_size=8)
     assert not (tmp_path / "plan").exists()
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     with pytest.raises(FormatError, match="already holds a dataset"):
-        repack(str(store), str(tmp_path / "plan"), pack_size=16)
-    repack(str(store), str(tmp_path / "plan"), pack_size=16, overwrite=True)
+        repack_store(str(store), str(tmp_path / "plan"), pack_size=16)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=16, overwrite=True)
     assert open_dataset(tmp_path / "plan").pack_size == 16
 
 
 def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path) -> None:
-    manifest = repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    manifest = repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     folder = RemoteFolder(ObjectPath.parse("s3://bucket/plan"), {})
     with pytest.raises(FormatError, match="a plan over a sequence store is read from disks only") as caught:
         folder.open_unchecked(manifest, FORMAT)
@@ -280,7 +280,7 @@ def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path
 
 
 def test_a_child_process_reads_with_files_of_its_own(tmp_path: Path, store: Path) -> None:
-    repack(str(store), str(tmp_path / "plan"), pack_size=8)
+    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     reader = open_dataset(tmp_path / "plan")
     packs = list(reader)
     child = os.fork()

@@ -14,7 +14,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, load_format, open_dataset, open_writer
-from harness.formats.convert import convert
+from harness.formats.convert import convert_dataset
 from harness.records import Pack
 from harness.storage.files import AtomicFile
 
@@ -126,7 +126,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, destination: Path, format: str) -> None:
-    convert(source, destination, format=format, packs_per_shard=2)
+    convert_dataset(source, destination, format=format, packs_per_shard=2)
 
 
 def attempt(source: Path, destination: Path, format: str, disk: Disk) -> None:

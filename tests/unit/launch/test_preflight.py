@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import HarnessError
-from harness.launch.preflight.judge import Limits, judge
-from harness.launch.preflight.meet import meet
+from harness.launch.preflight.judge import Limits, judge_nodes
+from harness.launch.preflight.meet import check_meeting
 from harness.launch.preflight.probe import Place, read_gpus, run_checks, share_folder
 
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
@@ -46,7 +46,7 @@ LIMITS = Limits(gpus=2, min_shm_mib=1024, min_disk_gib=10, max_clock_offset_s=2)
 
 
 def test_good_nodes_are_told_in_a_line():
-    findings, right = judge(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS)
+    findings, right = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS)
     assert findings == []
     expected = "3 nodes, 2 GPUs each, python 3.12.3, torch 2.9.0, megatron-core 0.19.2, clocks within 1.0 ms"
     assert right == expected
@@ -77,7 +77,7 @@ def test_good_nodes_are_told_in_a_line():
     ],
 )
 def test_the_one_node_that_differs_is_named_with_what_to_do(check, facts, said):
-    findings, _ = judge(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS)
+    findings, _ = judge_nodes(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS)
     assert findings[0].node == "n3"
     assert findings[0].what.startswith(said)
     assert all(finding.fix for finding in findings)
@@ -85,8 +85,8 @@ def test_the_one_node_that_differs_is_named_with_what_to_do(check, facts, said):
 
 def test_an_image_of_other_code_than_what_submitted_is_told():
     nodes = ["n1", "n2"]
-    assert judge(lines(*nodes), nodes, replace(LIMITS, code="ab"))[0] == []
-    findings, _ = judge(lines(*nodes), nodes, replace(LIMITS, code="cd"))
+    assert judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="ab"))[0] == []
+    findings, _ = judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="cd"))
     assert [finding.node for finding in findings] == nodes
     assert "not those that submitted the job (code cd)" in findings[0].what
     assert "docker/build.sh" in findings[0].fix
@@ -98,7 +98,7 @@ def test_a_silent_node_is_named_first_and_those_that_waited_for_another_last():
         "slurmstepd: something else",
         line("n2", "dataset /d", error="there is no dataset", where="/d", fix="copy it"),
     ]
-    findings, _ = judge(said, ["n1", "n2", "n3"], Limits())
+    findings, _ = judge_nodes(said, ["n1", "n2", "n3"], Limits())
     assert [finding.node for finding in findings] == ["n3", "n2", "n1"]
     assert str(findings[1]) == "n2: dataset /d: there is no dataset (/d)\n  fix:   copy it"
     assert findings[0].what == "the node has said nothing"
@@ -106,7 +106,7 @@ def test_a_silent_node_is_named_first_and_those_that_waited_for_another_last():
 
 def test_of_many_ranks_of_a_node_every_error_is_told():
     said = [line("n1", "all-reduce", rank=rank, error="no GPU", where="", fix="x") for rank in (0, 1)]
-    findings, _ = judge(said, ["n1"], Limits())
+    findings, _ = judge_nodes(said, ["n1"], Limits())
     assert [finding.what for finding in findings] == ["rank 0, all-reduce: no GPU", "rank 1, all-reduce: no GPU"]
 
 
@@ -134,7 +134,7 @@ def test_nodes_meet_at_the_first_one_and_compare_clocks():
     port, found = free_port(), {}
 
     def join(number: int) -> None:
-        found[number] = meet(
+        found[number] = check_meeting(
             socket.gethostname(), port, name=f"n{number}", attempt="7.0", number=number, num_nodes=3, timeout_s=20
         )
 
@@ -159,30 +159,30 @@ def test_nodes_meet_at_the_first_one_and_compare_clocks():
 def test_an_address_that_cannot_be_the_first_nodes_is_refused_at_once(address, said):
     began = time.monotonic()
     with pytest.raises(HarnessError, match=said):
-        meet(address, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=20)
+        check_meeting(address, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=20)
     assert time.monotonic() - began < 10
 
 
 def test_an_address_where_nobody_or_another_job_answers_is_refused():
     own = socket.gethostname()
     with pytest.raises(HarnessError, match="does not answer at MASTER_ADDR"):
-        meet(own, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=0.3)
+        check_meeting(own, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=0.3)
     port = free_port()
     first = threading.Thread(
-        target=meet,
+        target=check_meeting,
         args=(own, port),
         daemon=True,
         kwargs={"name": "n1", "attempt": "8.0", "number": 0, "num_nodes": 2, "timeout_s": 3},
     )
     first.start()
     with pytest.raises(HarnessError, match="is no node of this job"):
-        meet(own, port, name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=1)
+        check_meeting(own, port, name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=1)
     first.join()
 
 
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("", 0)) as server, pytest.raises(HarnessError, match="cannot listen on port"):
-        meet("n1", server.getsockname()[1], name="n1", attempt="7.0", number=0, num_nodes=1, timeout_s=1)
+        check_meeting("n1", server.getsockname()[1], name="n1", attempt="7.0", number=0, num_nodes=1, timeout_s=1)
 
 
 def test_a_folder_that_other_nodes_do_not_have_is_not_shared(tmp_path):

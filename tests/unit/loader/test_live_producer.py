@@ -21,7 +21,7 @@ from harness.formats import open_dataset
 from harness.formats.jsonl import line_of_pack
 from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.folder import LiveFolder, chunk_name
-from harness.loader.live.produce import Item, Packing, produce, read_conversations, read_packs
+from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
 from harness.loader.live.producer import LiveProducer
 from harness.prep.tokenize.bpe import train_bpe
 from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
@@ -79,7 +79,7 @@ def killed(folder: Path, given: list[Item], **settings: bool) -> None:
 
     producer = LiveProducer(folder, rows_per_chunk=3, max_waiting=100)
     with pytest.raises(Killed):
-        produce(producer, until_killed(), **settings)
+        produce_chunks(producer, until_killed(), **settings)
     producer.close()
 
 
@@ -89,7 +89,7 @@ def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path:
     (tmp_path / "chunk_00009.jsonl.tmp").write_text("half")
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as again:
         assert again.num_rows == killed_at - killed_at % 3
-        produce(again, items(10))
+        produce_chunks(again, items(10))
         again.end()
     assert rows_of(tmp_path) == some_chats(10)
     assert [path.name for path in sorted(tmp_path.glob("chunk_*.jsonl"))] == [chunk_name(index) for index in range(4)]
@@ -98,17 +98,17 @@ def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path:
 
 def test_a_chunk_without_its_record_is_written_again_and_one_of_another_producer_is_not(tmp_path: Path) -> None:
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
-        produce(producer, items(4))
+        produce_chunks(producer, items(4))
     # Killed between a chunk and its record, which the lock file tells.
     (tmp_path / chunk_name(2)).write_text("half a chunk")
     told = json.loads((tmp_path / "_producer").read_text())
     (tmp_path / "_producer").write_text(json.dumps({**told, "writing": 2}))
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
-        produce(producer, items(6))
+        produce_chunks(producer, items(6))
     assert rows_of(tmp_path) == some_chats(6)
     (tmp_path / chunk_name(3)).write_text("of somebody else\n")
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
-        produce(producer, items(8))
+        produce_chunks(producer, items(8))
         producer.end()
     assert (tmp_path / chunk_name(3)).read_text() == "of somebody else\n"
     assert (tmp_path / chunk_name(4)).exists()
@@ -134,16 +134,16 @@ def test_a_chunk_that_another_program_writes_meanwhile_is_not_overwritten(tmp_pa
 
 def test_another_input_is_refused_and_new_rows_can_be_appended(tmp_path: Path) -> None:
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
-        produce(producer, items(4))
+        produce_chunks(producer, items(4))
     changed = [Item(b'{"messages": []}', "changed"), *items(5)[1:]]
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 4 items are not those"):
-        produce(producer, changed)
+        produce_chunks(producer, changed)
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, and 4 of it are in"):
-        produce(producer, items(3))
+        produce_chunks(producer, items(3))
     with LiveProducer(tmp_path) as producer:
-        produce(producer, items(2), append=True)
+        produce_chunks(producer, items(2), append=True)
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="with --append"):
-        produce(producer, items(8))
+        produce_chunks(producer, items(8))
     assert rows_of(tmp_path) == [*some_chats(4), *some_chats(2)]
 
 
@@ -153,15 +153,15 @@ def test_an_input_that_is_appended_is_added_once_whenever_its_producer_is_killed
 ) -> None:
     first, second = items(17)[:7], items(17)[7:]
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
-        produce(producer, first)
+        produce_chunks(producer, first)
     killed(tmp_path, second[:killed_at], append=True)
     killed(tmp_path, second[: killed_at + 1], append=True)
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
-        produce(producer, second, append=True)
+        produce_chunks(producer, second, append=True)
     assert rows_of(tmp_path) == some_chats(17)
     # A third one, the same as the second: the second was added to its end.
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as producer:
-        produce(producer, second, append=True)
+        produce_chunks(producer, second, append=True)
         producer.end()
     assert rows_of(tmp_path) == [*some_chats(17), *some_chats(17)[7:]]
 
@@ -170,30 +170,30 @@ def test_behind_an_input_that_was_not_added_to_its_end_another_is_appended_only_
     killed(tmp_path, items(5))
     other = items(9)[5:]
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="first 3 items are not") as caught:
-        produce(producer, other, append=True)
+        produce_chunks(producer, other, append=True)
     assert "--leave-rest" in caught.value.fix
     killed(tmp_path, items(5), append=True)  # the same goes on
     with LiveProducer(tmp_path) as producer:
-        produce(producer, other, append=True, leave_rest=True)
+        produce_chunks(producer, other, append=True, leave_rest=True)
     assert rows_of(tmp_path) == [*some_chats(3), *some_chats(9)[5:]]
 
 
 def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refused(tmp_path: Path) -> None:
     with LiveProducer(tmp_path) as producer:
-        produce(producer, items(4))
+        produce_chunks(producer, items(4))
         producer.end()
     with LiveProducer(tmp_path) as producer:
-        produce(producer, items(4))
+        produce_chunks(producer, items(4))
     for given, error, match in (
         (items(5), LoaderError, "the stream has ended"),
         (items(3), ConfigError, "has 3 items, and 4 of it are in"),
         ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "the first 4 items are not those"),
     ):
         with LiveProducer(tmp_path) as producer, pytest.raises(error, match=match) as caught:
-            produce(producer, given)
+            produce_chunks(producer, given)
         assert "name a new folder" in caught.value.fix
     with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="nothing can be appended"):
-        produce(producer, items(4), append=True)
+        produce_chunks(producer, items(4), append=True)
     assert rows_of(tmp_path) == some_chats(4)
 
 
@@ -212,7 +212,7 @@ def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: P
     packing = Packing(tokenizer, pack_size=128, open_packs=4)
     settings = {"kind": "packs", "rows_per_chunk": 2, "max_waiting": 100}
     with LiveProducer(tmp_path / "whole", **settings) as producer:
-        produce(producer, items(40), packing=packing)
+        produce_chunks(producer, items(40), packing=packing)
         producer.end()
 
     producer = LiveProducer(tmp_path / "killed", **settings)
@@ -225,11 +225,11 @@ def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: P
 
     producer.add = add_some
     with pytest.raises(Killed):
-        produce(producer, items(40), packing=packing)
+        produce_chunks(producer, items(40), packing=packing)
     producer.close()
     with LiveProducer(tmp_path / "killed", **settings) as producer:
         assert producer.position["open"]
-        produce(producer, items(40), packing=packing)
+        produce_chunks(producer, items(40), packing=packing)
         producer.end()
     ends = [LiveFolder(tmp_path / name).end() for name in ("whole", "killed")]
     assert ends[0].chain == ends[1].chain
@@ -248,12 +248,12 @@ def test_a_chunk_whose_record_is_there_stays_whatever_happens_then(tmp_path: Pat
 
     monkeypatch.setattr(files, "sync_folder", fail)
     with pytest.raises((KeyboardInterrupt, FormatError)):
-        produce(producer, items(6))
+        produce_chunks(producer, items(6))
     producer.close()
     monkeypatch.undo()
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         assert producer.num_rows == 4
-        produce(producer, items(6))
+        produce_chunks(producer, items(6))
         producer.end()
     folder = LiveFolder(tmp_path)
     assert sorted(folder.look().chunks) == sorted(folder.look().ready) == [0, 1, 2]
@@ -264,7 +264,7 @@ def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_pat
     said: list[str] = []
     folder = LiveFolder(tmp_path)
     with LiveProducer(tmp_path, rows_per_chunk=1, max_waiting=3, keep=1, say=said.append) as producer:
-        adding = threading.Thread(target=lambda: produce(producer, items(6)))
+        adding = threading.Thread(target=lambda: produce_chunks(producer, items(6)))
         adding.start()
         time.sleep(0.6)
         assert sorted(folder.look().ready) == [0, 1, 2]
@@ -289,10 +289,10 @@ def test_a_slow_input_reaches_the_ranks_after_a_while(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_used_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
     mixed = [*items(2), Item(b'{"messages": [{"role": "robot", "content": "x"}]}', "in.jsonl, line 3"), *items(3)[2:]]
     with LiveProducer(tmp_path / "a") as producer, pytest.raises(PrepError, match=r"unknown_role") as caught:
-        produce(producer, mixed)
+        produce_chunks(producer, mixed)
     assert caught.value.where == "in.jsonl, line 3"
     with LiveProducer(tmp_path / "b") as producer:
-        assert produce(producer, mixed, on_bad="skip") == {"unknown_role": 1}
+        assert produce_chunks(producer, mixed, on_bad="skip") == {"unknown_role": 1}
     assert rows_of(tmp_path / "b") == some_chats(3)
     with LiveProducer(tmp_path / "c", kind="packs") as producer, pytest.raises(FormatError, match="expected a Pack"):
         producer.add({"messages": []})

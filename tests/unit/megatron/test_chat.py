@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.weights.chat import Chat, exported
+from harness.megatron.chat import Chat, exported
 from harness.prep.tokenize.bpe import train_bpe
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]

@@ -16,26 +16,23 @@ import torch
 import yaml
 
 from harness.errors import ConfigError
-from harness.megatron.data.feed import Feed, together
-from harness.megatron.data.live_feed import LiveFeed
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import Topology, join
-from harness.megatron.job.watchdog import Watchdog
-from harness.megatron.model.gpt import build_model
-from harness.megatron.model.lora import check_same_adapters
+from harness.megatron.data import Feed, LiveFeed, together
+from harness.megatron.job import Topology, Watchdog, join, runtime
+from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.state import checkpoint
 from harness.megatron.step import MegatronStep
-from harness.megatron.weights.pretrained import Pretrained
-from harness.plan.settings import RunConfig, TrainerConfig, to_yaml
-from harness.prep.tokenize.tokenizer import ChatTokenizer
-from harness.train.attempts import note_lost
-from harness.train.folder import (
+from harness.megatron.weights import Pretrained
+from harness.plan import RunConfig, TrainerConfig, to_yaml
+from harness.prep.tokenize import ChatTokenizer
+from harness.train import (
     CHECKPOINTS,
+    METRICS_FILE,
+    OWN_VALIDATION,
     choose_run_folder,
+    note_lost,
     open_run_folder,
+    read_metrics,
 )
-from harness.train.loop import OWN_VALIDATION
-from harness.train.metrics import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True)

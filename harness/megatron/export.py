@@ -19,16 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.formats import open_dataset
 from harness.formats.inspect import find_datasets, find_tokenizer_folder
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
-from harness.megatron.model import lora
-from harness.megatron.model.gpt import build_chunks
+from harness.megatron.job import join, runtime
+from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import checkpoint
-from harness.megatron.weights.mapping import INDEX_FILE, global_parameters, to_hf
-from harness.plan.hf_config import find_weights, read_hf_config, to_hf_config
-from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig
-from harness.train.folder import CHECKPOINTS, RUN_FILE
+from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
+from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
+from harness.train import CHECKPOINTS, RUN_FILE
 
 SHARD_BYTES = 5 * 10**9
 
@@ -43,7 +39,9 @@ class Exported:
     has_tokenizer: bool
 
 
-def export(source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export_checkpoint(
+    source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES
+) -> Exported:
     """Write a checkpoint as Hugging Face weights. Holds one copy of the weights in memory, on the CPU.
 
     LoRA's adapters are added to the weights that they stand beside.

@@ -17,25 +17,23 @@ from harness.errors import HarnessError
 from harness.loader.plan import StepBatch
 from harness.loader.state import LoaderState
 from harness.megatron.compat import MEGATRON_VERSION
-from harness.megatron.data.feed import Feed
-from harness.megatron.data.live_feed import LiveFeed
-from harness.megatron.job import runtime
-from harness.megatron.job.records import RunRecords
-from harness.megatron.job.run import Run, Task, open_run
-from harness.megatron.job.stopping import StopSignals
-from harness.megatron.job.watchdog import Watchdog
+from harness.megatron.data import Feed, LiveFeed
+from harness.megatron.job import StopSignals, Watchdog, runtime
+from harness.megatron.run.opening import Run, Task, open_run
+from harness.megatron.run.records import RunRecords
 from harness.megatron.sampling import Sampler
-from harness.megatron.state import checkpoint
-from harness.megatron.state.writer import CheckpointWriter
-from harness.plan.settings import RunConfig
-from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
-from harness.train.folder import (
+from harness.megatron.state import CheckpointWriter, checkpoint
+from harness.plan import RunConfig
+from harness.train import (
     CHECKPOINTS,
+    EXIT_STOPPED,
+    Stop,
     leave_early_stop,
     leave_refusal,
+    train,
     whole_checkpoints,
+    write_stop,
 )
-from harness.train.loop import train
 
 
 def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:

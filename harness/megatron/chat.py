@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.megatron.weights.export import export
-from harness.prep.tokenize.tokenizer import end_tokens
+from harness.megatron.export import export_checkpoint
+from harness.prep.tokenize import end_tokens
 
 _MODEL_FILE = "config.json"
 
@@ -98,7 +98,7 @@ def exported(source: Path) -> Iterator[Path]:
         yield source
         return
     with tempfile.TemporaryDirectory() as place:
-        export(source, Path(place) / "model")
+        export_checkpoint(source, Path(place) / "model")
         yield Path(place) / "model"
 
 

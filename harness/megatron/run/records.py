@@ -9,14 +9,23 @@ from types import TracebackType
 from typing import Any
 
 from harness.loader.plan import StepBatch
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import Topology
+from harness.megatron.job import Topology, runtime
 from harness.megatron.sampling import Sampler
-from harness.plan.settings import TrainerConfig
-from harness.train.digests import DigestWriter, merge_ranks, rank_rows
-from harness.train.loop import StepRecord, is_due
-from harness.train.metrics import METRICS_FILE, MetricsWriter, plot_loss, read_metrics, step_metrics, write_report
-from harness.train.progress import RunProgress
+from harness.plan import TrainerConfig
+from harness.train import (
+    METRICS_FILE,
+    DigestWriter,
+    MetricsWriter,
+    RunProgress,
+    StepRecord,
+    is_due,
+    merge_ranks,
+    plot_loss,
+    rank_rows,
+    read_metrics,
+    step_metrics,
+    write_report,
+)
 
 
 class RunRecords:
