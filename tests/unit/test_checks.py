@@ -1,0 +1,50 @@
+"""Bounds of settings are checked in one place, and every refusal names the setting and its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from harness.checks import require_at_least, require_choice, require_numbers
+from harness.errors import ConfigError
+
+
+@dataclass
+class Settings:
+    share: float | None = 0.5
+    workers: int = 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
+def test_numbers_within_bounds_and_none_pass(share: float | None) -> None:
+    require_numbers(Settings(share), "loader", "share", "workers", lowest=0, highest=2)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), float("inf")])
+def test_numbers_outside_bounds_are_refused_by_name(share: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        require_numbers(Settings(share), "loader", "share", lowest=0, below=1)
+    assert error.value.what == f"share is {share}"
+    assert error.value.where == "loader.share"
+    assert error.value.fix == "set it to 0 or more and below 1"
+
+
+def test_open_bounds_exclude_their_ends() -> None:
+    require_numbers(Settings(), "", "share", above=0, highest=0.5)
+    with pytest.raises(ConfigError, match="above 0.5"):
+        require_numbers(Settings(), "", "share", above=0.5)
+
+
+def test_without_bounds_a_number_only_has_to_be_finite() -> None:
+    require_numbers(Settings(), "", "share")
+    with pytest.raises(ConfigError, match="finite"):
+        require_numbers(Settings(float("inf")), "", "share")
+
+
+def test_choices_and_minimums_name_the_setting() -> None:
+    require_choice("drop", ("drop", "truncate"), setting="data.over_long")
+    with pytest.raises(ConfigError, match="drop, truncate"):
+        require_choice("cut", ("drop", "truncate"), setting="data.over_long")
+    with pytest.raises(ConfigError, match="2,048 or more"):
+        require_at_least(1024, 2048, setting="data.pack_size")
