@@ -32,7 +32,7 @@ def test_numbers_outside_bounds_are_refused_by_name(share: float) -> None:
 
 def test_open_bounds_exclude_their_ends() -> None:
     require_numbers(Settings(), "", "share", above=0, highest=0.5)
-    with pytest.raises(ConfigError, match="above 0.5"):
+    with pytest.raises(ConfigError, match=r"above 0\.5"):
         require_numbers(Settings(), "", "share", above=0.5)
 
 
