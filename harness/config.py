@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch import become_rank_of_slurm
-from harness.plan import to_yaml
+from harness.settings import to_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 T = TypeVar("T")

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, is_dataclass
-from enum import Enum
-from pathlib import Path
-from typing import Any
-
-import yaml
+from dataclasses import dataclass, field
 
 from harness.errors import ConfigError
 from harness.loader.config import LoaderConfig
@@ -218,24 +213,3 @@ class PretrainConfig(RunConfig):
         per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
         rows = -(-per_rank // parallel.row_multiple) * parallel.row_multiple
         parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)
-
-
-def to_plain(config: Any) -> Any:
-    """Dataclasses as dicts, lists and scalars: what is written to YAML and JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, Path):
-            return str(value)
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return value
-
-    return plain(asdict(config) if is_dataclass(config) and not isinstance(config, type) else config)
-
-
-def to_yaml(config: Any) -> str:
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)

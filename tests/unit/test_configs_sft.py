@@ -10,7 +10,8 @@ import yaml
 
 from harness.config import CONFIGS, compose_config, hydra_entry
 from harness.errors import ConfigError
-from harness.plan.settings import SftConfig, to_yaml
+from harness.plan import SftConfig
+from harness.settings import to_yaml
 
 CHOICES = [
     f"{group}={file.stem}"

@@ -22,8 +22,9 @@ from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.state import checkpoint
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
-from harness.plan import RunConfig, TrainerConfig, to_yaml
+from harness.plan import RunConfig, TrainerConfig
 from harness.prep.tokenize import ChatTokenizer
+from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,
     METRICS_FILE,

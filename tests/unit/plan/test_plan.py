@@ -21,9 +21,10 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.memory import count_weights, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
 from harness.plan.run_plan import AssumedPacks, plan_run
-from harness.plan.settings import OptimizerConfig, SftConfig, to_plain
+from harness.plan.settings import OptimizerConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
+from harness.settings import to_plain
 from harness.thd import build_thd_batch
 
 TOKENS, VOCAB = 512, 300
