@@ -1,25 +1,26 @@
-"""Jobs on a Slurm cluster: the batch script, its submission, and what every node is asked before the first step."""
+"""Submit jobs to a Slurm cluster, and check their nodes before the first step.
+
+`render` turns a `Job` and the settings of a cluster into a batch script, `plan_job` and `submit_job` go from an
+experiment's name to a job in the queue, and `harness.launch.preflight` has the checks that the script runs on every
+node. Read `script` first: the texts in it are what a job does.
+"""
 
 from __future__ import annotations
 
-from harness.launch.cluster import SubmitConfig
-from harness.launch.preflight.judge import Limits, judge_nodes
-from harness.launch.preflight.probe import node_checks, place_in_slurm, run_checks
-from harness.launch.ranks import become_rank_of_slurm
-from harness.launch.script import render
+from harness.launch.cluster import ClusterConfig, SubmitConfig
+from harness.launch.ranks import become_rank_of_slurm, place_in_slurm
+from harness.launch.script import Job, render
 from harness.launch.submit import plan_job, recipe_settings, split_overrides, submit_job
 
 __all__ = [
-    "Limits",
+    "ClusterConfig",
+    "Job",
     "SubmitConfig",
     "become_rank_of_slurm",
-    "judge_nodes",
-    "node_checks",
     "place_in_slurm",
     "plan_job",
     "recipe_settings",
     "render",
-    "run_checks",
     "split_overrides",
     "submit_job",
 ]

@@ -1,14 +1,15 @@
-"""What a cluster is like: the settings of `configs/cluster/`. One file a cluster; a job adds only what it runs."""
+"""Settings of a Slurm cluster, as in `configs/cluster/`: one file per cluster, to which a job adds only its own."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
+from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 
 LAUNCHERS = ("srun", "torchrun")
-# Slurm reads `#SBATCH` lines with rules of its own; these characters mean the same to it and to the shell.
+# Slurm parses `#SBATCH` lines by rules of its own; these characters mean the same to it and to the shell.
 _DIRECTIVE = re.compile(r"[A-Za-z0-9._/+@:,=\[\]&|*()-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -16,15 +17,15 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 @dataclass
 class PreflightConfig:
-    """What every node has to show before the first step.
+    """Requirements that every node has to meet before the first step.
 
     Attributes:
-        enabled: false starts the ranks at once.
-        timeout_s: until a node that has not answered is named. Pyxis unpacks the image within this time too.
-        min_shm_mib: of /dev/shm, through which loader workers hand over their batches.
-        min_disk_gib: free where the run's folder is.
-        max_clock_offset_s: between a node and the first one.
-        same_code: an image has to hold the code and the configs of the folder that submits.
+        enabled: check the nodes first; false starts the ranks right away.
+        timeout_s: seconds after which a node that has not answered is reported. With Pyxis, unpacking the image counts.
+        min_shm_mib: size in MiB that /dev/shm needs; loader workers pass batches through it.
+        min_disk_gib: free space in GiB that the file system of the run's folder needs.
+        max_clock_offset_s: largest allowed difference in seconds between a node's clock and that of the first node.
+        same_code: require the container image to hold the same code and configs as the folder that submits the job.
     """
 
     enabled: bool = True
@@ -35,38 +36,42 @@ class PreflightConfig:
     same_code: bool = True
 
     def __post_init__(self) -> None:
-        if not 5 <= self.timeout_s <= 3600:
-            raise ConfigError(
-                f"timeout_s is {self.timeout_s:g}", where="cluster.preflight.timeout_s", fix="5 to 3600 seconds"
-            )
+        require_numbers(self, "cluster.preflight", "timeout_s", lowest=5, highest=3600)
+        require_numbers(self, "cluster.preflight", "min_shm_mib", "min_disk_gib", "max_clock_offset_s", lowest=0)
 
 
 @dataclass
 class ClusterConfig:
-    """How jobs are started on one cluster.
+    """Settings of one cluster: its Slurm options, its launcher, its environment.
 
     Attributes:
-        account, partition, qos, constraint, reservation, exclude: of sbatch; empty leaves Slurm's default.
-        time: limit of one stretch of the job, as sbatch takes it; a run that is not done is checkpointed and requeued.
-        gpus_per_node: 0 on nodes without.
-        ranks_per_node: one a GPU where there are GPUs.
-        cpus_per_rank: a node's cores divided by its ranks; loader workers live on them.
-        memory: of a node, as sbatch takes it; "0" is all of it, empty is Slurm's default.
-        exclusive: no other job on the nodes.
-        sbatch: further options, each as `--name=value`.
-        launcher: `srun` starts every rank; `torchrun` starts one agent a node, which starts the ranks.
-        python: the interpreter of the job, the same path on every node; empty is that of `harness submit`, or
-            `python3` in a container.
-        image: of the container, for Pyxis (`/shared/x.sqsh` or `registry#name:tag`); empty runs on the node itself.
-        mounts: `SOURCE:TARGET[:flags]`; the run's folder and the datasets have to be among them.
-        workdir: where the job runs; empty is the folder of `harness submit`, or the project's in a container.
-        setup: shell lines before anything else, such as `module load`.
-        env: variables of every rank.
-        cpu_bind: of srun, such as `cores`; empty is the cluster's own.
-        master_addr: how the other nodes reach the first one; `%N` stands for its name.
-        signal_lead_s: how long before the time limit the ranks are told to checkpoint; more than a step and a
-            checkpoint take.
-        max_same_failures: so often a job may fail in the same way at the same step before it stays down.
+        account: account to charge, for `sbatch --account`; empty for Slurm's default.
+        partition: partition of the job; empty for Slurm's default.
+        qos: quality of service of the job; empty for Slurm's default.
+        constraint: features that the nodes need; empty for none.
+        reservation: reservation to run in; empty for none.
+        exclude: nodes to leave out, in Slurm's notation; empty for none.
+        time: time limit of one attempt, as sbatch takes it; a run that is not finished is checkpointed and requeued.
+        gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
+        ranks_per_node: ranks of a node; with GPUs, one per GPU.
+        cpus_per_rank: cores of a rank, loader workers included: the cores of a node divided by its ranks.
+        memory: memory of a node, as sbatch takes it; "0" for all of it, empty for Slurm's default.
+        exclusive: allow no other job on the nodes.
+        sbatch: more options of sbatch, each as `--name=value`.
+        launcher: `srun` starts every rank; `torchrun` starts one agent per node, which starts the ranks.
+        python: interpreter of the job, at the same path on every node; empty for the interpreter of `harness submit`,
+            or `python3` in a container.
+        image: container image for Pyxis (`/shared/x.sqsh` or `registry#name:tag`); empty to run without a container.
+        mounts: `SOURCE:TARGET[:flags]` of the container; they must include the run's folder and the datasets.
+        workdir: folder to run in; empty for the folder of `harness submit`, or the project's folder in a container.
+        setup: shell lines that run before everything else, such as `module load`.
+        env: environment variables of every rank.
+        cpu_bind: `--cpu-bind` of srun, such as `cores`; empty for the cluster's default.
+        master_addr: address of the first node as the other nodes reach it; `%N` is replaced by its name.
+        signal_lead_s: seconds before the time limit at which the ranks are asked to checkpoint; more than one step and
+            one checkpoint take.
+        max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
+        preflight: requirements that every node has to meet before the first step.
     """
 
     account: str = ""
@@ -102,58 +107,52 @@ class ClusterConfig:
             raise ConfigError(
                 f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
             )
-        for name, low in {
-            "gpus_per_node": 0,
-            "ranks_per_node": 1,
-            "cpus_per_rank": 1,
-            "signal_lead_s": 1,
-            "max_same_failures": 1,
-        }.items():
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}", where=f"cluster.{name}", fix=f"a number of {low} or more"
-                )
+        require_numbers(self, "cluster", "gpus_per_node", lowest=0)
+        require_numbers(
+            self, "cluster", "ranks_per_node", "cpus_per_rank", "signal_lead_s", "max_same_failures", lowest=1
+        )
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
-                f"{self.ranks_per_node} ranks a node on {self.gpus_per_node} GPUs",
+                f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
                 where="cluster.ranks_per_node",
-                fix="at most one rank a GPU",
+                fix="at most one rank per GPU",
             )
-        if self.launcher not in LAUNCHERS:
-            raise ConfigError(
-                f"launcher {self.launcher!r} is unknown", where="cluster.launcher", fix=f"one of {', '.join(LAUNCHERS)}"
-            )
+        require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")
         for option in self.sbatch:
             check_directive(option, "cluster.sbatch")
             if not option.startswith("--"):
-                raise ConfigError(f"{option!r} is no option", where="cluster.sbatch", fix="--name=value")
+                raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
         for variable in self.env:
             if not _VARIABLE.fullmatch(variable):
-                raise ConfigError(f"{variable!r} cannot name a variable", where="cluster.env", fix="NAME: value")
+                raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
         for text in (*self.env.values(), *self.mounts, self.image, self.workdir, self.python, self.master_addr):
             check_one_line(text, "cluster")
         if self.mounts and not self.image:
-            raise ConfigError("there are mounts and no image", where="cluster.mounts", fix="name cluster.image")
+            raise ConfigError("there are mounts but no image", where="cluster.mounts", fix="set cluster.image")
 
 
 @dataclass
 class SubmitConfig:
-    """Settings of `harness submit` that are not the experiment's."""
+    """Settings of `harness submit` that do not belong to the experiment.
+
+    Attributes:
+        cluster: the cluster, a file of `configs/cluster/`.
+    """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 def check_directive(text: str, where: str) -> None:
-    """Raise ConfigError for what cannot stand in a `#SBATCH` line."""
+    """Raise ConfigError for text that cannot stand in a `#SBATCH` line."""
     if not _DIRECTIVE.fullmatch(text):
         raise ConfigError(
-            f"{text!r} has characters that sbatch would read otherwise",
+            f"{text!r} has characters that sbatch would misread",
             where=where,
-            fix="letters, digits and . _ / + @ : , = - without spaces",
+            fix="use letters, digits and . _ / + @ : , = - without spaces",
         )
 
 
 def check_one_line(text: str, where: str) -> None:
-    """Raise ConfigError for a text of several lines: a script's log, and Slurm's, show a job's words line by line."""
+    """Raise ConfigError for text of several lines: the script's log, and Slurm's, show settings line by line."""
     if any(character in text for character in "\n\r\0"):
-        raise ConfigError(f"{text[:100]!r} has a line break in it", where=where, fix="one line")
+        raise ConfigError(f"{text[:100]!r} has a line break", where=where, fix="write it on one line")

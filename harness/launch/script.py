@@ -1,41 +1,175 @@
-"""The batch script of a job, as text: a pure function of the job and its cluster."""
+"""Render the batch script of a job: a pure function of the job and its cluster.
+
+The parts of the script that are the same for every job are the texts below, with `@name@` where a job's values go;
+`render` puts them together. Every line of four scripts is kept in `tests/golden/sbatch`.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from harness.launch.blocks import (
-    ENDING,
-    EVERY_RANK_SEES_ALL_GPUS,
-    FORWARDING,
-    IN_CONTAINER,
-    MEETING_POINT,
-    PREFLIGHT,
-    SRUN_RANKS,
-    TORCHRUN_RANKS,
-    fill,
-)
 from harness.launch.cluster import ClusterConfig, check_directive, check_one_line
+
+IN_CONTAINER = """\
+# --no-container-mount-home: packages in ~/.local would hide those of the image. --container-env: variables that the
+# image sets too take the job's values.
+container=(@container@)
+# Only the image has the harness. --overlap: an earlier step may still be ending.
+on_first_node=(srun --nodes=1 --ntasks=1 --relative=0 --overlap "${container[@]}")"""
+
+EVERY_RANK_SEES_ALL_GPUS = """\
+# --gpu-bind=none: a rank sees all GPUs of its node and takes the one of its local rank. With one visible GPU per rank
+# (--gpus-per-task), NCCL could not open the memory of the other GPUs over NVLink."""
+
+# The lock keeps jobs of this harness apart; the kernel releases it when this shell ends. Testing the port alone would
+# leave a gap until rank 0 listens.
+RENDEZVOUS = """\
+# The address and port where the ranks meet. Jobs that share their first node hold the locks of different ports until
+# they end, whatever their ids. Below 32768: higher ports are given to outgoing connections.
+choose_port() {
+  local try lock
+  for try in {0..199}; do
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID + 61 * try) % 12000))
+    lock=/tmp/harness-port-$MASTER_PORT
+    [[ -e $lock ]] || (umask 022 && : >"$lock") 2>/dev/null
+    exec {port_lock}<"$lock" || continue
+    if flock --nonblock "$port_lock" && ! (: <>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; then
+      return 0
+    fi
+    exec {port_lock}<&-
+  done
+  echo "no free port from 20000 to 31999 on $(hostname)" >&2
+  return 1
+}
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR="@master_addr@"
+choose_port || exit 1
+export MASTER_ADDR MASTER_PORT
+echo "attempt $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST, rank 0 at $MASTER_ADDR:$MASTER_PORT\""""
+
+PREFLIGHT = """\
+# Report faulty nodes before the ranks start, which would only wait for each other. A node that does not answer is
+# named at the timeout.
+preflight() {
+  local answers=$logs/preflight-$SLURM_JOB_ID.jsonl nodes
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  timeout --kill-after=5 @limit@ "${on_each_node[@]}" \\
+    "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$answers"
+  judge "$answers" @expected@ || return 1
+  timeout --kill-after=5 @limit@ "${@reduce_step@[@]}" \\
+    "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$answers.reduce"
+  judge "$answers.reduce"
+}
+# Where the first node hangs too, the names of the nodes without an answer are all that can be reported.
+judge() {
+  timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
+    "${harness[@]}" preflight judge --nodes="$nodes" "${@:2}" <"$1" && return 0
+  (($? == 1)) && return 1
+  echo "preflight: $first_node: the answers of the nodes could not be judged here within @limit@ s"
+  for node in ${nodes//,/ }; do
+    grep -q "node.: .${node}[^-.a-z0-9]" "$1" || echo "preflight: $node: no answer from the node"
+  done
+  return 1
+}
+preflight || { echo "preflight: job $SLURM_JOB_ID does not start" >&2; exit 1; }"""
+
+FORWARDING = """\
+# The ranks checkpoint at their next step and end with code 75. TERM comes where Slurm preempts without a warning.
+step='' warned='' ended=''
+stop() {
+  echo "$1 at $(date +%T)${step:+: the ranks checkpoint and stop}"
+  [[ $step ]] || run_again
+  # Repeated: a rank that is still importing ignores it.
+  while kill -USR2 "$step" 2>/dev/null; do sleep 5; done &
+}
+# Slurm refuses to requeue a job that it is requeueing already; either way it ends this script. A job that Slurm ends
+# without a warning was cancelled by a user, and a requeue would start it again all the same.
+run_again() {
+  if [[ ! $warned && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == COMPLETING ]]; then
+    echo "cancelled: the job is not requeued"
+    exit 1
+  fi
+  scontrol requeue "$SLURM_JOB_ID"
+  sleep 120
+  exit 1
+}
+trap 'warned=yes; stop USR2' USR2
+trap 'ended=yes; stop TERM' TERM"""
+
+_RUN = """\
+# --wait: a rank that outlives another by a minute waits for it in vain. --kill-on-bad-exit=1 would lose the last output
+# of the other ranks, and make the exit code of srun that of the signal that ended them.
+"${@step@[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
+  --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@@number@.out" bash -c "$start_@what@" @what@ "${program[@]}" &
+step=$!
+echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@0.out\""""
+
+SRUN_RANKS = """\
+# USR2 is ignored until a rank handles it: during the imports it would end the rank.
+start_rank='
+  trap "" USR2
+  export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+  exec "$@"'
+""" + _RUN.replace("@step@", "on_each_rank").replace("@what@", "rank").replace("@number@", "%t")
+
+TORCHRUN_RANKS = """\
+# The agent ignores USR2, which would end it, and the signal goes to each of its ranks. Ranks are numbered by node, as
+# under srun. Slurm restarts a failed job, not torchrun.
+start_node='
+  trap "" USR2
+  "$1" "$2" "$3" --rdzv-id="$SLURM_JOB_ID" --node-rank="$SLURM_NODEID" \\
+    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "${@:4}" &
+  agent=$!
+  trap "kill -USR2 \\$(cat /proc/$agent/task/$agent/children)" USR2
+  while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done
+  wait "$agent"'
+""" + _RUN.replace("@step@", "on_each_node").replace("@what@", "node").replace("@number@", "%n")
+
+ENDING = """\
+# A trap interrupts wait; the last one returns the exit code of the step.
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+wait "$step"
+code=$?
+if ((code == 0)); then
+  echo "finished: $run_dir"
+  exit 0
+fi
+# Close to the time limit there is little time and nothing to decide: the next attempt records how this one ended. Not
+# where Slurm has begun to end the job, as in a preemption: it would be requeued twice.
+if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
+  made=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
+  echo "stopped as asked after step $made: the job resumes from its checkpoint"
+  run_again
+fi
+timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
+  "${harness[@]}" requeue "$run_dir" --exit-code "$code" --max-same @max_same@
+decided=$?
+if ((decided == 0)); then run_again; fi
+if ((decided == 124 || decided == 137)); then
+  echo "$first_node did not decide within @limit@ s whether to requeue; requeued, because another node may be healthy"
+  run_again
+fi
+exit "$code\""""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a recipe on so many nodes.
+    """One run of a recipe on a number of nodes.
 
     Attributes:
-        name: of the job; logs are named after it.
-        nodes: how many.
-        module: what every rank runs, such as `recipes.sft`.
-        overrides: its settings but the folder and `resume`, as on its command line.
+        name: name of the job and of its logs.
+        nodes: number of nodes.
+        module: module that every rank runs, such as `recipes.sft`.
+        overrides: settings of the recipe as on its command line, without the run's folder and `resume`.
         run_dir: absolute path of the run's folder, which the job keeps over requeues.
-        workdir: absolute path to run in.
-        python: the interpreter.
-        data: datasets that every node has to read; empty checks none.
-        weights: the folder that the model begins with, if any.
-        live: the folder of live chunks, if any.
-        code: the digest that the nodes' code has to have; empty for any that is the same on all.
+        workdir: absolute path of the folder to run in.
+        python: interpreter of the job.
+        data: datasets that every node must be able to read; empty checks none.
+        weights: folder of the initial weights, if any.
+        live: folder of the live chunks, if any.
+        code: digest that the code on the nodes must have; empty for any that is the same on all.
     """
 
     name: str
@@ -62,48 +196,46 @@ class Job:
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
-    """The script that `sbatch` takes; everything that a job needs is in it.
-
-    Raises:
-        ConfigError: a name or path that sbatch would read otherwise, or a setting of several lines.
-    """
+    """Return the script that `sbatch` takes, complete with everything that the job needs."""
     harness = [job.python, "-m", "harness.cli.app"]
-    parts = [
-        "#!/bin/bash",
-        # Texts for the shells of other nodes, lists with commas, and a function that a trap calls.
-        "# shellcheck disable=SC2016,SC2054,SC2329",
-        f"# {job.module} on {job.nodes} nodes, rendered by `harness submit`. To submit it by hand:",
-        f"#   mkdir -p {job.logs} && sbatch FILE",
-        *_directives(job, cluster),
-        "",
-        "set -uo pipefail",
-        *cluster.setup,
-        *(f"export {name}={_quoted(value)}" for name, value in cluster.env.items()),
-        f"run_dir={shlex.quote(job.run_dir)}",
-        f"logs={shlex.quote(job.logs)}",
-        f"harness=({_words(harness)})",
-        "# resume=auto: the first start finds no checkpoint, one after a requeue goes on from the newest whole one.",
-        f"program=({_words(_program(job, cluster))})",
-        "",
-        *_steps(job, cluster),
-        "",
-        fill(MEETING_POINT, master_addr=cluster.master_addr.replace("%N", "$first_node")),
+    limit = f"{max(60.0, cluster.preflight.timeout_s):g}"
+    sections = [
+        [
+            "#!/bin/bash",
+            # Texts for the shells of other nodes, lists with commas, and a function that a trap calls.
+            "# shellcheck disable=SC2016,SC2054,SC2329",
+            f"# {job.module} on {job.nodes} nodes, rendered by `harness submit`. To submit it by hand:",
+            f"#   mkdir -p {job.logs} && sbatch FILE",
+            *_directives(job, cluster),
+        ],
+        [
+            "set -uo pipefail",
+            *cluster.setup,
+            *(f"export {name}={_quote(value)}" for name, value in cluster.env.items()),
+            f"run_dir={shlex.quote(job.run_dir)}",
+            f"logs={shlex.quote(job.logs)}",
+            f"harness=({shlex.join(harness)})",
+            "# resume=auto: the first attempt finds no checkpoint; later ones resume from the newest complete one.",
+            f"program=({shlex.join(_program(job, cluster))})",
+        ],
+        _steps(job, cluster),
+        [_fill(RENDEZVOUS, master_addr=cluster.master_addr.replace("%N", "$first_node"))],
+        [FORWARDING],
+        [_preflight(job, cluster)] if cluster.preflight.enabled else [],
+        [SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS],
+        [_fill(ENDING, max_same=cluster.max_same_failures, limit=limit)],
     ]
-    parts += ["", FORWARDING]
-    if cluster.preflight.enabled:
-        parts += ["", _preflight(job, cluster)]
-    ending = fill(ENDING, max_same=cluster.max_same_failures, limit=f"{max(60.0, cluster.preflight.timeout_s):g}")
-    ranks = SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS
-    parts += ["", ranks, "", ending]
-    return "\n".join(parts) + "\n"
+    return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
 
 
-def _words(words: Sequence[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
+def _fill(text: str, **values: object) -> str:
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", str(value))
+    return text
 
 
-def _quoted(value: str) -> str:
-    """In quotes even where no character asks for them: `NAME==mlx5_0` reads as a comparison."""
+def _quote(value: str) -> str:
+    """Put a value in quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison."""
     return "'" + value.replace("'", "'\"'\"'") + "'"
 
 
@@ -122,7 +254,7 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
         "constraint": cluster.constraint,
         "reservation": cluster.reservation,
         "exclude": cluster.exclude,
-        # A container's own folder is named where the container is.
+        # The folder inside a container is an option of the container.
         "chdir": "" if cluster.image else job.workdir,
         "output": f"{job.logs}/%x-%j.out",
     }
@@ -130,15 +262,15 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     if cluster.exclusive:
         yield "#SBATCH --exclusive"
     yield from (f"#SBATCH {option}" for option in cluster.sbatch)
-    yield "# A node that dies, or a preemption, puts the job back into the queue; it goes on in the same logs."
+    yield "# A node failure or a preemption requeues the job, which appends to the same logs."
     yield "#SBATCH --requeue"
     yield "#SBATCH --open-mode=append"
-    yield "# B: to this script alone, which tells the ranks. Not USR1, which NCCL may catch."
+    yield "# B: only this script gets the signal and passes it on to the ranks. Not USR1, which NCCL may catch."
     yield f"#SBATCH --signal=B:USR2@{cluster.signal_lead_s}"
 
 
 def _program(job: Job, cluster: ClusterConfig) -> list[str]:
-    """What every rank runs under srun; under torchrun, what its agent is told to run."""
+    """Return the command of every rank under srun, or of every node's agent under torchrun."""
     recipe = ["-m", job.module, *job.overrides, f"run_dir={job.run_dir}", "resume=auto"]
     if cluster.launcher == "srun":
         return [job.python, *recipe]
@@ -146,21 +278,21 @@ def _program(job: Job, cluster: ClusterConfig) -> list[str]:
     return [job.python, "-m", "torch.distributed.run", *agent, f"--log-dir={job.logs}/ranks", *recipe]
 
 
-def _steps(job: Job, cluster: ClusterConfig) -> Iterator[str]:
-    """Arrays that a command is put behind: once on the first node, once on every node, once a rank."""
+def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
+    """Yield the arrays that prefix a command: once on the first node, once on every node, once per rank."""
     ranks, cpus = cluster.ranks_per_node, cluster.cpus_per_rank
     container = ""
     if cluster.image:
         options = [f"--container-image={cluster.image}", f"--container-workdir={job.workdir}"]
         options += [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
-        told = ",".join(["MASTER_ADDR", "MASTER_PORT", *cluster.env])
-        options += ["--no-container-mount-home", f"--container-env={told}"]
-        yield fill(IN_CONTAINER, container=_words(options))
+        names = ",".join(["MASTER_ADDR", "MASTER_PORT", *cluster.env])
+        options += ["--no-container-mount-home", f"--container-env={names}"]
+        yield _fill(IN_CONTAINER, container=shlex.join(options))
         container = ' "${container[@]}"'
     else:
         yield "# This script runs on the first node."
         yield "on_first_node=()"
-    yield "# srun takes no --cpus-per-task from its job since Slurm 22.05."
+    yield "# Since Slurm 22.05, srun does not inherit --cpus-per-task from its job."
     yield f"on_each_node=(srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     yield f"  --cpus-per-task={ranks * cpus}{container})"
     if cluster.launcher == "torchrun" and not cluster.gpus_per_node:
@@ -184,13 +316,13 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         f"--max-clock-offset-s={limits.max_clock_offset_s:g}",
         *([f"--code={job.code}"] if job.code else []),
     ]
-    return fill(
+    return _fill(
         PREFLIGHT,
         needed="".join(f" --{name}={shlex.quote(path)}" for name, path in needed),
         timeout=f"{limits.timeout_s:g}",
-        # srun itself is ended a little later, so that the nodes' own words about a timeout arrive.
+        # srun itself is ended a little later, so that the nodes can report their own timeouts.
         limit=f"{limits.timeout_s + 5:g}",
-        expected=_words(expected),
-        # With GPUs every one of them takes part, over the links that training uses.
+        expected=shlex.join(expected),
+        # With GPUs, every GPU takes part, over the links that training uses.
         reduce_step="on_each_rank" if cluster.gpus_per_node else "on_each_node",
     )

@@ -1,9 +1,12 @@
-"""TODO."""
+"""Check whether training can start on every node of a job.
+
+`node_checks` and `run_checks` run on each node and print a line of JSON per check (`probe`, `rendezvous`); `judge_nodes`
+compares the lines of all nodes and reports each fault with its node and its fix (`judge`).
+"""
 
 from __future__ import annotations
 
-from harness.launch.preflight.probe import code_digest
+from harness.launch.preflight.judge import Limits, judge_nodes
+from harness.launch.preflight.probe import code_digest, node_checks, run_checks
 
-__all__ = [
-    "code_digest",
-]
+__all__ = ["Limits", "code_digest", "judge_nodes", "node_checks", "run_checks"]

@@ -1,4 +1,4 @@
-"""What the nodes said, held together: which node is wrong, in which way, and what to do about it."""
+"""Compare the answers of all nodes: which node is faulty, in which way, and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A GPU that nobody uses holds some hundred MiB of its driver's.
+# The driver holds some hundred MiB of an unused GPU.
 _UNUSED_GPU_MIB = 2048
-# The first entry of `versions` that differs is told; the others follow from it more often than not.
+_SAME_ENVIRONMENT = (
+    "install the same environment on every node, or set cluster.python to one on a shared file system"
+)
+# Checks whose facts must be equal on every node, and the fix where they are not.
 _SAME_EVERYWHERE = {
-    "versions": "install the same environment on every node, or name one on a shared file system: cluster.python",
+    "versions": _SAME_ENVIRONMENT,
     "gpus": "drain the node, or leave it out: cluster.exclude",
-    "all-reduce": "install the same environment on every node, or name one on a shared file system: cluster.python",
+    "all-reduce": _SAME_ENVIRONMENT,
 }
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is asked of every node: `harness.launch.cluster.PreflightConfig`, and its GPUs."""
+    """Requirements on every node: those of `PreflightConfig`, its GPUs and its code."""
 
     gpus: int = 0
     min_shm_mib: int = 0
@@ -30,8 +33,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What is wrong with one node, and how to mend it."""
+class Fault:
+    """One fault of one node."""
 
     node: str
     what: str
@@ -42,143 +45,144 @@ class Finding:
 
 
 @dataclass
-class _Said:
-    """What one node said, by check; of several ranks of a node the last one's facts, and every error."""
+class _Answers:
+    """Answers of one node: facts by check, those of the last rank where several answer, and the errors of all."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: list[tuple[bool, Finding]] = field(default_factory=list)
+    errors: list[Fault] = field(default_factory=list)
+    timeouts: list[Fault] = field(default_factory=list)
 
 
-def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> tuple[list[Finding], str]:
-    """What is wrong, the causes before what they may have caused; and in a line what is right.
+def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> tuple[list[Fault], str]:
+    """Return the faults, causes before the timeouts that they may have caused, and a line about the healthy nodes.
 
     Args:
-        lines: of JSON, as `run_checks` prints them; others, of whatever else writes there, are left out.
-        nodes: of the job, the first one first.
+        lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
+        nodes: the nodes of the job, the first one first.
+        limits: the requirements on every node.
     """
-    said = _read(lines)
-    silent = [Finding(node, *_silent(node)) for node in nodes if node not in said]
-    errors = [error for node in nodes if node in said for error in said[node].errors]
-    causes = [finding for late, finding in errors if not late]
-    present = [node for node in nodes if node in said]
-    causes += [found for node in present for found in _below_limits(node, said[node].facts, limits)]
-    causes += _differences(present, said)
-    late = [finding for is_late, finding in errors if is_late]
-    return [*silent, *causes, *late], _summary(present, said)
+    answers = _read(lines)
+    present = [node for node in nodes if node in answers]
+    faults = [Fault(node, "no answer from the node", _fix_of_silence(node)) for node in nodes if node not in answers]
+    faults += [fault for node in present for fault in answers[node].errors]
+    faults += [fault for node in present for fault in _below_limits(node, answers[node].facts, limits)]
+    faults += _differences({node: answers[node].facts for node in present})
+    faults += [fault for node in present for fault in answers[node].timeouts]
+    return faults, _summary([answers[node].facts for node in present])
 
 
-def _silent(node: str) -> tuple[str, str]:
+def _fix_of_silence(node: str) -> str:
     return (
-        "the node has said nothing",
-        f"its own log tells whether the step began there (slurmd.log, `scontrol show node {node}`); leave it out with "
-        f"cluster.exclude={node}. Where an image is unpacked, raise cluster.preflight.timeout_s",
+        f"look in its own log (slurmd.log, `scontrol show node {node}`) whether the step began there; leave it out with "
+        f"cluster.exclude={node}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     )
 
 
-def _read(lines: Iterable[str]) -> dict[str, _Said]:
-    said: dict[str, _Said] = {}
+def _read(lines: Iterable[str]) -> dict[str, _Answers]:
+    answers: dict[str, _Answers] = {}
     for line in lines:
         try:
-            told = json.loads(line)
-            node, check = told["node"], told["check"]
+            entry = json.loads(line)
+            node, check = entry["node"], entry["check"]
         except (ValueError, TypeError, KeyError):
             continue
-        found = said.setdefault(node, _Said())
-        if "facts" in told:
-            found.facts[check] = told["facts"]
+        of_node = answers.setdefault(node, _Answers())
+        if "facts" in entry:
+            of_node.facts[check] = entry["facts"]
             continue
-        where = f" ({told['where']})" if told.get("where") else ""
-        prefix = f"rank {told['rank']}, " if "rank" in told else ""
-        finding = Finding(node, f"{prefix}{check}: {told['error']}{where}", told.get("fix", ""))
-        if finding not in [one for _, one in found.errors]:
-            found.errors.append((bool(told.get("late")), finding))
-    return said
+        where = f" ({entry['where']})" if entry.get("where") else ""
+        rank = f"rank {entry['rank']}, " if "rank" in entry else ""
+        fault = Fault(node, f"{rank}{check}: {entry['error']}{where}", entry.get("fix", ""))
+        faults = of_node.timeouts if entry.get("late") else of_node.errors
+        if fault not in faults:
+            faults.append(fault)
+    return answers
 
 
-def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[Finding]:
+def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[Fault]:
     gpus = facts.get("gpus", {}).get("gpus", [])
     if "gpus" in facts and len(gpus) < limits.gpus:
-        yield Finding(
+        yield Fault(
             node,
-            f"gpus: nvidia-smi shows {len(gpus)}, and the job asks for {limits.gpus}",
-            f"cluster.gpus_per_node={len(gpus)}, or drain the node: a GPU has fallen off the bus",
+            f"gpus: nvidia-smi shows {len(gpus)}, the job asks for {limits.gpus}",
+            f"set cluster.gpus_per_node={len(gpus)}, or drain the node: a GPU has fallen off the bus",
         )
-    # A node that is the job's alone; on a shared one the other GPUs are somebody else's.
+    # Only on a node that the job has to itself; on a shared node the other GPUs belong to other jobs.
     if limits.gpus and len(gpus) == limits.gpus:
         for number, gpu in enumerate(gpus):
             if gpu["used_mib"] > _UNUSED_GPU_MIB:
-                yield Finding(
+                yield Fault(
                     node,
-                    f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are taken before the job has begun",
-                    "a process of an earlier job is left there: end it, or drain the node",
+                    f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun",
+                    "end the process that an earlier job left there, or drain the node",
                 )
     if facts.get("shm", {}).get("mib", limits.min_shm_mib) < limits.min_shm_mib:
-        yield Finding(
+        yield Fault(
             node,
             f"shm: /dev/shm has {facts['shm']['mib']:,} MiB, loader workers need {limits.min_shm_mib:,}",
-            "mount it larger (a container engine's --shm-size; the node's /etc/fstab), or loader.num_workers=0 and "
+            "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 and "
             "cluster.preflight.min_shm_mib=0",
         )
     if facts.get("disk", {}).get("gib", limits.min_disk_gib) < limits.min_disk_gib:
-        yield Finding(
+        yield Fault(
             node,
-            f"disk: {facts['disk']['gib']:.1f} GiB are free where the run's folder is, of {limits.min_disk_gib:g}",
-            "make room, name another folder with runs=, or lower cluster.preflight.min_disk_gib",
+            f"disk: {facts['disk']['gib']:.1f} GiB are free for the run's folder, {limits.min_disk_gib:g} are required",
+            "free space, set runs= to another folder, or lower cluster.preflight.min_disk_gib",
         )
     if limits.code and facts.get("versions", {}).get("code", limits.code) != limits.code:
-        yield Finding(
+        yield Fault(
             node,
-            f"versions: the container's code or configs are not those that submitted the job (code {limits.code})",
+            f"versions: the code or configs of the container differ from those that submitted the job ({limits.code})",
             "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, "
-            "DIR:/opt/harness), or take the image's own: cluster.preflight.same_code=false",
+            "DIR:/opt/harness), or run the image's own code: cluster.preflight.same_code=false",
         )
     offset_s = facts.get("first node", {}).get("offset_s", 0.0)
     if abs(offset_s) > limits.max_clock_offset_s:
-        ahead = "ahead of" if offset_s > 0 else "behind"
-        yield Finding(
+        yield Fault(
             node,
-            f"clock: {abs(offset_s):.1f} s {ahead} the first node's",
-            "start chronyd or ntpd on it: logs, file times and Kerberos tickets go by the clock",
+            f"clock: {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of the first node",
+            "start chronyd or ntpd on it: logs, file times and Kerberos tickets depend on the clock",
         )
 
 
-def _differences(nodes: Sequence[str], said: dict[str, _Said]) -> Iterable[Finding]:
-    """Facts that have to be the same on every node: those of most nodes, of the first one where they are even."""
-    for check in dict.fromkeys(name for node in nodes for name in said[node].facts):
+def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]:
+    """Yield the nodes whose facts differ from those of most nodes, or of the first node where there is a tie."""
+    for check in dict.fromkeys(check for of_node in facts.values() for check in of_node):
         if check not in _SAME_EVERYWHERE and not check.startswith(("dataset ", "weights ", "live chunks ")):
             continue
-        facts = {node: _comparable(said[node].facts[check]) for node in nodes if check in said[node].facts}
-        for key in dict.fromkeys(key for one in facts.values() for key in one):
-            values = {node: one.get(key) for node, one in facts.items()}
+        compared = {node: _comparable(of_node[check]) for node, of_node in facts.items() if check in of_node}
+        for key in dict.fromkeys(key for values in compared.values() for key in values):
+            values = {node: of_node.get(key) for node, of_node in compared.items()}
             expected, _ = Counter(values.values()).most_common(1)[0]
             reference = next(node for node, value in values.items() if value == expected)
             for node, value in values.items():
                 if value != expected:
-                    yield Finding(
+                    yield Fault(
                         node,
                         f"{check}: {key} is {value}, on {reference} it is {expected}",
-                        _SAME_EVERYWHERE.get(check, "copy it there again, or name one path that all share"),
+                        _SAME_EVERYWHERE.get(check, "copy it there again, or name one path that all nodes share"),
                     )
 
 
 def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a check that must be equal on all nodes; names that end in `_s` are measurements."""
     if "gpus" in facts:
         kinds = sorted(gpu["name"] for gpu in facts["gpus"])
         return {"number of GPUs": len(kinds), "kind of GPU": ", ".join(dict.fromkeys(kinds)), "driver": facts["driver"]}
     return {key: value for key, value in facts.items() if not key.endswith("_s")}
 
 
-def _summary(nodes: Sequence[str], said: dict[str, _Said]) -> str:
-    facts = said[nodes[0]].facts if nodes else {}
-    words = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
+def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
+    facts = nodes[0] if nodes else {}
+    parts = [f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
     if "versions" in facts:
         versions = facts["versions"]
-        words += [f"{len(facts.get('gpus', {}).get('gpus', []))} GPUs each"]
-        words += [f"{name} {versions[name]}" for name in ("python", "torch", "megatron-core")]
-        offsets = [abs(one.facts.get("first node", {}).get("offset_s", 0.0)) for one in said.values()]
-        words += [f"clocks within {max(offsets) * 1e3:.1f} ms"]
+        parts += [f"{len(facts.get('gpus', {}).get('gpus', []))} GPUs each"]
+        parts += [f"{name} {versions[name]}" for name in ("python", "torch", "megatron-core")]
+        offsets_s = [abs(of_node.get("first node", {}).get("offset_s", 0.0)) for of_node in nodes]
+        parts += [f"clocks within {max(offsets_s) * 1e3:.1f} ms"]
     if "all-reduce" in facts:
         reduced = facts["all-reduce"]
-        words += [f"all-reduce by {reduced['backend']} over {reduced['ranks']} ranks in {reduced['seconds_s']:.1f} s"]
-        words += [f"{reduced['rate_s']:.1f} GB/s"]
-    return ", ".join(words)
+        parts += [f"all-reduce by {reduced['backend']} over {reduced['ranks']} ranks in {reduced['seconds_s']:.1f} s"]
+        parts += [f"{reduced['rate_s']:.1f} GB/s"]
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What nodes say of themselves, and what is concluded from it."""
+"""The answers of the nodes, and the faults that are concluded from them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from harness.errors import HarnessError
+from harness.launch.preflight import rendezvous
 from harness.launch.preflight.judge import Limits, judge_nodes
-from harness.launch.preflight.meet import check_meeting
-from harness.launch.preflight.probe import Place, read_gpus, run_checks, share_folder
+from harness.launch.preflight.probe import read_gpus, run_checks, share_folder
+from harness.launch.preflight.rendezvous import check_rendezvous
+from harness.launch.ranks import NodePlace
 
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
 
 
-def line(node: str, check: str, **told) -> str:
-    return json.dumps({"node": node, "check": check, **told})
+def line(node: str, check: str, **outcome) -> str:
+    return json.dumps({"node": node, "check": check, **outcome})
 
 
 def lines(*nodes: str, **changed: dict) -> list[str]:
-    """Good nodes with two GPUs; `changed` says what `check` is on the last one."""
+    """Answers of healthy nodes with two GPUs; `changed` replaces the facts of a check on the last node."""
     facts = {
         "versions": VERSIONS,
         "gpus": {"gpus": [{"name": "H100", "used_mib": 3}] * 2, "driver": "570.1"},
@@ -36,24 +39,24 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
         "live chunks /l": {"folder": "there"},
     }
     return [
-        line(node, check, facts=changed.get(check, one) if node == nodes[-1] else one)
+        line(node, check, facts=changed.get(check, healthy) if node == nodes[-1] else healthy)
         for node in nodes
-        for check, one in facts.items()
+        for check, healthy in facts.items()
     ]
 
 
 LIMITS = Limits(gpus=2, min_shm_mib=1024, min_disk_gib=10, max_clock_offset_s=2)
 
 
-def test_good_nodes_are_told_in_a_line():
-    findings, right = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS)
-    assert findings == []
+def test_healthy_nodes_are_summarized_in_one_line():
+    faults, summary = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS)
+    assert faults == []
     expected = "3 nodes, 2 GPUs each, python 3.12.3, torch 2.9.0, megatron-core 0.19.2, clocks within 1.0 ms"
-    assert right == expected
+    assert summary == expected
 
 
 @pytest.mark.parametrize(
-    ("check", "facts", "said"),
+    ("check", "facts", "message"),
     [
         ("versions", {**VERSIONS, "torch": "2.8.0"}, "versions: torch is 2.8.0, on n1 it is 2.9.0"),
         ("versions", {**VERSIONS, "folder": "/tmp"}, "versions: folder is /tmp, on n1 it is /w"),
@@ -61,7 +64,7 @@ def test_good_nodes_are_told_in_a_line():
         (
             "gpus",
             {"gpus": [{"name": "H100", "used_mib": 3}, {"name": "H100", "used_mib": 40960}], "driver": "570.1"},
-            "gpus: 40,960 MiB of GPU 1 are taken before the job has begun",
+            "gpus: 40,960 MiB of GPU 1 are in use before the job has begun",
         ),
         (
             "gpus",
@@ -69,60 +72,71 @@ def test_good_nodes_are_told_in_a_line():
             "gpus: driver is 550.9, on n1 it is 570.1",
         ),
         ("shm", {"mib": 64}, "shm: /dev/shm has 64 MiB, loader workers need 1,024"),
-        ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free where the run's folder is, of 10"),
-        ("first node", {"offset_s": -7.25}, "clock: 7.2 s behind the first node's"),
+        ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free for the run's folder, 10 are required"),
+        ("first node", {"offset_s": -7.25}, "clock: 7.2 s behind that of the first node"),
         ("dataset /d", {"fingerprint": "f1", "packs": 40}, "dataset /d: fingerprint is f1, on n1 it is f0"),
         ("weights /w", {"files": 4, "bytes": 90}, "weights /w: bytes is 90, on n1 it is 99"),
         ("live chunks /l", {"folder": "missing"}, "live chunks /l: folder is missing, on n1 it is there"),
     ],
 )
-def test_the_one_node_that_differs_is_named_with_what_to_do(check, facts, said):
-    findings, _ = judge_nodes(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS)
-    assert findings[0].node == "n3"
-    assert findings[0].what.startswith(said)
-    assert all(finding.fix for finding in findings)
+def test_the_one_node_that_differs_is_named_with_a_fix(check, facts, message):
+    faults, _ = judge_nodes(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS)
+    assert faults[0].node == "n3"
+    assert faults[0].what.startswith(message)
+    assert all(fault.fix for fault in faults)
 
 
-def test_an_image_of_other_code_than_what_submitted_is_told():
+def test_an_image_whose_code_differs_from_the_folder_that_submits_is_reported():
     nodes = ["n1", "n2"]
     assert judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="ab"))[0] == []
-    findings, _ = judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="cd"))
-    assert [finding.node for finding in findings] == nodes
-    assert "not those that submitted the job (code cd)" in findings[0].what
-    assert "docker/build.sh" in findings[0].fix
+    faults, _ = judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="cd"))
+    assert [fault.node for fault in faults] == nodes
+    assert "differ from those that submitted the job (cd)" in faults[0].what
+    assert "docker/build.sh" in faults[0].fix
 
 
-def test_a_silent_node_is_named_first_and_those_that_waited_for_another_last():
-    said = [
+def test_a_node_without_an_answer_is_named_first_and_nodes_that_waited_for_it_last():
+    answers = [
         line("n1", "first node", error="no answer within 40 s", where="", fix="", late=True),
         "slurmstepd: something else",
         line("n2", "dataset /d", error="there is no dataset", where="/d", fix="copy it"),
     ]
-    findings, _ = judge_nodes(said, ["n1", "n2", "n3"], Limits())
-    assert [finding.node for finding in findings] == ["n3", "n2", "n1"]
-    assert str(findings[1]) == "n2: dataset /d: there is no dataset (/d)\n  fix:   copy it"
-    assert findings[0].what == "the node has said nothing"
+    faults, _ = judge_nodes(answers, ["n1", "n2", "n3"], Limits())
+    assert [fault.node for fault in faults] == ["n3", "n2", "n1"]
+    assert str(faults[1]) == "n2: dataset /d: there is no dataset (/d)\n  fix:   copy it"
+    assert faults[0].what == "no answer from the node"
 
 
-def test_of_many_ranks_of_a_node_every_error_is_told():
-    said = [line("n1", "all-reduce", rank=rank, error="no GPU", where="", fix="x") for rank in (0, 1)]
-    findings, _ = judge_nodes(said, ["n1"], Limits())
-    assert [finding.what for finding in findings] == ["rank 0, all-reduce: no GPU", "rank 1, all-reduce: no GPU"]
+def test_every_error_of_the_ranks_of_one_node_is_reported():
+    answers = [line("n1", "all-reduce", rank=rank, error="no GPU", where="", fix="x") for rank in (0, 1)]
+    faults, _ = judge_nodes(answers, ["n1"], Limits())
+    assert [fault.what for fault in faults] == ["rank 0, all-reduce: no GPU", "rank 1, all-reduce: no GPU"]
 
 
-def test_checks_run_side_by_side_and_one_that_hangs_is_told_in_time(capsys):
+def test_checks_run_side_by_side_and_each_reports_its_facts_or_its_error(capsys):
+    both = threading.Barrier(2)
+
     def refuses():
+        both.wait(60)
         raise HarnessError("no", where="here", fix="yes")
 
-    began = time.monotonic()
-    checks = {"hangs": threading.Event().wait, "refuses": refuses, "fails": lambda: 1 // 0, "is well": lambda: {"a": 1}}
-    run_checks(checks, node="n1", timeout_s=0.5)
-    assert time.monotonic() - began < 5
-    told = {one["check"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert told["is well"] == {"node": "n1", "check": "is well", "facts": {"a": 1}}
-    assert (told["refuses"]["error"], told["refuses"]["fix"]) == ("no", "yes")
-    assert told["fails"]["error"].startswith("ZeroDivisionError")
-    assert (told["hangs"]["error"], told["hangs"]["late"]) == ("no answer within 0.5 s", True)
+    def passes():
+        both.wait(60)
+        return {"a": 1}
+
+    run_checks({"refuses": refuses, "fails": lambda: 1 // 0, "passes": passes}, node="n1", timeout_s=60)
+    answers = {answer["check"]: answer for answer in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert answers["passes"] == {"node": "n1", "check": "passes", "facts": {"a": 1}}
+    assert (answers["refuses"]["error"], answers["refuses"]["fix"]) == ("no", "yes")
+    assert answers["fails"]["error"].startswith("ZeroDivisionError")
+
+
+def test_a_check_that_hangs_is_reported_at_the_timeout(capsys):
+    never = threading.Event()
+    run_checks({"hangs": never.wait}, node="n1", timeout_s=0.1)
+    answer = json.loads(capsys.readouterr().out)
+    never.set()
+    assert (answer["error"], answer["late"]) == ("no answer within 0.1 s", True)
 
 
 def free_port() -> int:
@@ -130,71 +144,89 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_nodes_meet_at_the_first_one_and_compare_clocks():
-    port, found = free_port(), {}
+def place(number: int, num_nodes: int, attempt: str = "7.0") -> NodePlace:
+    return NodePlace(f"n{number + 1}", number, num_nodes, attempt)
+
+
+def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
+    """The clock of each node's thread is ahead by so many seconds; the thread that answers has the first node's."""
+    ahead_s = {"n1": 0.0, "n2": 7.25, "n3": -2.5}
+    clock = SimpleNamespace(
+        time=lambda: 1000.0 + ahead_s.get(threading.current_thread().name, 0.0),
+        monotonic=time.monotonic,
+        sleep=time.sleep,
+    )
+    monkeypatch.setattr(rendezvous, "time", clock)
+    port, offsets_s = free_port(), {}
 
     def join(number: int) -> None:
-        found[number] = check_meeting(
-            socket.gethostname(), port, name=f"n{number}", attempt="7.0", number=number, num_nodes=3, timeout_s=20
-        )
+        facts = check_rendezvous(socket.gethostname(), port, place(number, 3), timeout_s=60)
+        offsets_s[f"n{number + 1}"] = facts["offset_s"]
 
-    threads = [threading.Thread(target=join, args=(number,)) for number in (2, 1, 0)]
+    threads = [threading.Thread(target=join, args=(number,), name=f"n{number + 1}") for number in (2, 1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    assert sorted(found) == [0, 1, 2]
-    assert all(abs(one["offset_s"]) < 1 for one in found.values())
+        thread.join(90)
+    assert offsets_s == ahead_s
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
-        ("", "MASTER_ADDR '' is no known name"),
-        ("no-such-node.invalid", "MASTER_ADDR 'no-such-node.invalid' is no known name"),
-        ("127.0.0.1", "is every node's own loopback"),
-        ("localhost", "is every node's own loopback"),
+        ("", "MASTER_ADDR '' does not resolve"),
+        ("no-such-node.invalid", "MASTER_ADDR 'no-such-node.invalid' does not resolve"),
+        ("127.0.0.1", "is the loopback of each node"),
+        ("localhost", "is the loopback of each node"),
     ],
 )
-def test_an_address_that_cannot_be_the_first_nodes_is_refused_at_once(address, said):
-    began = time.monotonic()
-    with pytest.raises(HarnessError, match=said):
-        check_meeting(address, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=20)
-    assert time.monotonic() - began < 10
+def test_an_address_that_cannot_be_the_first_nodes_is_refused_without_connecting(address, message, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_exchange", lambda *_: pytest.fail("connected"))
+    with pytest.raises(HarnessError, match=message):
+        check_rendezvous(address, free_port(), place(1, 2), timeout_s=20)
 
 
-def test_an_address_where_nobody_or_another_job_answers_is_refused():
+def test_an_address_where_nothing_or_another_job_answers_is_refused():
     own = socket.gethostname()
     with pytest.raises(HarnessError, match="does not answer at MASTER_ADDR"):
-        check_meeting(own, free_port(), name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=0.3)
+        check_rendezvous(own, free_port(), place(1, 2), timeout_s=0.3)
     port = free_port()
     first = threading.Thread(
-        target=check_meeting,
-        args=(own, port),
-        daemon=True,
-        kwargs={"name": "n1", "attempt": "8.0", "number": 0, "num_nodes": 2, "timeout_s": 3},
+        target=check_rendezvous, args=(own, port, place(0, 2, "8.0")), kwargs={"timeout_s": 60}, daemon=True
     )
     first.start()
-    with pytest.raises(HarnessError, match="is no node of this job"):
-        check_meeting(own, port, name="n2", attempt="7.0", number=1, num_nodes=2, timeout_s=1)
-    first.join()
+    wait_until_listening(own, port)
+    with pytest.raises(HarnessError, match="is not a node of this job"):
+        check_rendezvous(own, port, place(1, 2), timeout_s=1)
+    check_rendezvous(own, port, place(1, 2, "8.0"), timeout_s=60)
+    first.join(90)
 
 
-def test_a_port_that_is_taken_is_told():
+def wait_until_listening(address: str, port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection((address, port), timeout=10).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"nothing listens on port {port}")
+
+
+def test_a_port_that_is_in_use_is_reported():
     with socket.create_server(("", 0)) as server, pytest.raises(HarnessError, match="cannot listen on port"):
-        check_meeting("n1", server.getsockname()[1], name="n1", attempt="7.0", number=0, num_nodes=1, timeout_s=1)
+        check_rendezvous("n1", server.getsockname()[1], place(0, 1), timeout_s=1)
 
 
-def test_a_folder_that_other_nodes_do_not_have_is_not_shared(tmp_path):
-    with pytest.raises(HarnessError, match="not shared: there is no such folder here"):
-        share_folder(tmp_path / "run", Place("n2", 1, 2, "7.0"), timeout_s=0.1)
-    share_folder(tmp_path / "run", Place("n1", 0, 2, "7.0"), timeout_s=0.1)
-    share_folder(tmp_path / "run", Place("n2", 1, 2, "7.0"), timeout_s=0.1)
-    with pytest.raises(HarnessError, match="what the first node wrote there does not appear"):
-        share_folder(tmp_path / "run", Place("n2", 1, 2, "8.0"), timeout_s=0.2)
+def test_a_folder_that_the_nodes_do_not_share_is_reported(tmp_path):
+    with pytest.raises(HarnessError, match="not shared: it does not exist here"):
+        share_folder(tmp_path / "run", place(1, 2), timeout_s=0.1)
+    share_folder(tmp_path / "run", place(0, 2), timeout_s=0.1)
+    share_folder(tmp_path / "run", place(1, 2), timeout_s=0.1)
+    with pytest.raises(HarnessError, match="a file that the first node wrote there does not appear"):
+        share_folder(tmp_path / "run", place(1, 2, "8.0"), timeout_s=0.2)
 
 
-def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+def test_gpus_and_their_failures_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\nfor used in 4 51234; do echo "NVIDIA H100 80GB HBM3, 570.124.06, $used"; done\n')
     program.chmod(0o755)

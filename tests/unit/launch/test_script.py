@@ -1,4 +1,4 @@
-"""The batch script: every line of it in golden files, and its shell parts run by a real shell."""
+"""The batch script: every line of it in golden files, and its shell functions run by a real shell."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.launch.blocks import FORWARDING, MEETING_POINT
 from harness.launch.cluster import ClusterConfig, SubmitConfig
-from harness.launch.script import Job, render
+from harness.launch.script import FORWARDING, RENDEZVOUS, Job, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
 JOB = Job(
@@ -42,15 +41,15 @@ def cluster_of(*overrides: str) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_script_is_the_golden_one(name, tmp_path):
-    """Where a change is meant, copy the file that the failure names over the golden one."""
-    found = tmp_path / f"{name}.sbatch"
-    found.write_text(render(JOB, cluster_of(*CASES[name])))
-    assert found.read_text() == (GOLDEN / found.name).read_text(), found
+def test_every_line_of_the_script_is_that_of_the_golden_file(name, tmp_path):
+    """If the change is intended, copy the file that the failure names over the golden file."""
+    rendered = tmp_path / f"{name}.sbatch"
+    rendered.write_text(render(JOB, cluster_of(*CASES[name])))
+    assert rendered.read_text() == (GOLDEN / rendered.name).read_text(), rendered
 
 
 @pytest.mark.parametrize("name", [file.stem for file in sorted((CONFIGS / "cluster").glob("*.yaml"))])
-def test_every_cluster_composes_and_its_script_is_one_that_bash_reads(name):
+def test_every_cluster_composes_and_bash_parses_its_script(name):
     text = render(JOB, cluster_of(f"cluster={name}"))
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -61,7 +60,7 @@ def run_bash(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_settings_reach_the_recipe_as_they_were_written():
+def test_settings_reach_the_recipe_unchanged_through_the_shell():
     odd = ("a=x y", "b='single' \"double\"", "c=$HOME `id` \\", "d=[{path: 'p q', weight: 0.5}]", "e=*", "f=#g;|&<>")
     job = Job(**{**vars(JOB), "overrides": odd, "data": ("/d/a b$c",), "weights": "/w x", "live": "/l"})
     text = render(job, ClusterConfig(env={"G": "$HOME 'x'"}))
@@ -74,54 +73,54 @@ def test_settings_reach_the_recipe_as_they_were_written():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"overrides": ("a=1\nrm -rf /",)}, "has a line break"),
         ({"data": ("/d\n",)}, "has a line break"),
-        ({"run_dir": "/runs/a b"}, "sbatch would read otherwise"),
-        ({"run_dir": "/runs/%j"}, "sbatch would read otherwise"),
-        ({"name": 'x" --wrap=y'}, "sbatch would read otherwise"),
+        ({"run_dir": "/runs/a b"}, "sbatch would misread"),
+        ({"run_dir": "/runs/%j"}, "sbatch would misread"),
+        ({"name": 'x" --wrap=y'}, "sbatch would misread"),
     ],
 )
-def test_what_cannot_stand_in_a_script_is_refused(changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_text_that_the_shell_or_sbatch_would_misread_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         Job(**{**vars(JOB), **changes})
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("cluster.time=soon", "time is 'soon'"),
-        ("cluster.launcher=mpirun", "launcher 'mpirun' is unknown"),
-        ("cluster.gpus_per_node=4", "8 ranks a node on 4 GPUs"),
-        ("cluster.account='a b'", "sbatch would read otherwise"),
-        ("cluster.sbatch=[-t1]", "'-t1' is no option"),
-        ("cluster.mounts=[/a:/b]", "there are mounts and no image"),
-        ("+cluster.env.A-B=1", "'A-B' cannot name a variable"),
+        ("cluster.launcher=mpirun", "'mpirun' is not known"),
+        ("cluster.gpus_per_node=4", "8 ranks per node on 4 GPUs"),
+        ("cluster.account='a b'", "sbatch would misread"),
+        ("cluster.sbatch=[-t1]", "'-t1' is not an option"),
+        ("cluster.mounts=[/a:/b]", "there are mounts but no image"),
+        ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
         ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
         ("cluster.nodes=4", "Key 'nodes' not in 'ClusterConfig'"),
     ],
 )
-def test_a_mistake_in_a_clusters_settings_is_told(override, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_a_wrong_setting_of_a_cluster_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         cluster_of("cluster=h100_ib", override)
 
 
 @pytest.mark.parametrize("name", ["USR2", "TERM"])
-def test_a_job_told_to_stop_before_its_ranks_have_begun_goes_back_into_the_queue(tmp_path, name):
-    """A `scontrol` in place of Slurm's: it notes what it is asked, and ends the script as a requeue does."""
+def test_a_job_that_is_signaled_before_its_ranks_have_begun_is_requeued(tmp_path, name):
+    """With a `scontrol` that records its arguments and ends the script, as a requeue does."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\nkill -KILL $PPID\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\nkill -KILL $PPID\n')
     scontrol.chmod(0o755)
     done = run_bash(f"{FORWARDING}\nkill -{name} $$\n", PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="42")
-    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert (tmp_path / "arguments").read_text() == "requeue 42\n"
     assert (done.returncode, done.stdout.split()[0]) == (-signal.SIGKILL, name)
 
 
-PORT = MEETING_POINT.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
+PORT = RENDEZVOUS.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
 
 
-def test_a_job_gets_the_port_of_its_id_and_ids_that_share_it_get_others_while_it_runs():
+def test_a_job_takes_the_port_of_its_id_and_ids_that_share_it_take_others_while_it_runs():
     first = subprocess.Popen(
         ["bash", "-c", PORT + "read -r"],
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "424242"},
@@ -139,26 +138,27 @@ def test_a_job_gets_the_port_of_its_id_and_ids_that_share_it_get_others_while_it
     assert int(run_bash(PORT, SLURM_JOB_ID="424242").stdout) == taken
 
 
-def test_a_port_that_somebody_listens_on_is_left_alone():
+def test_a_port_on_which_another_process_listens_is_skipped():
     free = int(run_bash(PORT, SLURM_JOB_ID="77").stdout)
     with socket.create_server(("127.0.0.1", free)):
         assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free
 
 
-@pytest.mark.parametrize("tell", [os.kill, os.killpg])  # Slurm may tell the first process alone, or all of a step
-def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path, tell):
-    """The part that runs on every node, around a program that starts two others as the agent does."""
+# Slurm may signal the first process of a step, or all of them.
+@pytest.mark.parametrize("send_signal", [os.kill, os.killpg])
+def test_the_ranks_of_torchrun_get_the_signal_and_its_agent_survives_it(tmp_path, send_signal):
+    """Run the part of the script that runs on every node, with a stand-in for the agent that starts two ranks."""
     text = render(JOB, cluster_of("cluster=local_cpu", "cluster.launcher=torchrun"))
     start_node = text.partition("start_node='")[2].partition("'\n")[0]
-    # Told twice, it ends once, and not at once, as no run does: Bash 5.2 loses the exit code of a child that ends
-    # in the very moment in which a signal interrupts its wait.
-    rank = "import os, signal, time; told = []; signal.signal(signal.SIGUSR2, lambda *_: told.append(1)); "
-    rank += "print('ready', flush=True)\nwhile not told: time.sleep(0.05)\ntime.sleep(1); os._exit(75)"
+    # Like a real run, a rank ends once, however many signals it gets, and a moment later: Bash 5.2 loses the exit code
+    # of a child that ends in the very moment in which a signal interrupts its wait.
+    rank = "import os, signal, time; caught = []; signal.signal(signal.SIGUSR2, lambda *_: caught.append(1)); "
+    rank += "print('ready', flush=True)\nwhile not caught: time.sleep(0.05)\ntime.sleep(1); os._exit(75)"
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import subprocess, sys\n"
         f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}]) for _ in range(2)]\n"
-        "print([one.wait() for one in ranks], flush=True)\n"
+        "print([rank.wait() for rank in ranks], flush=True)\n"
         "sys.exit(3)\n"
     )
     variables = {
@@ -176,6 +176,6 @@ def test_what_torchrun_starts_gets_the_signal_and_its_agent_survives_it(tmp_path
         start_new_session=True,
     )
     assert [node.stdout.readline().strip() for _ in range(2)] == ["ready", "ready"]
-    tell(node.pid, signal.SIGUSR2)
-    said, _ = node.communicate(timeout=20)
-    assert (said.strip(), node.returncode) == ("[75, 75]", 3)
+    send_signal(node.pid, signal.SIGUSR2)
+    printed, _ = node.communicate(timeout=60)
+    assert (printed.strip(), node.returncode) == ("[75, 75]", 3)
