@@ -27,7 +27,8 @@ def probe(
     timeout_s: Annotated[float, typer.Option(help="until a check that hangs is told")] = 40.0,
 ) -> None:
     """Check the node that this runs on, as one task of a Slurm step with one a node; prints JSON lines."""
-    from harness.launch import node_checks, place_in_slurm, run_checks
+    from harness.launch import place_in_slurm
+    from harness.launch.preflight import node_checks, run_checks
 
     place = place_in_slurm()
     checks = node_checks(place, run_dir=run_dir, data=data or [], weights=weights, live=live, timeout_s=timeout_s)
@@ -46,7 +47,7 @@ def judge(
     code: Annotated[str, typer.Option(help="digest of the harness's code and configs")] = "",
 ) -> None:
     """Read on stdin what the nodes said and name those that are wrong; exit code 1 where there are any."""
-    from harness.launch import Limits, judge_nodes
+    from harness.launch.preflight import Limits, judge_nodes
 
     limits = Limits(gpus, min_shm_mib, min_disk_gib, max_clock_offset_s, code)
     findings, right = judge_nodes(sys.stdin, nodes.split(","), limits)

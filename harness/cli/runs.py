@@ -175,7 +175,8 @@ def bench_corpus_command(
 @preflight_app.command()
 def reduce(timeout_s: Annotated[float, typer.Option(help="until ranks that do not meet are told")] = 40.0) -> None:
     """Add up a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
-    from harness.launch import place_in_slurm, run_checks
+    from harness.launch import place_in_slurm
+    from harness.launch.preflight import run_checks
 
     place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
     os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])

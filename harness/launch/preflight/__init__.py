@@ -1,7 +1,7 @@
 """Check whether training can start on every node of a job.
 
-`node_checks` and `run_checks` run on each node and print a line of JSON per check (`probe`, `rendezvous`); `judge_nodes`
-compares the lines of all nodes and reports each fault with its node and its fix (`judge`).
+`node_checks` and `run_checks` run on each node and print a line of JSON per check (`probe`, `rendezvous`);
+`judge_nodes` compares the lines of all nodes and reports each fault with its node and its fix (`judge`).
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ from typing import Any
 
 # The driver holds some hundred MiB of an unused GPU.
 _UNUSED_GPU_MIB = 2048
-_SAME_ENVIRONMENT = (
-    "install the same environment on every node, or set cluster.python to one on a shared file system"
-)
+_SAME_ENVIRONMENT = "install the same environment on every node, or set cluster.python to one on a shared file system"
 # Checks whose facts must be equal on every node, and the fix where they are not.
 _SAME_EVERYWHERE = {
     "versions": _SAME_ENVIRONMENT,
@@ -73,8 +71,8 @@ def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> t
 
 def _fix_of_silence(node: str) -> str:
     return (
-        f"look in its own log (slurmd.log, `scontrol show node {node}`) whether the step began there; leave it out with "
-        f"cluster.exclude={node}. If an image is unpacked first, raise cluster.preflight.timeout_s"
+        f"look in its own log (slurmd.log, `scontrol show node {node}`) whether the step began there; leave it out "
+        f"with cluster.exclude={node}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     )
 
 
@@ -120,8 +118,8 @@ def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -
         yield Fault(
             node,
             f"shm: /dev/shm has {facts['shm']['mib']:,} MiB, loader workers need {limits.min_shm_mib:,}",
-            "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 and "
-            "cluster.preflight.min_shm_mib=0",
+            "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 "
+            "and cluster.preflight.min_shm_mib=0",
         )
     if facts.get("disk", {}).get("gib", limits.min_disk_gib) < limits.min_disk_gib:
         yield Fault(

@@ -101,7 +101,7 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
         reason = getattr(error, "strerror", None) or error
         raise HarnessError(f"MASTER_ADDR {address!r} does not resolve: {reason}", where=where, fix=fix) from None
     # Only names that are loopback everywhere: a node's own name may be so on that node alone (Debian's 127.0.1.1).
-    if place.num_nodes > 1 and (address.split(".")[0] == "localhost" or _is_loopback(address)):
+    if place.num_nodes > 1 and (address.partition(".")[0] == "localhost" or _is_loopback(address)):
         raise HarnessError(
             f"MASTER_ADDR {address} is the loopback of each node, not the first node", where=where, fix=fix
         )
