@@ -106,13 +106,11 @@ def family(
 @indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
-    from harness.indexed import report_of
-
     with _bar("merging", quiet=as_json) as progress:
-        writer = merge_indexed(
+        report = merge_indexed(
             pairs, to, overwrite=overwrite, progress=lambda done, total: progress(0, completed=done, total=total)
         )
-    _say([report_of(writer)], as_json=as_json)
+    _say([report], as_json=as_json)
 
 
 @indexed_app.command()

@@ -1,8 +1,16 @@
-"""TODO."""
+"""Megatron's indexed datasets (X.bin and X.idx) from token shards: no torch, no Megatron.
+
+    convert_tokens(["shards/"], "corpus")       token shards (Parquet) to one pair, as Megatron's own builder writes it
+    write_family(["shards/"], OUT, family)      a pair a split, with the JSON files that Megatron reads beside them
+    merge_indexed(["a", "b"], "ab")             pairs joined end to end
+    verify_indexed("ab")                        problems of a pair
+
+Read `index` first: the layout of X.idx.
+"""
 
 from __future__ import annotations
 
-from harness.indexed.convert import IndexedReport, TokenSource, convert_tokens, report_of
+from harness.indexed.convert import TokenSource, convert_tokens
 from harness.indexed.family import TokenFamily, is_family, verify_family, write_family
 from harness.indexed.index import (
     BIN,
@@ -20,7 +28,7 @@ from harness.indexed.index import (
 )
 from harness.indexed.merge import count_sequences, merge_indexed, save_counts
 from harness.indexed.verify import verify_indexed
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.writer import IndexedReport, IndexedWriter
 
 __all__ = [
     "BIN",
@@ -42,7 +50,6 @@ __all__ = [
     "is_family",
     "merge_indexed",
     "prefix_of",
-    "report_of",
     "save_counts",
     "verify_family",
     "verify_indexed",

@@ -1,12 +1,12 @@
-"""The output family of one corpus: names, splits and layout around pairs that `tokens_to_binidx` fills.
+"""Write one corpus as a family of pairs: a pair a split, with the JSON files that Megatron reads beside them.
 
     OUT/NAME_train.bin, .idx        and so on, a pair a split
     OUT/NAME_sequences.json         for Megatron's --per-dataset-sequences-path
     OUT/NAME_splits.json            for Megatron's --per-split-data-args-path
-    OUT/NAME.json                   what was written from what, with a hash of every file; written last
+    OUT/NAME.json                   record of the family: sources, settings, counts, file hashes; written last
 
-With counts of sequences Megatron takes the tokens' dtype from its tokenizer's vocabulary and not from the pairs: they
-are written only where that is known here too.
+Given counts of sequences, Megatron takes the dtype of tokens from its tokenizer's vocabulary and not from the pairs, so
+`NAME_sequences.json` is written only if the vocabulary size is known.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, PrepError, Problem
-from harness.indexed.convert import IndexedReport, TokenSource, report_of
+from harness.indexed.convert import TokenSource
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.merge import count_sequences, save_counts
-from harness.indexed.token_batches import TokenBatch
-from harness.indexed.token_shards import list_shards
+from harness.indexed.token_shards import TokenBatch, list_shards
 from harness.indexed.verify import verify_indexed
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.storage import file_digest, write_atomically
 
-# As Megatron calls them.
+# Megatron's names.
 SPLITS = ("train", "valid", "test")
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
@@ -42,13 +41,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class TokenFamily:
-    """What a family is called and how its documents are split.
+    """Name of a family and split of its documents.
 
     Attributes:
-        name: of the family, part of every file's name: letters, digits, dots, dashes and underscores.
-        splits: parts of `train`, `valid` and `test`, of any sum. A document goes where the hash of its tokens says, so
-            that it stays in its split when others come or go, and equal documents are in one.
-        source: which documents, and whether each ends with an EOD.
+        name: part of every file name: letters, digits, dots, dashes and underscores.
+        splits: relative weights of `train`, `valid` and `test`. The hash of its tokens decides where a document goes:
+            it stays in its split when others are added or removed, and equal documents share a split.
+        source: settings for reading the documents.
     """
 
     name: str
@@ -58,25 +57,25 @@ class TokenFamily:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             fix = "use letters, digits, dots, dashes and underscores"
-            raise ConfigError(f"{self.name[:60]!r} cannot be part of file names", where="name", fix=fix)
+            raise ConfigError(f"{self.name[:60]!r} cannot be part of a file name", where="name", fix=fix)
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown or not any(self.splits.values()) or any(not 0 <= part < np.inf for part in self.splits.values()):
             raise ConfigError(
-                f"the splits {dict(self.splits)} cannot be made",
+                f"the splits {dict(self.splits)} are not valid",
                 where="splits",
-                fix=f"give parts of {', '.join(SPLITS)}, such as train=98 valid=2",
+                fix=f"give weights of {', '.join(SPLITS)}, such as train=98 valid=2",
             )
 
     @property
     def parts(self) -> dict[str, float]:
-        """The splits that get documents, in Megatron's order, each with its share."""
+        """The splits that receive documents, in Megatron's order, each with its share."""
         total = sum(self.splits.values())
         return {name: self.splits[name] / total for name in SPLITS if self.splits.get(name)}
 
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """What was written: of each split its pair."""
+    """A written family: its name, and the report of each split's pair."""
 
     name: str
     splits: dict[str, IndexedReport]
@@ -90,26 +89,26 @@ def write_family(
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> FamilyReport:
-    """Write token shards as the pairs of a family, and what Megatron reads beside them.
+    """Write token shards as the pairs of a family, with the JSON files that Megatron reads.
 
     Args:
-        sources: Parquet files, folders or patterns; or those of each split, which then are not split by hash.
-        folder: OUT. Prefixes in the JSON files begin with it as it is named here.
-        family: names and splits.
-        overwrite: replace a family of that name.
+        sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
+        folder: OUT. Prefixes in the JSON files begin with this path as given.
+        family: name and splits.
+        overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
 
     Raises:
-        PrepError, FormatError: as `convert_tokens`; or a split would have no document.
+        PrepError, FormatError: like `convert_tokens`; or a split would have no document.
     """
-    given = sources if isinstance(sources, Mapping) else {"": sources}
+    named_sources = sources if isinstance(sources, Mapping) else {"": sources}
     if isinstance(sources, Mapping) and set(sources) != set(family.parts):
-        what = f"there are shards for {', '.join(sources)} and splits {', '.join(family.parts)}"
-        raise ConfigError(what, where="splits", fix="name shards for each split, and no others")
-    shards = {name: list_shards(some) for name, some in given.items()}
+        what = f"there are shards for {', '.join(sources)} but the splits are {', '.join(family.parts)}"
+        raise ConfigError(what, where="splits", fix="name shards for each split, and for no other")
+    shards = {name: list_shards(paths) for name, paths in named_sources.items()}
     record = folder / f"{family.name}.json"
     if record.exists() and not overwrite:
-        raise PrepError("the family is there already", where=str(record), fix="name another, or overwrite it")
+        raise PrepError("the family already exists", where=str(record), fix="choose another name, or overwrite it")
     record.unlink(missing_ok=True)
     prefixes = {name: folder / f"{family.name}_{name}" for name in family.parts}
     empty = 0
@@ -128,44 +127,44 @@ def write_family(
         for name, writer in writers.items():
             if writer.num_documents == 0:
                 raise PrepError(
-                    f"no document falls into {name}",
+                    f"no document falls into the split {name}",
                     where=str(folder),
-                    fix="give it a larger part, leave it out, or read more documents",
+                    fix="give it a larger weight, leave it out, or read more documents",
                 )
         if any(writer.dtype == INT32 for writer in writers.values()):
-            # One tokenizer made all of them, and Megatron may take their dtype from it.
+            # One tokenizer made all of them, and Megatron may derive one dtype from it.
             for writer in writers.values():
                 if writer.dtype != INT32:
                     writer.widen()
-    reports = {name: report_of(writer) for name, writer in writers.items()}
+    reports = {name: writer.report() for name, writer in writers.items()}
     _write_companions(folder, family, prefixes, reports, [path for paths in shards.values() for path in paths], empty)
     return FamilyReport(family.name, reports)
 
 
 def is_family(path: str) -> bool:
-    """Whether a path is the record of a family."""
+    """Return True if a path is the record of a family."""
     return _read_record(Path(path)) is not None
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Everything that is wrong with the pairs of a family, whose hashes its record has; [] where nothing is.
+    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
 
     Args:
         path: OUT/NAME.json.
-        progress: called with tokens read of a pair and its tokens in all.
+        progress: called with tokens read and tokens in total, pair by pair.
     """
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
-        return [Problem("is not the record of a family", path)]
+        return [Problem("is not the record of a token family", path)]
     problems = []
     for name, stored in record["files"].items():
         try:
-            found = file_digest(folder / name)
+            digest = file_digest(folder / name)
         except OSError as error:
             problems.append(Problem(f"cannot be read: {error.strerror}", str(folder / name)))
             continue
-        if found != stored["xxh3"]:
-            what = f"the file has the hash {found}, the record says {stored['xxh3']}"
+        if digest != stored["xxh3"]:
+            what = f"the file has the hash {digest}, the record has {stored['xxh3']}"
             problems.append(Problem(what, str(folder / name)))
     for split in record["splits"].values():
         vocab_size = record["source"]["vocab_size"]
@@ -176,19 +175,19 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_bytes())
-        whole = all("xxh3" in one for one in record["files"].values())
-        whole &= all("prefix" in one for one in record["splits"].values()) and "vocab_size" in record["source"]
+        whole = all("xxh3" in file for file in record["files"].values())
+        whole &= all("prefix" in split for split in record["splits"].values()) and "vocab_size" in record["source"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record if whole else None
 
 
 def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str, TokenBatch]]:
-    """The documents of each split."""
+    """Yield the documents of each split."""
     if len(parts) == 1:
         yield next(iter(parts)), batch
         return
-    # As int32, so that the type in which a shard stores a document does not move it.
+    # Hashed as int32, so that the integer type of a shard does not change a document's split.
     tokens = np.ascontiguousarray(batch.tokens, np.int32)
     ends = np.concatenate([[0], np.cumsum(batch.document_tokens())]).tolist()
     hashes = np.array([_xxh3(tokens[begin:end]) for begin, end in pairwise(ends)], np.uint64)
@@ -206,11 +205,11 @@ def _write_companions(
     shards: Sequence[Path],
     empty_documents: int,
 ) -> None:
-    """What Megatron reads beside the pairs, and the record of the family."""
+    """Write the JSON files that Megatron reads beside the pairs, and the record of the family."""
     if family.source.vocab_size is not None:
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
         save_counts(counts, folder / f"{family.name}_sequences.json")
-    # Megatron asks for every split; one without data is null.
+    # Megatron expects every split; null stands for one without data.
     splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
     write_atomically(folder / f"{family.name}_splits.json", _json(splits))
     files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]

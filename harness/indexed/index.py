@@ -1,12 +1,12 @@
-"""The index of Megatron's indexed datasets, X.idx beside the tokens in X.bin.
+"""The index of Megatron's indexed datasets: X.idx beside the tokens in X.bin.
 
     magic of 9 bytes, version 1 (uint64), dtype code (uint8), number of sequences S and of document bounds D (uint64)
     lengths    int32 [S], tokens of each sequence
-    pointers   int64 [S], where each begins in X.bin, in bytes
+    pointers   int64 [S], byte offset of each sequence in X.bin
     documents  int64 [D], the first sequence of each document, and S at the end
     modes      int8 [S], in multimodal datasets only
 
-As `megatron.core.datasets.indexed_dataset` reads and writes it.
+Source: `megatron.core.datasets.indexed_dataset`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ COPY_AGAIN = "copy the pair again, or write it again from its tokens"
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What an index begins with.
+    """The fixed-size start of an index.
 
     Attributes:
         dtype: of the tokens in the `.bin`.
         num_sequences: S.
-        num_bounds: D, one more than there are documents.
+        num_bounds: D, the number of documents plus one.
     """
 
     dtype: np.dtype[Any]
@@ -67,63 +67,54 @@ class IndexHeader:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> Path:
-    """X of X, X.bin or X.idx."""
+    """Return X, given X, X.bin or X.idx."""
     text = str(path)
-    for suffix in (BIN, IDX):
-        if text.endswith(suffix):
-            return Path(text.removesuffix(suffix))
-    return Path(text)
+    return Path(text.removesuffix(BIN) if text.endswith(BIN) else text.removesuffix(IDX))
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` + `suffix`; prefixes may have dots of their own."""
+    """Return `prefix` + `suffix`; unlike `Path.with_suffix` it keeps dots in the prefix."""
     return prefix.with_name(prefix.name + suffix)
 
 
-def parse_header(data: bytes, *, where: str) -> IndexHeader:
-    """The header from an index's first bytes.
-
-    Raises:
-        FormatError: it is none, or of a version or dtype that Megatron does not know.
-    """
+def _parse_header(data: bytes, *, where: str) -> IndexHeader:
     if len(data) < HEADER.size:
         what = f"has {len(data):,} bytes, an index begins with a header of {HEADER.size}"
         raise FormatError(what, where=where, fix=COPY_AGAIN)
     magic, version, code, num_sequences, num_bounds = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise FormatError(f"begins with {magic!r}, not with {MAGIC!r} as a Megatron index does", where=where)
+        raise FormatError(f"begins with {magic!r}, a Megatron index begins with {MAGIC!r}", where=where, fix=COPY_AGAIN)
     if version != VERSION:
         raise FormatError(f"has version {version}, Megatron reads version {VERSION}", where=where, fix=COPY_AGAIN)
     if code not in DTYPES:
-        what = f"has the dtype code {code}, known are {min(DTYPES)} to {max(DTYPES)}"
+        what = f"has the dtype code {code}, known codes are {min(DTYPES)} to {max(DTYPES)}"
         raise FormatError(what, where=where, fix=COPY_AGAIN)
     return IndexHeader(DTYPES[code], num_sequences, num_bounds)
 
 
 class MappedIndex:
-    """An index whose ledgers are mapped: pages that are looked at, no copies.
+    """A memory-mapped index: reading an entry touches its page only, and nothing is copied.
 
     Attributes:
         header: of the index.
         lengths: int32 [S].
         pointers: int64 [S].
         documents: int64 [D].
-        has_modes: whether modes follow, one a sequence.
+        has_modes: true for a multimodal dataset, with one mode a sequence.
 
     Raises:
-        FormatError: the header is damaged, or the size is not the one that its counts make.
+        FormatError: the header is damaged, or the file size does not match its counts.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
                 num_bytes = os.fstat(file.fileno()).st_size
-                self.header = header = parse_header(file.read(HEADER.size), where=str(path))
+                self.header = header = _parse_header(file.read(HEADER.size), where=str(path))
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise FormatError(
-                f"the index cannot be read: {error.strerror}", where=str(path), fix="check the path"
-            ) from None
+            what = f"the index cannot be read: {error.strerror}"
+            raise FormatError(what, where=str(path), fix="check the path") from None
         self.has_modes = header.num_sequences > 0 and num_bytes == header.num_bytes + header.num_sequences
         if num_bytes != header.num_bytes and not self.has_modes:
             raise FormatError(
@@ -139,15 +130,15 @@ class MappedIndex:
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that holds a vocabulary, which is the one that Megatron takes for it where it reads no header.
+    """Return the dtype that Megatron assumes for a vocabulary when it does not read the header.
 
-    Its tools write int32 from 65,500 tokens on, and so a pair that it then misreads up to 65,536.
+    Megatron's own tools write int32 from 65,500 tokens on, so pairs that it then misreads for up to 65,536 tokens.
     """
     return UINT16 if vocab_size <= 1 << 16 else INT32
 
 
 def largest_token(tokens: npt.NDArray[Any]) -> int:
-    """The largest of some integers; 2**64 where one is negative. One look finds both kinds that are no token ids."""
+    """Return the largest of some integers, or 2**64 if any is negative: one pass finds both kinds of bad token id."""
     if tokens.size == 0:
         return 0
     largest = int(tokens.view(tokens.dtype.str.replace("i", "u")).max())

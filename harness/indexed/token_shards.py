@@ -1,6 +1,7 @@
-"""Reads token shards: Parquet files with a column of token ids, one document a row, in batches of bounded size.
+"""Read token shards: Parquet files with a column of token ids, one document a row, in batches of bounded size.
 
-Row groups are decoded on several threads, and come in order.
+A row is a list of ids, a list of such lists (a document of several sequences), or ids as text (`"5 17 3"`, also
+`"[5, 17, 3]"`). Row groups are decoded on several threads and arrive in order.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
-from harness.indexed.token_batches import TokenBatch, batch_of
+from harness.indexed.index import largest_token
+from harness.records import MAX_TOKEN_ID, Int64Array
 from harness.storage import natural_key
 
-# Decoded tokens of one batch; a row group of more is read in several.
+# Decoded tokens in one batch; a larger row group is read in several.
 _BATCH_TOKENS = 1 << 20
-# Bytes that pyarrow reads of a column at a time.
+# Bytes of a column that pyarrow reads at a time.
 _READ_BYTES = 1 << 20
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _MAGIC = {
@@ -35,51 +41,86 @@ _MAGIC = {
 }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenBatch:
+    """Some documents, end to end.
+
+    Attributes:
+        tokens: integers [n] from 0 to 2**31 - 1.
+        lengths: int64 [sequences], at least 1 each; they add up to n.
+        documents: int64 [documents], number of sequences in each, at least 1.
+        empty_documents: rows left out because they have no tokens.
+    """
+
+    tokens: npt.NDArray[Any]
+    lengths: Int64Array
+    documents: Int64Array
+    empty_documents: int = 0
+
+    def document_tokens(self) -> Int64Array:
+        """int64 [documents]: number of tokens in each."""
+        if len(self.documents) == 0:
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(self.lengths, np.cumsum(self.documents) - self.documents)
+
+    def select(self, chosen: npt.NDArray[np.bool_]) -> TokenBatch:
+        """Return the documents where `chosen` [documents] is true."""
+        sequences = np.repeat(chosen, self.documents)
+        tokens = self.tokens[np.repeat(sequences, self.lengths)]
+        return TokenBatch(tokens, self.lengths[sequences], self.documents[chosen])
+
+    def with_eod(self, token: int) -> TokenBatch:
+        """Return the same documents with `token` appended to the last sequence of each."""
+        dtype = self.tokens.dtype if token <= np.iinfo(self.tokens.dtype).max else np.dtype(np.int32)
+        tokens = np.insert(self.tokens.astype(dtype, copy=False), np.cumsum(self.document_tokens()), token)
+        lengths = self.lengths.copy()
+        lengths[np.cumsum(self.documents) - 1] += 1
+        return TokenBatch(tokens, lengths, self.documents, self.empty_documents)
+
+
 def list_shards(sources: Iterable[str]) -> list[Path]:
-    """The files of some paths: files as they are, folders and patterns in natural order.
+    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
 
     Raises:
-        PrepError: a path names nothing, or something else than Parquet.
+        PrepError: a path names nothing, or a file that is not Parquet.
     """
-    found: list[Path] = []
+    shards: list[Path] = []
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            names = [entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith((".", "_"))]
-            chosen = [entry for entry in names if entry.suffix == ".parquet"] or names
+            files = [entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith((".", "_"))]
+            files = [file for file in files if file.suffix == ".parquet"] or files
         elif path.is_file():
-            chosen = [path]
+            files = [path]
         else:
             # Not Path.glob, which takes no absolute pattern.
-            chosen = [Path(one) for one in glob.glob(source)]  # noqa: PTH207
-        if not chosen:
+            files = [Path(name) for name in glob.glob(source)]  # noqa: PTH207
+        if not files:
             raise PrepError("there are no token shards", where=source, fix="name Parquet files, folders or patterns")
-        found += sorted(chosen, key=lambda one: natural_key(str(one)))
-    for path in found:
-        _refuse_others(path)
-    return found
+        shards += sorted(files, key=lambda file: natural_key(str(file)))
+    for path in shards:
+        _require_parquet(path)
+    return shards
 
 
-def _refuse_others(path: Path) -> None:
+def _require_parquet(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(8)
     if start.startswith(b"PAR1"):
         return
-    kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is no Parquet file")
+    kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not a Parquet file")
     raise PrepError(
-        f"the shard {kind if start else 'has no bytes'}",
+        f"the shard {kind if start else 'is empty'}",
         where=str(path),
-        fix="token shards are Parquet files with a column of token ids; chats are prepared with recipes.prepare",
+        fix="token shards are Parquet files with a column of token ids; prepare chats with `harness prepare`",
     )
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """The documents of some shards, in order, each batch with its file.
-
-    At most a batch a thread is in memory.
+    """Yield the documents of shards in order, each batch with its file; at most one batch a thread is in memory.
 
     Raises:
-        PrepError: a shard cannot be read, has no such column or one of another type, or holds what is no token id;
+        PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
             names the file and the row.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -92,8 +133,7 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
 
         try:
             for path in paths:
-                with _open(path, column) as file:
-                    metadata = file.metadata
+                metadata = _read_metadata(path, column)
                 for run in _split_groups(metadata, column):
                     read = (path, metadata, column, run)
                     if run.num_tokens > _BATCH_TOKENS:
@@ -109,7 +149,7 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
 
 @dataclass(frozen=True)
 class _Run:
-    """Row groups that follow one another, with the number of the first row, and how many tokens they can hold."""
+    """Consecutive row groups, the number of their first row, and an upper bound of their tokens."""
 
     groups: range
     first_row: int
@@ -118,7 +158,7 @@ class _Run:
 
 
 def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[_Run]:
-    """The row groups of a file in runs of at most a batch, or of one row group that is larger."""
+    """Cut the row groups of a file into runs of at most a batch, or of a single larger row group."""
     first = row = rows = tokens = 0
     for group in range(metadata.num_row_groups):
         more = _tokens_of_group(metadata, group, column)
@@ -131,44 +171,44 @@ def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[_Run]:
         yield _Run(range(first, metadata.num_row_groups), row, rows, tokens)
 
 
+def _tokens_of_group(metadata: pq.FileMetaData, group: int, column: str) -> int:
+    """Tokens that a row group claims for a column, or that its bytes could hold: one in eight bytes for text."""
+    row_group = metadata.row_group(group)
+    chunks = [row_group.column(index) for index in range(row_group.num_columns)]
+    chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+    return max((max(chunk.num_values, chunk.total_uncompressed_size // 8) for chunk in chunks), default=0)
+
+
 def _read_ahead(pool: ThreadPoolExecutor, batches: Iterator[TokenBatch]) -> Iterator[TokenBatch]:
-    """The same batches; the next one is decoded while one is used."""
+    """Yield the same batches, decoding the next one while the current one is used."""
     future = pool.submit(next, batches, None)
     while (batch := future.result()) is not None:
         future = pool.submit(next, batches, None)
         yield batch
 
 
-def _open(path: Path, column: str) -> pq.ParquetFile:
-    try:
-        file = _open_file(path, None)
-        names = file.schema_arrow.names
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from None
-    if column not in names:
-        raise PrepError(
-            f"the shard has no column {column!r}", where=str(path), fix=f"name one of its columns: {', '.join(names)}"
-        )
-    return file
-
-
-def _open_file(path: Path, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
-    # Neither reads ahead nor keeps: memory is that of a batch, whatever the row groups' size.
+def _open(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    # Neither reads ahead nor keeps: one batch is in memory, whatever the size of the row groups.
     options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
     return pq.ParquetFile(path, metadata=metadata, **options)
 
 
+def _read_metadata(path: Path, column: str) -> pq.FileMetaData:
+    try:
+        with _open(path) as file:
+            names, metadata = file.schema_arrow.names, file.metadata
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+    if column not in names:
+        fix = f"name one of its columns: {', '.join(names)}"
+        raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
+    return metadata
+
+
 def _unreadable(path: Path, error: Exception) -> PrepError:
-    said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return PrepError(f"the shard cannot be read: {said}", where=str(path), fix="copy the shard again, or make it anew")
-
-
-def _tokens_of_group(metadata: pq.FileMetaData, group: int, column: str) -> int:
-    """Tokens that a row group claims for a column, or that its bytes could be: of text one in eight."""
-    row_group = metadata.row_group(group)
-    chunks = [row_group.column(index) for index in range(row_group.num_columns)]
-    mine = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
-    return max((max(chunk.num_values, chunk.total_uncompressed_size // 8) for chunk in mine), default=0)
+    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    what = f"the shard cannot be read: {reason}"
+    return PrepError(what, where=str(path), fix="copy the shard again, or write it again")
 
 
 def _read_whole_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> list[TokenBatch]:
@@ -178,7 +218,7 @@ def _read_whole_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Ru
 def _read_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> Iterator[TokenBatch]:
     row = run.first_row
     try:
-        with _open_file(path, metadata) as file:
+        with _open(path, metadata) as file:
             mean = max(1.0, run.num_tokens / run.num_rows)
             batches = file.iter_batches(
                 batch_size=int(max(1, min(1 << 17, _BATCH_TOKENS // mean))),
@@ -187,9 +227,102 @@ def _read_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> 
                 use_threads=False,
             )
             for batch in batches:
-                yield batch_of(batch.column(0), first_row=row)
+                yield parse_column(batch.column(0), first_row=row)
                 row += batch.num_rows
     except FormatError as error:
         raise PrepError(error.what, where=f"{path}, column {column}", fix=error.fix) from None
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
+
+
+def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
+    """Convert a column of token ids, or a slice of one.
+
+    Args:
+        column: lists of integers, lists of such lists, or text.
+        first_row: number of its first row, for errors.
+
+    Raises:
+        FormatError: the column has another type, or a null, or a number that is not a token id; names the row.
+    """
+    _refuse_nulls(column, "row", first_row)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = _parse_text(column, first_row)
+    wrong_type = FormatError(
+        f"the column is of type {column.type}, expected lists of whole numbers", fix="name the column of token ids"
+    )
+    if not _is_list(column.type):
+        raise wrong_type
+    documents = _counts(column)
+    inner = column.flatten()
+    if _is_list(inner.type):
+        _refuse_nulls(inner, "a sequence of row", first_row, documents)
+        lengths, tokens = _counts(inner), inner.flatten()
+    else:
+        lengths, tokens, documents = documents, inner, np.ones(len(column), np.int64)
+    if not pa.types.is_integer(tokens.type):
+        raise wrong_type
+    rows = np.repeat(np.arange(len(column)), documents)
+    if tokens.null_count:
+        at = int(np.argmax(tokens.is_null().to_numpy(zero_copy_only=False)))
+        raise _bad_token("null", at, lengths, rows, first_row)
+    values = tokens.to_numpy()
+    if largest_token(values) > MAX_TOKEN_ID:
+        at = int(np.argmax((values < 0) | (values > MAX_TOKEN_ID)))
+        kind = "the negative token" if values[at] < 0 else f"a token above {MAX_TOKEN_ID:,}:"
+        raise _bad_token(f"{kind} {int(values[at]):,}", at, lengths, rows, first_row)
+    if lengths.all() and documents.all():
+        return TokenBatch(values, lengths, documents)
+    # Sequences without tokens, and documents without sequences, are left out.
+    kept = np.bincount(rows[lengths > 0], minlength=len(documents))
+    return TokenBatch(values, lengths[lengths > 0], kept[kept > 0], int(np.count_nonzero(kept == 0)))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _counts(column: pa.Array) -> Int64Array:
+    counts: Int64Array = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+    return counts
+
+
+def _refuse_nulls(column: pa.Array, what: str, first_row: int, documents: Int64Array | None = None) -> None:
+    if not column.null_count:
+        return
+    at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+    row = at if documents is None else int(np.searchsorted(np.cumsum(documents), at, "right"))
+    raise FormatError(
+        f"{what} {first_row + row:,} is null, one of {column.null_count:,} in this batch",
+        fix="leave such rows out of the shard; an empty document is an empty list",
+    )
+
+
+def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_row: int) -> FormatError:
+    ends = np.cumsum(lengths)
+    sequence = int(np.searchsorted(ends, at, "right"))
+    position = at - int(ends[sequence] - lengths[sequence])
+    return FormatError(
+        f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}",
+        fix="fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary",
+    )
+
+
+def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
+    trimmed = pc.ascii_trim(column, " \t\r\n,[]")
+    parts = pc.split_pattern_regex(trimmed, r"[,\s]+")
+    # Splitting an empty text gives one empty part.
+    lengths = np.where(pc.equal(trimmed, "").to_numpy(zero_copy_only=False), 0, _counts(parts))
+    words = parts.flatten().filter(pc.not_equal(parts.flatten(), ""))
+    try:
+        numbers = words.cast(pa.int64())
+    except pa.ArrowException:
+        is_number = pc.match_substring_regex(words, r"^[+-]?\d{1,18}$").to_numpy(zero_copy_only=False)
+        at = int(np.argmin(is_number))
+        row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
+        raise FormatError(
+            f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
+            fix="the column must hold token ids as text; this command does not tokenise text",
+        ) from None
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), numbers)

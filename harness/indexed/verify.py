@@ -1,4 +1,4 @@
-"""Checking one of Megatron's indexed datasets: header, ledgers, sizes, and each token read back."""
+"""Verify a pair X.bin, X.idx: the structure of the index, the sizes, and every token read back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from harness.errors import FormatError, Problem
 from harness.indexed.index import BIN, COPY_AGAIN, IDX, MappedIndex, prefix_of, with_suffix
 
-# Entries of a ledger, or tokens, that are looked at together.
+# Ledger entries, or tokens, checked at a time.
 _BLOCK = 1 << 20
 
 
@@ -23,21 +23,20 @@ def verify_indexed(
     vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Problem]:
-    """Everything that is wrong with a pair X.bin, X.idx, as far as it can be told; an empty list where nothing is.
+    """Return every detectable problem of a pair; an empty list if there is none.
 
-    Checks that both files are there, the header, the sizes that its counts make, that lengths are positive, that
-    pointers begin at 0 and each follows from the lengths before it, that they cover the `.bin` to its last byte, that
-    document bounds run from 0 to the number of sequences without falling, and, in what is read back of every sequence,
-    that tokens are not negative and inside the vocabulary. A token changed to another possible one is not found:
-    the pair has no checksums.
+    Checks that both files exist, the header, the file sizes against its counts, that lengths are positive, that
+    pointers start at 0 and each follows from the lengths before it, that they cover the `.bin` to its last byte, that
+    document bounds rise from 0 to the number of sequences, and that all tokens are 0 or more and inside the vocabulary.
+    A token that changed to another legal one goes unnoticed: the pair has no checksums.
 
     Args:
         path: X, X.bin or X.idx.
-        vocab_size: tokens must be below it; None knows no bound.
-        progress: called with tokens read and tokens in all.
+        vocab_size: exclusive upper bound of tokens; None knows no bound.
+        progress: called with tokens read and tokens in total.
     """
     prefix = prefix_of(path)
-    index, problems = _look_at_structure(prefix)
+    index, problems = _check_structure(prefix)
     if index is None or problems:
         return problems
     bin_path = with_suffix(prefix, BIN)
@@ -45,18 +44,18 @@ def verify_indexed(
 
 
 def check_indexed(prefix: Path) -> MappedIndex:
-    """The index of a pair in which nothing is wrong but maybe its tokens, which are not read; FormatError otherwise."""
-    index, problems = _look_at_structure(prefix)
+    """Return the index of a pair whose structure is intact (tokens are not read); FormatError otherwise."""
+    index, problems = _check_structure(prefix)
     if index is None or problems:
         raise FormatError(problems[0].what, where=problems[0].where, fix=COPY_AGAIN)
     return index
 
 
-def _look_at_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
+def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
     bin_path, idx_path = with_suffix(prefix, BIN), with_suffix(prefix, IDX)
-    missing = [one for one in (bin_path, idx_path) if not one.is_file()]
+    missing = [path for path in (bin_path, idx_path) if not path.is_file()]
     if missing:
-        return None, [Problem(f"{one.name} is missing", str(one)) for one in missing]
+        return None, [Problem(f"{path.name} is missing", str(path)) for path in missing]
     try:
         index = MappedIndex(idx_path)
     except FormatError as error:
@@ -64,10 +63,10 @@ def _look_at_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]
     problems = [Problem(what, str(idx_path)) for what in _ledger_problems(index)]
     problems += [Problem(what, str(idx_path)) for what in _document_problems(index)]
     expected = index.header.dtype.itemsize * sum(int(block.sum(dtype=np.int64)) for block in _blocks(index.lengths))
-    found = bin_path.stat().st_size
-    if found != expected:
-        kind = "short" if found < expected else "long"
-        what = f"is too {kind}: {found:,} bytes, the lengths of the index make {expected:,}"
+    num_bytes = bin_path.stat().st_size
+    if num_bytes != expected:
+        kind = "short" if num_bytes < expected else "long"
+        what = f"is too {kind}: {num_bytes:,} bytes, the lengths of the index make {expected:,}"
         problems.append(Problem(what, str(bin_path)))
     return index, problems
 
@@ -78,12 +77,12 @@ def _blocks(ledger: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 
 def _ledger_problems(index: MappedIndex) -> Iterator[str]:
-    """The first problem of the lengths, or else of the pointers."""
+    """Yield the first problem of the lengths and pointers."""
     if index.header.num_sequences == 0:
         yield "holds no sequences"
         return
     if not np.issubdtype(index.header.dtype, np.integer):
-        yield f"says that tokens are {index.header.dtype.name}, which holds no token ids"
+        yield f"declares tokens as {index.header.dtype.name}, which cannot hold token ids"
     first = last = 0
     for lengths, pointers in zip(_blocks(index.lengths), _blocks(index.pointers), strict=True):
         bad = lengths <= 0
@@ -106,10 +105,10 @@ def _ledger_problems(index: MappedIndex) -> Iterator[str]:
 
 
 def _document_problems(index: MappedIndex) -> Iterator[str]:
-    """The first problem of the document bounds."""
+    """Yield the problems of the document bounds."""
     documents, count = index.documents, index.header.num_sequences
     if documents.shape[0] < 2:
-        yield f"has {documents.shape[0]} document bounds, a document has two"
+        yield f"has {documents.shape[0]} document bounds, expected at least 2"
         return
     if documents[0] != 0:
         yield f"the first document begins at sequence {int(documents[0]):,}, expected 0"
@@ -128,7 +127,7 @@ def _document_problems(index: MappedIndex) -> Iterator[str]:
 def _token_problems(
     index: MappedIndex, path: Path, vocab_size: int | None, progress: Callable[[int, int], None] | None
 ) -> Iterator[str]:
-    """Reads back every sequence, by block; names the first token that cannot be one."""
+    """Read back every sequence block by block; yield the first invalid token."""
     dtype = index.header.dtype
     total = path.stat().st_size // dtype.itemsize
     limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
@@ -149,4 +148,4 @@ def _token_problems(
             if progress is not None:
                 progress(done, total)
     if done != total:
-        yield f"{done:,} of {total:,} tokens could be read"
+        yield f"only {done:,} of {total:,} tokens could be read"

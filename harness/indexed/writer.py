@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed datasets in a stream: memory does not grow with the data, and a pair appears whole."""
+"""Write Megatron's indexed datasets in a stream: memory does not grow with the data, and a pair appears whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
@@ -17,27 +18,38 @@ from harness.errors import ConfigError, FormatError
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
 from harness.storage import AtomicFile, Marker, sync_folder
 
-# Entries of a ledger, or tokens, that are in memory at a time.
+# Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
 
 
-class IndexedWriter:
-    """Writes X.bin and X.idx; a context manager.
+@dataclass(frozen=True)
+class IndexedReport:
+    """A written pair: its prefix, the name of its dtype, and its counts."""
 
-    Ledgers go to unnamed files until the end, so that memory is bounded at any number of sequences and a process that
-    is killed leaves none behind. Leaving the block gives the files their names, the index last; leaving it with an
-    exception leaves nothing.
+    prefix: str
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    empty_documents: int = 0
+
+
+class IndexedWriter:
+    """Context manager that writes X.bin and X.idx.
+
+    Lengths and document bounds go to unnamed temporary files until the end: memory stays bounded for any number of
+    sequences, and a killed process leaves no such files. Leaving the block renames the pair into place, the index last;
+    leaving it with an exception leaves nothing.
 
     Args:
         prefix: X.
-        dtype: of the stored tokens. Where None it is uint16 until a token needs more; what is written by then is
-            written again as int32.
-        overwrite: replace a pair that is there, at the end.
+        dtype: of the stored tokens. None starts with uint16 and rewrites the file as int32 once a token needs it.
+        overwrite: replace an existing pair, at the end.
 
     Attributes:
-        dtype: as it stands.
+        dtype: current dtype.
         header: of the index, once the block is left.
-        num_sequences, num_documents, num_tokens: so far.
+        num_sequences, num_documents, num_tokens: written so far.
     """
 
     def __init__(self, prefix: Path, *, dtype: np.dtype[Any] | None = None, overwrite: bool = False) -> None:
@@ -50,15 +62,15 @@ class IndexedWriter:
         self._marker = Marker(prefix.with_name(f".{prefix.name}_writing"))
 
     def __enter__(self) -> Self:
-        found = [path for path in (with_suffix(self.prefix, BIN), with_suffix(self.prefix, IDX)) if path.exists()]
-        if found and not self._overwrite:
+        existing = [path for path in (with_suffix(self.prefix, BIN), with_suffix(self.prefix, IDX)) if path.exists()]
+        if existing and not self._overwrite:
             raise FormatError(
-                f"{found[0].name} is there already",
+                f"{existing[0].name} already exists",
                 where=str(self.prefix),
-                fix="name another, or replace it (--overwrite, overwrite=True)",
+                fix="choose another name, or replace it (--overwrite, overwrite=True)",
             )
         folder = self.prefix.parent
-        with self._explained():
+        with self._os_errors_explained():
             folder.mkdir(parents=True, exist_ok=True)
             self._marker.acquire()
             try:
@@ -77,8 +89,8 @@ class IndexedWriter:
 
         Args:
             tokens: integers [n] from 0 to 2**31 - 1, end to end.
-            lengths: integers [sequences], which add up to n.
-            documents: integers [documents], sequences of each, which add up to all; None makes each a document.
+            lengths: integers [sequences] that add up to n.
+            documents: integers [documents], number of sequences in each; None makes every sequence a document.
 
         Raises:
             FormatError: a token is negative or does not fit, or the disk refuses.
@@ -87,14 +99,14 @@ class IndexedWriter:
         self.append_ledgers(lengths, np.arange(1, len(lengths) + 1) if documents is None else np.cumsum(documents))
 
     def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
-        """Add tokens alone: integers [n]; raises as `append`."""
+        """Add tokens alone: integers [n]; raises like `append`."""
         largest = largest_token(tokens)
         if largest > np.iinfo(self.dtype).max:
             if not self._can_widen or largest > np.iinfo(INT32).max:
                 what = f"a token is negative or above {min(np.iinfo(self.dtype).max, np.iinfo(INT32).max):,}"
-                raise FormatError(what, where=str(self.prefix), fix="mend the tokens, or name a wider dtype")
+                raise FormatError(what, where=str(self.prefix), fix="fix the tokens, or choose a wider dtype")
             self.widen()
-        with self._explained():
+        with self._os_errors_explained():
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.num_tokens += len(tokens)
 
@@ -103,9 +115,9 @@ class IndexedWriter:
 
         Args:
             lengths: integers [sequences].
-            document_ends: integers [documents], where each ends among these sequences.
+            document_ends: integers [documents], past-the-end sequence of each, counted within these sequences.
         """
-        with self._explained():
+        with self._os_errors_explained():
             for start in range(0, len(lengths), _BLOCK):
                 self._lengths.write(np.ascontiguousarray(lengths[start : start + _BLOCK], "<i4").data)
             for start in range(0, len(document_ends), _BLOCK):
@@ -114,12 +126,29 @@ class IndexedWriter:
         self.num_sequences += len(lengths)
         self.num_documents += len(document_ends)
 
+    def widen(self) -> None:
+        """Rewrite the tokens as int32, and store int32 from here on."""
+        with self._os_errors_explained():
+            self._bin.flush()
+            with self._bin.temporary_path.open("rb") as narrow:
+                # The open file keeps its bytes after the name is removed.
+                self._bin.abort()
+                self._bin = AtomicFile(with_suffix(self.prefix, BIN))
+                while block := narrow.read(self.dtype.itemsize * _BLOCK):
+                    self._bin.write(np.frombuffer(block, self.dtype).astype(INT32).data)
+        self.dtype = INT32
+
+    def report(self, *, empty_documents: int = 0) -> IndexedReport:
+        """Return the counts so far."""
+        counts = (self.num_documents, self.num_sequences, self.num_tokens)
+        return IndexedReport(str(self.prefix), self.dtype.name, *counts, empty_documents)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             if kind is None:
-                with self._explained():
+                with self._os_errors_explained():
                     self._finish()
         finally:
             self._bin.abort()
@@ -128,24 +157,9 @@ class IndexedWriter:
                     spool.close()
             self._marker.release(remove=True)
 
-    def widen(self) -> None:
-        """Write the tokens again as int32, and go on so."""
-        with self._explained():
-            self._widen()
-
-    def _widen(self) -> None:
-        self._bin.flush()
-        with self._bin.temporary_path.open("rb") as narrow:
-            # The open file keeps the bytes of the name that is dropped.
-            self._bin.abort()
-            self._bin = AtomicFile(with_suffix(self.prefix, BIN))
-            while block := narrow.read(self.dtype.itemsize * _BLOCK):
-                self._bin.write(np.frombuffer(block, self.dtype).astype(INT32).data)
-        self.dtype = INT32
-
     def _finish(self) -> None:
         if self.num_sequences == 0:
-            raise FormatError("no document was written", where=str(self.prefix), fix="give it at least one")
+            raise FormatError("no document was written", where=str(self.prefix), fix="write at least one document")
         header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
         index = AtomicFile(with_suffix(self.prefix, IDX))
         try:
@@ -162,7 +176,7 @@ class IndexedWriter:
             shutil.copyfileobj(self._bounds, cast(BinaryIO, index), 8 * _BLOCK)
             if last != self.num_tokens:
                 raise ConfigError(f"lengths add up to {last:,} of {self.num_tokens:,} tokens", where=str(self.prefix))
-            # An index beside other tokens than its own would be read as if it were theirs.
+            # An old index next to new tokens would be read as theirs.
             index.path.unlink(missing_ok=True)
             self._bin.finish()
             index.finish()
@@ -177,13 +191,13 @@ class IndexedWriter:
             yield np.frombuffer(block, "<i4")
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of the system, such as a full disk, into errors that say where."""
+    def _os_errors_explained(self) -> Iterator[None]:
+        """Turn errors of the operating system, such as a full disk, into a FormatError with the prefix."""
         try:
             yield
         except OSError as error:
             raise FormatError(
                 f"writing failed: {error.strerror or error}",
                 where=str(self.prefix),
-                fix="mend the cause (space, permissions, quota) and run the same command again",
+                fix="fix the cause (space, permissions, quota) and run the same command again",
             ) from error

@@ -1,4 +1,4 @@
-"""From token shards to Megatron's .bin and .idx: every form a shard may have, every fault named, the same bytes."""
+"""Token shards become .bin and .idx files: every form of shard, the same bytes, a clear error for each fault."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError
-from harness.indexed import token_shards
-from harness.indexed.convert import TokenSource, convert_tokens
-from harness.indexed.family import TokenFamily, verify_family, write_family
-from harness.indexed.index import MappedIndex
-from harness.indexed.token_batches import batch_of
-from harness.indexed.verify import verify_indexed
+from harness.indexed import (
+    MappedIndex,
+    TokenFamily,
+    TokenSource,
+    convert_tokens,
+    token_shards,
+    verify_family,
+    verify_indexed,
+    write_family,
+)
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
@@ -92,8 +96,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_document_may_be_stored_in_many_forms(name: str) -> None:
-    batch = batch_of(FORMS[name])
+def test_every_stored_form_of_a_document_gives_the_same_tokens(name: str) -> None:
+    batch = token_shards.parse_column(FORMS[name])
     fixed = "fixed" in name
     assert batch.tokens.tolist() == ([5, 6, 7, 8] if fixed else [5, 6, 7, 8, 9, 10, 11, 12])
     assert batch.lengths.tolist() == ([2, 2] if fixed else [3, 1, 4])
@@ -101,7 +105,7 @@ def test_a_document_may_be_stored_in_many_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize("eod", [None, 3, 70_000])
-def test_documents_of_several_sequences_stay_documents(tmp_path: Path, eod: int | None) -> None:
+def test_a_document_of_several_sequences_stays_one_document(tmp_path: Path, eod: int | None) -> None:
     rows = [[[5, 6], [7]], [[], [8]], [], [[]], [[9, 10]]]
     source = shard(tmp_path / "s.parquet", rows, kind=pa.list_(pa.list_(pa.uint16())))
     report = convert_tokens([source], str(tmp_path / "x"), source=TokenSource(eod=eod))
@@ -116,7 +120,7 @@ def test_rows_without_tokens_are_counted_or_refused(tmp_path: Path) -> None:
     report = convert_tokens([source], str(tmp_path / "x"), source=TokenSource(eod=1))
     assert sequences_of(tmp_path / "x") == [[5, 1], [6, 7, 1]]
     assert report.empty_documents == 2
-    with pytest.raises(PrepError, match="2 rows close by have no tokens"):
+    with pytest.raises(PrepError, match="2 rows in one batch have no tokens"):
         convert_tokens([source], str(tmp_path / "y"), source=TokenSource(empty="refuse"))
     assert not list(tmp_path.glob("*y*"))
 
@@ -128,18 +132,18 @@ def test_the_vocabulary_bounds_tokens_and_fixes_the_dtype(tmp_path: Path) -> Non
     with pytest.raises(PrepError, match="a token is 12, the vocabulary has 12") as caught:
         convert_tokens([source], str(tmp_path / "z"), source=TokenSource(vocab_size=12))
     assert caught.value.where == source
-    with pytest.raises(ConfigError, match="the token 12 is not from 0 to 11"):
+    with pytest.raises(ConfigError, match="the token 12 is not between 0 and 11"):
         TokenSource(vocab_size=12, eod=12)
 
 
 @pytest.mark.parametrize(
-    ("rows", "kind", "said"),
+    ("rows", "kind", "message"),
     [
         ([[1], [2, -3]], pa.list_(pa.int32()), "row 101 has the negative token -3 at position 1"),
         ([[1], [2, -3]], pa.list_(pa.int8()), "row 101 has the negative token -3 at position 1"),
         ([[1], [], [2**31]], pa.list_(pa.int64()), "row 102 has a token above 2,147,483,647: 2,147,483,648"),
         ([[1], [2**63]], pa.list_(pa.uint64()), "row 101 has a token above"),
-        ([[1], None], pa.list_(pa.int32()), "row 101 is null, one of 1 close by"),
+        ([[1], None], pa.list_(pa.int32()), "row 101 is null, one of 1 in this batch"),
         ([[1], [2, None]], pa.list_(pa.int32()), "row 101 has null at position 1"),
         ([[[1]], [[1], None]], pa.list_(pa.list_(pa.int32())), "a sequence of row 101 is null"),
         ([[[1]], [[1], [2, -3]]], pa.list_(pa.list_(pa.int32())), "row 101 has the negative token -3 at position 1"),
@@ -147,37 +151,37 @@ def test_the_vocabulary_bounds_tokens_and_fixes_the_dtype(tmp_path: Path) -> Non
         ([[True]], pa.list_(pa.bool_()), "is of type list<element: bool>"),
         ([["a"]], pa.list_(pa.string()), "is of type list<element: string>"),
         ([5], pa.int32(), "is of type int32, expected lists"),
-        (["5 6", "5 six 7"], pa.string(), "row 101 has the text 'six' where a token id should be"),
+        (["5 6", "5 six 7"], pa.string(), "row 101 has the text 'six' instead of a token id"),
         (["5 6", "5 99999999999999999999"], pa.string(), "row 101 has the text '99999999999999999999'"),
         (["5 6", None], pa.string(), "row 101 is null"),
     ],
 )
-def test_what_is_no_token_is_named_with_file_and_row(tmp_path: Path, rows, kind, said: str) -> None:
+def test_an_invalid_token_is_reported_with_file_and_row(tmp_path: Path, rows, kind, message: str) -> None:
     first = rows[:1] * 100
     source = shard(tmp_path / "s.parquet", first + rows, kind=kind, row_group_size=100)
     with pytest.raises(PrepError) as caught:
         convert_tokens([source], str(tmp_path / "out" / "x"))
-    assert said in caught.value.what
+    assert message in caught.value.what
     assert caught.value.where == f"{source}, column input_ids"
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_shards_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_that_are_not_token_shards_are_refused_by_name(tmp_path: Path) -> None:
     whole = Path(shard(tmp_path / "s.parquet", ROWS)).read_bytes()
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(whole))
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
     (tmp_path / "empty.parquet").write_bytes(b"")
     (tmp_path / "cut.parquet").write_bytes(whole[:-9])
     (tmp_path / "other.parquet").write_bytes(b"something else")
-    said = {
+    messages = {
         "a.parquet.gz": "is compressed with gzip",
         "a.jsonl": "is JSON lines",
-        "empty.parquet": "has no bytes",
+        "empty.parquet": "is empty",
         "cut.parquet": "cannot be read",
-        "other.parquet": "is no Parquet file",
+        "other.parquet": "is not a Parquet file",
         "nothing": "there are no token shards",
     }
-    for name, words in said.items():
+    for name, words in messages.items():
         with pytest.raises(PrepError, match=words) as caught:
             convert_tokens([str(tmp_path / name)], str(tmp_path / "x"))
         assert name in caught.value.where
@@ -189,7 +193,7 @@ def test_shards_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("x*"))
 
 
-def test_a_changed_byte_of_a_shard_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_byte_of_a_shard_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
     rows = [list(range(40))] * 20
     original = Path(shard(tmp_path / "s.parquet", rows, write_page_checksum=True, compression="zstd")).read_bytes()
     (tmp_path / "d").mkdir()
@@ -207,7 +211,7 @@ def test_a_changed_byte_of_a_shard_is_an_error_or_changes_nothing(tmp_path: Path
     assert caught > 5
 
 
-def test_a_family_has_a_pair_a_split_and_what_megatron_reads(tmp_path: Path) -> None:
+def test_a_family_has_a_pair_for_each_split_and_the_files_that_megatron_reads(tmp_path: Path) -> None:
     rows = [[number, number + 1] for number in range(1000)]
     source = shard(tmp_path / "s.parquet", rows)
     family = TokenFamily("corpus-1", {"train": 80, "test": 20}, TokenSource(eod=7, vocab_size=2000))
@@ -219,31 +223,31 @@ def test_a_family_has_a_pair_a_split_and_what_megatron_reads(tmp_path: Path) -> 
         "corpus-1_splits.json",
         *(f"corpus-1_{split}.{suffix}" for split in ("test", "train") for suffix in ("bin", "idx")),
     ]
-    found = {name: sequences_of(tmp_path / "out" / f"corpus-1_{name}") for name in ("train", "test")}
-    assert sorted(found["train"] + found["test"]) == [[*row, 7] for row in rows]
-    assert 750 < len(found["train"]) < 850
+    stored = {name: sequences_of(tmp_path / "out" / f"corpus-1_{name}") for name in ("train", "test")}
+    assert sorted(stored["train"] + stored["test"]) == [[*row, 7] for row in rows]
+    assert 750 < len(stored["train"]) < 850
     prefixes = {name: str(tmp_path / "out" / f"corpus-1_{name}") for name in ("train", "test")}
     splits = json.loads((tmp_path / "out" / "corpus-1_splits.json").read_text())
     assert splits == {"train": [prefixes["train"]], "valid": None, "test": [prefixes["test"]]}
     counts = json.loads((tmp_path / "out" / "corpus-1_sequences.json").read_text())
-    assert counts == {prefixes[name]: [len(found[name]), len(found[name]) + 1] for name in found}
-    assert report.splits["train"].num_documents == len(found["train"])
+    assert counts == {prefixes[name]: [len(stored[name]), len(stored[name]) + 1] for name in stored}
+    assert report.splits["train"].num_documents == len(stored["train"])
 
 
-def test_splits_may_have_shards_of_their_own(tmp_path: Path) -> None:
+def test_each_split_may_have_its_own_shards(tmp_path: Path) -> None:
     sources = {"train": [shard(tmp_path / "a.parquet", ROWS)], "valid": [shard(tmp_path / "b.parquet", [[70_000]])]}
     report = write_family(sources, tmp_path / "out", TokenFamily("c", {"train": 1, "valid": 1}))
     assert sequences_of(tmp_path / "out" / "c_train") == ROWS
     assert sequences_of(tmp_path / "out" / "c_valid") == [[70_000]]
-    # One tokenizer made them, and Megatron may take their dtype from it.
+    # One tokenizer made them, and Megatron may derive one dtype from it.
     assert [one.dtype for one in report.splits.values()] == ["int32", "int32"]
-    # Which it does with counts; whether that is right is known with the vocabulary only.
+    # Megatron does so given counts; only the vocabulary size tells if that is right.
     assert not (tmp_path / "out" / "c_sequences.json").exists()
-    with pytest.raises(ConfigError, match="there are shards for train, valid and splits train"):
+    with pytest.raises(ConfigError, match="there are shards for train, valid but the splits are train"):
         write_family(sources, tmp_path / "out", TokenFamily("c"))
 
 
-def test_a_document_stays_in_its_split_in_other_company_and_types(tmp_path: Path) -> None:
+def test_a_document_stays_in_its_split_among_other_documents_and_integer_types(tmp_path: Path) -> None:
     rows = [[number, number + 1] for number in range(400)]
     one = shard(tmp_path / "one.parquet", rows[:200])
     other = shard(tmp_path / "other.parquet", rows[::-1], kind=pa.list_(pa.int64()))
@@ -256,14 +260,14 @@ def test_a_document_stays_in_its_split_in_other_company_and_types(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
-def test_a_family_is_named_for_file_names(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be part of file names"):
+def test_a_family_name_must_be_usable_in_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be part of a file name"):
         TokenFamily(name)
 
 
 @pytest.mark.parametrize("splits", [{}, {"dev": 1}, {"train": 0}, {"train": -1, "valid": 2}, {"train": float("nan")}])
-def test_splits_that_cannot_be_made_are_refused(splits) -> None:
-    with pytest.raises(ConfigError, match="cannot be made"):
+def test_invalid_splits_are_refused(splits) -> None:
+    with pytest.raises(ConfigError, match="are not valid"):
         TokenFamily("c", splits)
 
 
@@ -274,7 +278,7 @@ def test_a_split_without_documents_leaves_no_family(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_changed_token_of_a_family_is_found_by_its_hash(tmp_path: Path) -> None:
+def test_a_changed_token_of_a_family_is_detected_by_its_hash(tmp_path: Path) -> None:
     write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", TokenFamily("c"))
     record, data = str(tmp_path / "out" / "c.json"), tmp_path / "out" / "c_train.bin"
     assert verify_family(record) == []
@@ -287,7 +291,7 @@ def test_a_changed_token_of_a_family_is_found_by_its_hash(tmp_path: Path) -> Non
     assert "cannot be read" in verify_family(record)[0].what
 
 
-def test_commands_convert_join_count_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shard(tmp_path / "s.parquet", ROWS)
     run = CliRunner()
@@ -314,11 +318,11 @@ def test_commands_convert_join_count_and_verify(tmp_path: Path, monkeypatch: pyt
     assert "xx.bin is missing" in says("verify", "xx.idx", code=1)
 
 
-def test_a_prep_machine_needs_no_torch(tmp_path: Path) -> None:
+def test_converting_imports_no_torch(tmp_path: Path) -> None:
     source = shard(tmp_path / "s.parquet", ROWS)
     code = (
         "import sys\n"
-        "from harness.indexed.convert import convert_tokens\n"
+        "from harness.indexed import convert_tokens\n"
         f"convert_tokens([{source!r}], {str(tmp_path / 'x')!r})\n"
         "assert not {'torch', 'megatron', 'hydra', 'transformers'} & set(sys.modules)\n"
     )
@@ -327,12 +331,13 @@ def test_a_prep_machine_needs_no_torch(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys
-from harness.indexed.convert import TokenSource, convert_tokens
+from harness.indexed import TokenSource, convert_tokens
 convert_tokens(sys.argv[1:2] * int(sys.argv[2]), sys.argv[3], source=TokenSource(eod=1))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 
+@pytest.mark.nightly  # reads resident memory: needs a quiet machine
 def test_memory_does_not_grow_with_the_shards_nor_their_row_groups(tmp_path: Path) -> None:
     offsets = np.arange(0, 12_000_001, 60, dtype=np.int32)
     tokens = np.arange(12_000_000, dtype=np.int32) % 60_000
