@@ -1,40 +1,29 @@
 """Packed SFT data for Megatron-Core: stored in any format, fed to training, and proven to be the same.
 
-The names below are the public ones. Each is imported when it is first used, so that `import harness` costs nothing and
-a machine without PyTorch has all of them.
+The public names load on first use, so that `import harness` needs no more than Python.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from harness.errors import HarnessError
     from harness.formats import open_dataset, open_writer
-    from harness.loader.config import LoaderConfig
-    from harness.loader.loader import Loader
-    from harness.prep.packing import plan_packs
     from harness.records import Pack
-
-__all__ = ["HarnessError", "Loader", "LoaderConfig", "Pack", "open_dataset", "open_writer", "plan_packs"]
 
 _HOMES = {
     "HarnessError": "harness.errors",
-    "Loader": "harness.loader.loader",
-    "LoaderConfig": "harness.loader.config",
     "Pack": "harness.records",
     "open_dataset": "harness.formats",
     "open_writer": "harness.formats",
-    "plan_packs": "harness.prep.packing",
 }
 
+__all__ = ["HarnessError", "Pack", "open_dataset", "open_writer"]
 
-def __getattr__(name: str) -> Any:
+
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from harness.config import hydra_entry
 from harness.errors import ConfigError
-from harness.formats import FORMATS, Provenance, open_writer
-from harness.formats.convert import convert_dataset
+from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
 from harness.parity import (
     FORMAT,
     HTML_FILE,

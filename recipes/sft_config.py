@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from harness.errors import ConfigError
-from harness.formats import PackReader
-from harness.formats.inspect import find_tokenizer_folder
+from harness.formats import PackReader, find_tokenizer_folder
 from harness.loader.datasets import LiveData, RunData
 from harness.loader.joined import JoinedReader
 from harness.megatron.job import runtime

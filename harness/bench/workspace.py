@@ -12,10 +12,19 @@ from types import TracebackType
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats import load_format, open_writer
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
-from harness.formats.manifest import Manifest, Shard, load_manifest
-from harness.formats.parts import stored_files
+from harness.formats import (
+    INDEX_FOLDER,
+    INDEX_NAMES,
+    IndexPart,
+    Manifest,
+    Shard,
+    load_format,
+    load_index,
+    load_manifest,
+    open_writer,
+    stored_files,
+    write_index,
+)
 from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import StoredFile

@@ -24,11 +24,20 @@ from harness.cli.parity import parity_app
 from harness.cli.preflight import preflight_app
 from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
-from harness.formats import FORMATS, open_dataset
-from harness.formats.convert import convert_dataset
-from harness.formats.importers import CONVENTIONS, import_dataset
-from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
-from harness.formats.verify import diff_datasets, verify_dataset
+from harness.formats import (
+    CONVENTIONS,
+    FORMATS,
+    convert_dataset,
+    diff_datasets,
+    find_datasets,
+    find_tokenizer,
+    import_dataset,
+    inspect_dataset,
+    open_dataset,
+    render_pack,
+    render_summary,
+    verify_dataset,
+)
 from harness.loader.inspect_blend import SUFFIXES, render_blend, summarize_blend
 from harness.storage import is_uri
 

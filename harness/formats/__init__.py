@@ -8,23 +8,53 @@ from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.formats.base import Format
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance
+from harness.formats.digest import pack_digest
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.opening import open_path
+from harness.formats.parts import stored_files
 from harness.formats.reader import PackReader
 from harness.formats.writer import PackWriter
 from harness.formats.writer_local import LocalPackWriter
 from harness.storage import ObjectPath, is_uri, redact
 
 __all__ = [
+    "CONVENTIONS",
     "FORMATS",
+    "INDEX_FOLDER",
+    "INDEX_NAMES",
+    "MANIFEST_NAME",
+    "DatasetSummary",
+    "Difference",
+    "IndexPart",
     "Manifest",
     "PackReader",
     "PackWriter",
     "Provenance",
+    "SequenceStore",
+    "Shard",
+    "convert_dataset",
+    "diff_datasets",
+    "diff_readers",
+    "find_datasets",
+    "find_tokenizer",
+    "find_tokenizer_folder",
     "holds_manifest",
+    "import_dataset",
+    "inspect_dataset",
     "load_format",
+    "load_index",
+    "load_manifest",
     "open_dataset",
+    "open_store",
     "open_writer",
+    "pack_digest",
+    "render_pack",
+    "render_summary",
+    "stored_files",
+    "verify_dataset",
+    "write_index",
+    "write_plan",
 ]
 
 # Name -> module that defines `FORMAT`. A new format is one file and one line here. Files without a manifest are tried
@@ -141,3 +171,19 @@ def _check_destination(path: str, format: Format) -> None:
                 where=redact(path),
                 fix=f"use format {name!r}, or another name",
             )
+
+
+# These use the functions above.
+from harness.formats.convert import convert_dataset  # noqa: E402
+from harness.formats.importers import CONVENTIONS, import_dataset  # noqa: E402
+from harness.formats.inspect import (  # noqa: E402
+    DatasetSummary,
+    find_datasets,
+    find_tokenizer,
+    find_tokenizer_folder,
+    inspect_dataset,
+    render_pack,
+    render_summary,
+)
+from harness.formats.verify import Difference, diff_datasets, diff_readers, verify_dataset  # noqa: E402
+from harness.formats.virtual import SequenceStore, open_store, write_plan  # noqa: E402

@@ -17,8 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, ConfigError, HarnessError
-from harness.formats import open_dataset
-from harness.formats.inspect import find_datasets, find_tokenizer_folder
+from harness.formats import find_datasets, find_tokenizer_folder, open_dataset
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import checkpoint

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
-from harness.formats import FORMATS, Provenance
-from harness.formats.manifest import load_manifest
+from harness.formats import FORMATS, Provenance, load_manifest
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
 from harness.prep.engines import (

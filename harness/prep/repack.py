@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.formats.manifest import Manifest
-from harness.formats.virtual import open_store, write_plan
+from harness.formats import Manifest, open_store, write_plan
 from harness.prep.packing import plan_packs
 
 

@@ -66,7 +66,7 @@ def _write_virtual(
     store: Path,
 ) -> str:
     """Store the sequences in their own order, one a pack, and beside them the plan."""
-    from harness.formats.virtual import open_store, write_plan
+    from harness.formats import open_store, write_plan
 
     store.parent.mkdir(exist_ok=True)
     # The tokenizer is named from the dataset's folder.

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Files on a disk and in object storage: whole or not there at all, read by ranges, copied once per machine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
 from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
 from harness.schedule import SequenceCost
-from harness.storage.files import write_atomically
+from harness.storage import write_atomically
 from harness.train.metrics import keep_lines_before
 
 SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3

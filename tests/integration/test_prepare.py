@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.formats import open_dataset
-from harness.formats.verify import verify_dataset
+from harness.formats import open_dataset, verify_dataset
 from harness.prep.chat import parse_line
 from harness.prep.packing.plan import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare

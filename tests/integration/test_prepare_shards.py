@@ -24,7 +24,7 @@ from harness.prep.packing.plan import PackingConfig
 from harness.prep.pipeline import PrepareConfig, prepare
 from harness.prep.sources import SourceConfig
 from harness.prep.tokenize.tokenizer import TokenizerConfig
-from harness.storage.files import natural_key
+from harness.storage import natural_key
 
 WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]
 SETTINGS = {"pack_size": 256, "validation_fraction": 0.2, "num_workers": 0}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.formats import FORMATS
-from harness.formats.convert import convert_dataset
+from harness.formats import FORMATS, convert_dataset
 from harness.parity.baselines import BASELINES, against
 from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
 from harness.parity.locate import recorded_run

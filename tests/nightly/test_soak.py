@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.formats import FORMATS
-from harness.formats.convert import convert_dataset
+from harness.formats import FORMATS, convert_dataset
 from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics

@@ -19,10 +19,7 @@ import pyarrow.fs as pa_fs
 import pytest
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import open_dataset, open_writer
-from harness.formats.convert import convert_dataset
-from harness.formats.inspect import find_datasets, inspect_dataset
-from harness.formats.verify import verify_dataset
+from harness.formats import convert_dataset, find_datasets, inspect_dataset, open_dataset, open_writer, verify_dataset
 from harness.loader.datasets import DataConfig, open_datasets
 from harness.records import Pack
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Import of packed data that other tools wrote."""
 
 from __future__ import annotations
 

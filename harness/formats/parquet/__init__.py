@@ -1,4 +1,4 @@
-"""TODO."""
+"""Parquet shards: `ParquetWriter` and `ParquetShard`."""
 
 from __future__ import annotations
 

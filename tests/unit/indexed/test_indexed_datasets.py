@@ -26,7 +26,7 @@ from harness.indexed import (
     verify_indexed,
 )
 from harness.records import Pack
-from harness.storage.files import AtomicFile
+from harness.storage import AtomicFile
 
 # Three documents of 2, 1 and 1 sequences.
 TOKENS = [[5, 6, 7], [8], [9, 10], [65_535, 1]]

@@ -17,7 +17,7 @@ from harness.cli.app import main
 from harness.loader.live.folder import LiveFolder
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.status import live_status
-from harness.storage.files import Marker
+from harness.storage import Marker
 
 
 def train_somewhere(folder: Path, **told: object) -> None:
