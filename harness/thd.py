@@ -59,7 +59,7 @@ class ThdBatch:
         return int(np.count_nonzero(self.loss_mask))
 
 
-def row_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool = False) -> int:
+def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool = False) -> int:
     """The number of tokens that every sequence is padded to a multiple of, for a layout.
 
     Context parallelism cuts a sequence into 2 * cp_size equal chunks. Sequence parallelism cuts what one
@@ -71,25 +71,25 @@ def row_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool 
     return math.lcm(chunks, parts)
 
 
-def padded_lengths(stored_lengths: npt.NDArray[Any], multiple: int = 1) -> Int64Array:
+def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
     """int64, shape of the input: padded model tokens of sequences with these numbers of stored tokens.
 
     A stored sequence of L tokens trains L - 1: each token is paired with the one after it.
     """
     model_lengths = np.asarray(stored_lengths, dtype=np.int64) - 1
-    if multiple == 1:
+    if pad_to_multiple == 1:
         return model_lengths
-    return -(-model_lengths // multiple) * multiple
+    return -(-model_lengths // pad_to_multiple) * pad_to_multiple
 
 
-def build_thd_batch(sequences: Sequence[SequenceView], *, multiple: int = 1) -> ThdBatch:
+def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int = 1) -> ThdBatch:
     """Lay sequences end to end in Megatron's `thd` layout.
 
     T is the number of padded tokens, S the number of sequences.
 
     Args:
         sequences: each with input_ids int32 [L] and loss_mask uint8 [L]; L - 1 tokens of each are trained on.
-        multiple: every sequence is padded at its end to a multiple of this many tokens.
+        pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Returns:
         tokens int64 [T], labels int64 [T], position_ids int64 [T], loss_mask float32 [T], cu_seqlens int32 [S + 1] of
@@ -107,12 +107,12 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, multiple: int = 1) -> 
         np.concatenate([sequence.input_ids for sequence in sequences]),
         np.concatenate([sequence.loss_mask for sequence in sequences]),
         np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences)),
-        multiple=multiple,
+        pad_to_multiple=pad_to_multiple,
     )
 
 
 def thd_from_arrays(
-    input_ids: Int32Array, loss_mask: UInt8Array, stored_lengths: Int64Array, *, multiple: int = 1
+    input_ids: Int32Array, loss_mask: UInt8Array, stored_lengths: Int64Array, *, pad_to_multiple: int = 1
 ) -> ThdBatch:
     """`build_thd_batch` of sequences that already lie end to end.
 
@@ -120,7 +120,7 @@ def thd_from_arrays(
         input_ids: int32 [n].
         loss_mask: uint8 [n], label-aligned inside each sequence.
         stored_lengths: int64 [S], each at least 2; their sum is n.
-        multiple: every sequence is padded at its end to a multiple of this many tokens.
+        pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Raises:
         ScheduleError: a sequence of a single token, or lengths that are not those of the arrays.
@@ -143,7 +143,7 @@ def thd_from_arrays(
     is_label = np.ones_like(is_input)
     is_label[np.cumsum(stored) - stored] = False
     return thd_from_model_tokens(
-        input_ids[is_input], input_ids[is_label], loss_mask[is_input], stored - 1, multiple=multiple
+        input_ids[is_input], input_ids[is_label], loss_mask[is_input], stored - 1, pad_to_multiple=pad_to_multiple
     )
 
 
@@ -154,7 +154,7 @@ def thd_from_model_tokens(
     lengths: Int64Array,
     *,
     position_ids: npt.NDArray[Any] | None = None,
-    multiple: int = 1,
+    pad_to_multiple: int = 1,
 ) -> ThdBatch:
     """A row of sequences whose tokens have their labels already.
 
@@ -162,9 +162,9 @@ def thd_from_model_tokens(
         tokens, labels, loss_mask: [n] integers, or floats of loss_mask: sequences end to end.
         lengths: int64 [S], each at least 1; their sum is n.
         position_ids: [n] integers, None to count from 0 in every sequence. Padding is counted from 0 in any case.
-        multiple: every sequence is padded at its end to a multiple of this many tokens.
+        pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
     """
-    padded = padded_lengths(lengths + 1, multiple)
+    padded = padded_lengths(lengths + 1, pad_to_multiple)
     cu_seqlens = _running_sum(lengths)
     cu_seqlens_padded = _running_sum(padded)
     total = int(cu_seqlens_padded[-1])
@@ -192,13 +192,13 @@ def thd_from_model_tokens(
     )
 
 
-def zero_loss_row(multiple: int = 1) -> ThdBatch:
-    """The shortest legal row that trains nothing: one untrained token, padded to `multiple`.
+def zero_loss_row(pad_to_multiple: int = 1) -> ThdBatch:
+    """The shortest legal row that trains nothing: one untrained token, padded to `pad_to_multiple`.
 
     A rank that has no sequences in a microbatch runs it, because the others wait for it in their collectives.
     """
     two = SequenceView(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8))
-    return build_thd_batch([two], multiple=multiple)
+    return build_thd_batch([two], pad_to_multiple=pad_to_multiple)
 
 
 def pad_row(row: ThdBatch, total: int) -> ThdBatch:
@@ -253,7 +253,7 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
         at = int(np.argmax(ragged))
         raise ScheduleError(
             f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}",
-            fix="build the row with multiple=row_multiple(cp_size=...)",
+            fix="build the row with pad_to_multiple=padding_multiple(cp_size=...)",
         )
     chunk = lengths // (2 * cp_size)
     starts = np.stack([bounds[:-1] + cp_rank * chunk, bounds[:-1] + (2 * cp_size - 1 - cp_rank) * chunk], axis=1)

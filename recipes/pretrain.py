@@ -18,9 +18,10 @@ from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader.config import LoaderConfig
+from harness.loader.layout import RankLayout
 from harness.loader.state import LoaderState
-from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, layout_of, open_corpus
-from harness.megatron.job import Topology, runtime
+from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
+from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.run import Task, run_training
 from harness.megatron.state import Progress
@@ -34,7 +35,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
     """Refuse what cannot train, before any rank waits for another."""
     data, trainer, size = config.data, config.trainer, config.loader.global_batch_size
     config.check_layout(world_size)
-    dp_size, group = config.parallel.dp_size(world_size), config.parallel.microbatch_group
+    dp_size, group = config.parallel.dp_size(world_size), config.parallel.group_size
     if size % (data.micro_batch_size * dp_size * group):
         raise ConfigError(
             f"a global batch of {size} samples is no multiple of {data.micro_batch_size * dp_size * group} "
@@ -88,7 +89,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
 def make_feeds(
     config: PretrainConfig,
     packs: dict[str, PackReader],
-    topology: Topology,
+    layout: RankLayout,
     progress: Progress | None,
     ranks: runtime.Runtime,
 ) -> tuple[Feed, dict[str, Feed]]:
@@ -106,10 +107,9 @@ def make_feeds(
         sizes=(max(wanted, data.num_samples or 0), evaluated, evaluated),
         vocab_size=config.model.vocab_size or 0,
         packs=packs,
-        reads=topology.tp_rank == 0,
+        reads=layout.tp_rank == 0,
         ranks=ranks,
     )
-    layout = layout_of(topology, config.parallel)
 
     def feed(dataset: Any, settings: LoaderConfig, count: int | None, start: LoaderState | None) -> Feed:
         def loader() -> SampleLoader:
@@ -132,7 +132,7 @@ def make_feeds(
                 start=fresh if start is None else start.resumed(fresh, num_packs=None, allow_other_data=allow),
             )
 
-        return Feed(loader, topology, device=ranks.device)
+        return Feed(loader, layout, device=ranks.device)
 
     # Every rank makes the same feeds, and those that do not read learn from the first which there are.
     held = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}
@@ -162,10 +162,10 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
         )
     sources = [source.path for some in data.sources().values() for source in some]
 
-    def feeds(topology: Topology, progress: Progress | None, ranks: runtime.Runtime) -> tuple[Feed, dict[str, Feed]]:
-        return make_feeds(config, packs, topology, progress, ranks)
+    def feeds(layout: RankLayout, progress: Progress | None, ranks: runtime.Runtime) -> tuple[Feed, dict[str, Feed]]:
+        return make_feeds(config, packs, layout, progress, ranks)
 
-    row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.row_multiple)[0])
+    row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.pad_to_multiple)[0])
     return Task(
         feeds=feeds,
         vocab_size=vocab_size,

@@ -14,12 +14,13 @@ from functools import partial
 from harness.config import hydra_entry
 from harness.loader.blend import Blend
 from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
-from harness.loader.live.consumer import Rows
+from harness.loader.layout import RankLayout
+from harness.loader.live.consumer import BatchPlan
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.plan import PackSource
 from harness.loader.state import LoaderState
-from harness.megatron.data import Feed, LiveFeed, layout_of, readable
-from harness.megatron.job import Topology, runtime
+from harness.megatron.data import Feed, LiveFeed, readable
+from harness.megatron.job import runtime
 from harness.megatron.run import Task, run_training
 from harness.megatron.state import Progress
 from harness.megatron.weights import find_pretrained
@@ -31,7 +32,7 @@ from recipes.sft_config import check, find_tokenizer
 def make_feeds(
     config: SftConfig,
     data: RunData | LiveData,
-    topology: Topology,
+    layout: RankLayout,
     progress: Progress | None,
     ranks: runtime.Runtime,
 ) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
@@ -48,14 +49,10 @@ def make_feeds(
     ) -> Feed:
         def loader() -> Loader:
             return Loader(
-                readable(reader, topology),
+                readable(reader, layout),
                 settings,
                 schedule=config.schedule,
-                dp_rank=topology.dp_rank,
-                dp_size=topology.dp_size,
-                cp_size=topology.cp_size,
-                multiple=config.parallel.row_multiple,
-                group_size=config.parallel.microbatch_group,
+                layout=layout,
                 cost=sequence_cost(config.model),
                 tokenizer=data.tokenizer_hash if isinstance(data, RunData) else "",
                 blend=blend,
@@ -63,10 +60,10 @@ def make_feeds(
                 num_epochs=epochs,
             )
 
-        return Feed(loader, topology, device=ranks.device)
+        return Feed(loader, layout, device=ranks.device)
 
     training = (
-        live_feed(config, data, topology, state)
+        live_feed(config, data, layout, state)
         if isinstance(data, LiveData)
         else feed(data.train, config.loader, start=state, blend=data.blend)
     )
@@ -76,13 +73,12 @@ def make_feeds(
     return training, {name: feed(reader, once, epochs=1) for name, reader in sets.items()}
 
 
-def live_feed(config: SftConfig, data: LiveData, topology: Topology, state: LoaderState | None) -> LiveFeed:
+def live_feed(config: SftConfig, data: LiveData, layout: RankLayout, state: LoaderState | None) -> LiveFeed:
     """The training batches of live chunks from `state` on."""
-    layout = layout_of(topology, config.parallel)
-    capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
+    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
     return LiveFeed(
         data.train,
-        Rows(layout, config.loader.global_batch_size, capacity, sequence_cost(config.model)),
+        BatchPlan(layout, config.loader.global_batch_size, row_tokens, sequence_cost(config.model)),
         tokenizer=data.tokenizer,
         state=state,
         seed=config.loader.seed,
@@ -101,12 +97,12 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
     data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
-    capacity = config.parallel.row_capacity(config.schedule.max_tokens_per_rank)
+    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
     tokenizer = find_tokenizer(config, data) if config.trainer.sample_prompts else None
     return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
-        row_tokens=capacity if config.parallel.static_rows else None,
+        row_tokens=row_tokens if config.parallel.static_rows else None,
         pretrained=pretrained,
         facts={
             "dataset": data.describe(),

@@ -17,8 +17,9 @@ from harness.bench.workspace import Workspace
 from harness.errors import ConfigError
 from harness.formats import PackReader, open_dataset
 from harness.loader.config import LoaderConfig
-from harness.loader.order import Step, steps_from
-from harness.loader.plan import Layout, StepReader, build_step
+from harness.loader.layout import RankLayout
+from harness.loader.order import BatchRange, steps_from
+from harness.loader.plan import BatchReader, build_batch
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import ScheduleConfig
@@ -40,7 +41,7 @@ class LoaderSettings:
         packs, pack_size: of the dataset.
         formats: each is measured.
         workers: numbers of worker processes.
-        scheduler, tokens_per_rank: of `harness.schedule.ScheduleConfig`.
+        scheduler, max_tokens_per_rank: of `harness.schedule.ScheduleConfig`.
         global_batch: packs of a global batch.
         steps: global batches of a round.
         rounds: turns of each side.
@@ -53,7 +54,7 @@ class LoaderSettings:
     formats: tuple[str, ...] = ("memmap", "binidx", "parquet", "npy", "jsonl")
     workers: tuple[int, ...] = (0, 2, 4)
     scheduler: str = "dp_balanced"
-    tokens_per_rank: int = 8192
+    max_tokens_per_rank: int = 8192
     global_batch: int = 64
     steps: int = 120
     rounds: int = 5
@@ -137,7 +138,7 @@ def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Si
 
 
 def _schedule(settings: LoaderSettings) -> ScheduleConfig:
-    return ScheduleConfig(name=settings.scheduler, max_tokens_per_rank=settings.tokens_per_rank)
+    return ScheduleConfig(name=settings.scheduler, max_tokens_per_rank=settings.max_tokens_per_rank)
 
 
 class _TimedSource:
@@ -173,12 +174,12 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
     """Shares of a step's time in one process; what a worker adds is a round through pickle, as its queue does it."""
     source = _TimedSource(open_dataset(path))
     order = LoaderConfig(global_batch_size=settings.global_batch).order()
-    layout = Layout()
-    reader = StepReader(source, order=order, schedule=_schedule(settings), layout=layout)
+    layout = RankLayout()
+    reader = BatchReader(source, order=order, schedule=_schedule(settings), layout=layout)
     state = LoaderState(seed=0, fingerprint=source.fingerprint, order=order.signature)
     seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def step_through(step: Step) -> None:
+    def step_through(step: BatchRange) -> None:
         marks = [time.perf_counter()]
         reader.plan(step)
         marks.append(time.perf_counter())
@@ -187,7 +188,7 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
         marks.append(time.perf_counter())
         raw = pickle.loads(pickle.dumps(raw, protocol=pickle.HIGHEST_PROTOCOL))
         marks.append(time.perf_counter())
-        build_step(raw, layout=layout, before=state, num_packs=len(source))
+        build_batch(raw, layout=layout, before=state, num_packs=len(source))
         marks.append(time.perf_counter())
         planned, read, sent, built = (later - sooner for sooner, later in itertools.pairwise(marks))
         # Reading plans once more, and hands packs on as it reads them.
@@ -217,7 +218,7 @@ def _measure_first_batch(settings: LoaderSettings, workspace: Workspace, report:
             pack_size=settings.pack_size,
         )
         say(f"the first batch, {name}")
-        arguments = (str(path), str(workers), str(settings.global_batch), str(settings.tokens_per_rank))
+        arguments = (str(path), str(workers), str(settings.global_batch), str(settings.max_tokens_per_rank))
         found = [measure_apart("first_batch", *arguments) for _ in range(min(settings.rounds, 3))]
         title = f"{name}, first batch of {int(found[0]['packs']):,} packs, {workers} workers"
         report.add_samples(title, [one["seconds"] for one in found], "s", at_most=2.0)

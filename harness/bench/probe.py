@@ -95,7 +95,7 @@ def _probe_numpy_load(path: str) -> dict[str, float]:
     return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": float(len(packs))}
 
 
-def _probe_first_batch(path: str, workers: str, global_batch: str, tokens_per_rank: str) -> dict[str, float]:
+def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
     """From opening a dataset to holding the first batch."""
     from harness.formats import FORMATS, load_format, open_dataset
     from harness.loader.loader import Loader, LoaderConfig
@@ -106,7 +106,7 @@ def _probe_first_batch(path: str, workers: str, global_batch: str, tokens_per_ra
     config = LoaderConfig(num_workers=int(workers), global_batch_size=int(global_batch))
     began = time.perf_counter()
     reader = open_dataset(path)
-    with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(tokens_per_rank))) as loader:
+    with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))) as loader:
         batch = next(iter(loader))
         seconds = time.perf_counter() - began
     return {"seconds": seconds, "packs": float(len(reader)), "tokens": float(batch.num_tokens)}

@@ -20,7 +20,7 @@ from harness.records import Int64Array
 from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule
 from harness.schedule.batch import Float64Array
 from harness.schedule.imbalance import Imbalance, measure_imbalance
-from harness.thd import padded_lengths, row_multiple
+from harness.thd import padded_lengths, padding_multiple
 
 NEXT_FIT = "next fit"
 _PLANNED_ON = 64
@@ -33,7 +33,7 @@ class ScheduleSettings:
     Attributes:
         path: a dataset; empty for simulated batches of lognormal lengths.
         dp_size, cp_size: the layout.
-        capacity: tokens of one rank in one microbatch (max_tokens_per_rank).
+        max_tokens_per_rank: tokens of one rank in one microbatch.
         group_size: the number of microbatches is a multiple of this.
         global_batch: packs of a batch of a dataset, sequences of a simulated one.
         batches: global batches, at most those of one epoch.
@@ -48,7 +48,7 @@ class ScheduleSettings:
     path: str = ""
     dp_size: int = 8
     cp_size: int = 1
-    capacity: int = 8192
+    max_tokens_per_rank: int = 8192
     group_size: int = 1
     global_batch: int = 256
     batches: int = 40
@@ -63,13 +63,14 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         for name in self.schedulers:
             ScheduleConfig(name=name)
-        for name in ("dp_size", "cp_size", "capacity", "group_size", "global_batch", "batches", "attention_at"):
+        names = ("dp_size", "cp_size", "max_tokens_per_rank", "group_size", "global_batch", "batches", "attention_at")
+        for name in names:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1", where="bench schedule")
 
     @property
-    def row_capacity(self) -> int:
-        return self.capacity * self.cp_size
+    def row_tokens(self) -> int:
+        return self.max_tokens_per_rank * self.cp_size
 
     @property
     def cost(self) -> SequenceCost:
@@ -78,7 +79,8 @@ class ScheduleSettings:
     @property
     def is_reference(self) -> bool:
         """Whether these are the batches that the targets are set for."""
-        mine = (self.path, self.dp_size, self.cp_size, self.capacity, self.global_batch, self.median, self.sigma)
+        layout = (self.dp_size, self.cp_size, self.max_tokens_per_rank)
+        mine = (self.path, *layout, self.global_batch, self.median, self.sigma)
         return mine == ("", 8, 1, 8192, 256, 600.0, 1.0) and self.attention_at == 8192 and self.group_size == 1
 
 
@@ -116,7 +118,7 @@ def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tu
     source = settings.path or "lognormal lengths"
     report.notes.append(
         f"means over {len(batches)} batches of {source}, {sequences:,.0f} sequences each; "
-        f"dp {settings.dp_size}, cp {settings.cp_size}, {settings.capacity:,} tokens a rank; "
+        f"dp {settings.dp_size}, cp {settings.cp_size}, {settings.max_tokens_per_rank:,} tokens a rank; "
         "x is the busiest rank over the mean"
     )
     ranks: dict[str, Float64Array] = {}
@@ -139,8 +141,8 @@ def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tu
 
 def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
     """Lognormal sequences, cut at the capacity; packs are what best-fit decreasing makes of each batch."""
-    multiple = row_multiple(cp_size=settings.cp_size)
-    longest = settings.row_capacity // multiple * multiple
+    multiple = padding_multiple(cp_size=settings.cp_size)
+    longest = settings.row_tokens // multiple * multiple
     for number in range(settings.batches):
         lengths = lognormal_lengths(
             settings.global_batch,
@@ -150,7 +152,7 @@ def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
             seed=settings.seed + number,
         )
         lengths = padded_lengths(lengths + 1, multiple)
-        plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.row_capacity, seed=number)
+        plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.row_tokens, seed=number)
         yield Batch(lengths, plan.sequence_ids, plan.pack_offsets)
 
 
@@ -171,7 +173,7 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
             fix="lower --global-batch",
         )
     epoch = EpochOrder(order, len(reader), 0)
-    multiple = row_multiple(cp_size=settings.cp_size)
+    multiple = padding_multiple(cp_size=settings.cp_size)
     for step in range(min(steps, settings.batches)):
         packs = epoch.packs(step * settings.global_batch, (step + 1) * settings.global_batch)
         starts, ends = reader.pack_offsets[packs], reader.pack_offsets[packs + 1]
@@ -182,18 +184,18 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
 
 def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
     lengths = batch.lengths_for(name)
-    offsets = _next_fit_offsets(lengths, settings.row_capacity) if name == NEXT_FIT else batch.pack_offsets
+    offsets = _next_fit_offsets(lengths, settings.row_tokens) if name == NEXT_FIT else batch.pack_offsets
     placed = schedule(
         "as_packed" if name == NEXT_FIT else name,
         lengths,
         dp_size=settings.dp_size,
         cp_size=settings.cp_size,
-        max_tokens_per_rank=settings.capacity,
+        max_tokens_per_rank=settings.max_tokens_per_rank,
         group_size=settings.group_size,
         pack_offsets=offsets,
         cost=settings.cost,
     )
-    return measure_imbalance(placed, lengths, capacity=settings.row_capacity, cost=settings.cost)
+    return measure_imbalance(placed, lengths, row_tokens=settings.row_tokens, cost=settings.cost)
 
 
 def _next_fit_offsets(lengths: Int64Array, capacity: int) -> Int64Array:
@@ -232,17 +234,17 @@ def _add_placement(
 
 def _best_fit_rows(batch: Batch, settings: ScheduleSettings) -> int:
     lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
-    return plan_packs(lengths, pack_size=settings.row_capacity).num_packs
+    return plan_packs(lengths, pack_size=settings.row_tokens).num_packs
 
 
 def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
     """Milliseconds that placing one large global batch takes, in turns."""
     planned = ScheduleSettings(
         dp_size=_PLANNED_ON,
-        capacity=settings.capacity,
+        max_tokens_per_rank=settings.max_tokens_per_rank,
         global_batch=settings.planned,
         batches=1,
-        median=min(settings.median, settings.capacity / 4),
+        median=min(settings.median, settings.max_tokens_per_rank / 4),
         sigma=settings.sigma,
         attention_at=settings.attention_at,
     )
@@ -256,7 +258,7 @@ def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
                 name,
                 lengths,
                 dp_size=planned.dp_size,
-                max_tokens_per_rank=planned.capacity,
+                max_tokens_per_rank=planned.max_tokens_per_rank,
                 pack_offsets=batch.pack_offsets,
                 cost=planned.cost,
             )

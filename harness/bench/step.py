@@ -19,7 +19,7 @@ from harness.bench.figures import BenchReport, Figure
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import open_dataset, open_writer
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data import Feed
@@ -44,7 +44,7 @@ class StepSettings:
         layers, hidden: of the model; heads are of 32 tokens' width, the feed-forward is three times as wide.
         packs, pack_size: of the dataset.
         global_batch: packs of a step.
-        tokens_per_rank: of a microbatch.
+        max_tokens_per_rank: of a microbatch.
         workers: of the loader.
         steps: measured, after `warm_up` that are not.
         device: auto, cpu or cuda; bfloat16 on GPUs.
@@ -56,7 +56,7 @@ class StepSettings:
     packs: int = 96
     pack_size: int = 1024
     global_batch: int = 8
-    tokens_per_rank: int = 2048
+    max_tokens_per_rank: int = 2048
     workers: int = 2
     steps: int = 20
     warm_up: int = 4
@@ -64,10 +64,10 @@ class StepSettings:
     peak_tflops: float = 0.0
 
 
-QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, tokens_per_rank=512, steps=4, warm_up=1)
+QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, max_tokens_per_rank=512, steps=4, warm_up=1)
 
 
-def step_flops(cost: SequenceCost, batch: StepBatch) -> float:
+def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
     """FLOPs of one training step on the model tokens of a batch's rows, padding not counted.
 
     A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
@@ -89,7 +89,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
     with ExitStack() as stack:
         job = stack.enter_context(runtime.start(settings.device))
         parallel = ParallelConfig()
-        topology = join(parallel, job.world_size)
+        layout = join(parallel, job.world_size)
         on_gpu = job.device.type == "cuda"
         model = ModelConfig(
             num_layers=settings.layers,
@@ -104,7 +104,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
             build_model(model, parallel, vocab_size=VOCABULARY, device=job.device),
             optimizer=OptimizerConfig(),
             parallel=parallel,
-            topology=topology,
+            layout=layout,
             device=job.device,
             vocab_size=VOCABULARY,
             decay_steps=1000,
@@ -114,11 +114,11 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
             return Loader(
                 open_dataset(str(path)),
                 LoaderConfig(global_batch_size=settings.global_batch, num_workers=settings.workers),
-                schedule=ScheduleConfig(max_tokens_per_rank=settings.tokens_per_rank),
+                schedule=ScheduleConfig(max_tokens_per_rank=settings.max_tokens_per_rank),
                 cost=sequence_cost(model),
             )
 
-        feed = stack.enter_context(Feed(make, topology, device=job.device))
+        feed = stack.enter_context(Feed(make, layout, device=job.device))
         batches = iter(feed)
         say("the loop and the bare step, in turns")
         loop, bare = _in_turns(batches, step, settings, job.device)
@@ -143,17 +143,17 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
 
 
 def _in_turns(
-    batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings, device: torch.device
+    batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Seconds of every measured step of the loop, and of a bare step on the same batch right after or before it."""
     loop: list[float] = []
     bare: list[float] = []
 
-    def run_bare(batch: StepBatch) -> None:
+    def run_bare(batch: RankBatch) -> None:
         rows = [to_device(row, device) for row in batch.rows]
         bare.append(_bare_step(step, rows, max(map(len, batch.rows)), device))
 
-    def bare_before_every_other() -> Iterator[StepBatch]:
+    def bare_before_every_other() -> Iterator[RankBatch]:
         for number, batch in enumerate(batches, start=1):
             if number % 2:
                 run_bare(batch)
@@ -169,14 +169,14 @@ def _in_turns(
     return loop[settings.warm_up :], bare[settings.warm_up :]
 
 
-def _alone(batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings) -> list[StepRecord]:
+def _alone(batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings) -> list[StepRecord]:
     records: list[StepRecord] = []
     _run(batches, step, settings, records.append)
     return records[settings.warm_up :]
 
 
 def _run(
-    batches: Iterator[StepBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
+    batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
 ) -> None:
     def save(number: int, state: LoaderState) -> None: ...
 

@@ -249,7 +249,7 @@ def bench_loader_command(
     packs: Packs = None,
     pack_size: PackSize = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="packs of a global batch")] = None,
-    tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a row")] = None,
+    max_tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a row")] = None,
     scheduler: Annotated[str | None, typer.Option(help="as schedule.name in a recipe")] = None,
     first_batch_packs: Annotated[
         int | None, typer.Option(min=0, help="packs of the dataset whose first batch is waited for; 0: not measured")
@@ -269,7 +269,7 @@ def bench_loader_command(
         "packs": packs,
         "pack_size": pack_size,
         "global_batch": global_batch,
-        "tokens_per_rank": tokens_per_rank,
+        "max_tokens_per_rank": max_tokens_per_rank,
         "scheduler": scheduler,
         "first_batch_packs": first_batch_packs,
         "rounds": rounds,
@@ -284,7 +284,7 @@ def bench_schedule_command(
     ] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks that share a row")] = None,
-    capacity: Annotated[int | None, typer.Option(min=1, help="tokens of a rank in a microbatch")] = None,
+    max_tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a rank in a microbatch")] = None,
     group: Annotated[int | None, typer.Option(min=1, help="microbatches come in multiples of this")] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="packs of a dataset's batch, sequences of a simulated one")
@@ -309,7 +309,7 @@ def bench_schedule_command(
         "path": path,
         "dp_size": dp,
         "cp_size": cp,
-        "capacity": capacity,
+        "max_tokens_per_rank": max_tokens_per_rank,
         "group_size": group,
         "global_batch": global_batch,
         "batches": batches,

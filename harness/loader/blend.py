@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from harness.errors import ConfigError, LoaderError
-from harness.loader.order import EpochOrder, OrderConfig, Step, derive_seed
+from harness.loader.order import BatchRange, EpochOrder, OrderConfig, derive_seed
 from harness.records import Int64Array
 
 
@@ -109,7 +109,7 @@ class Blend:
                 unspent = [one for one in unspent if one[0] != chosen]
         return np.asarray(drawn, dtype=np.int64)
 
-    def steps(self, config: OrderConfig, *, epoch: int, packs_consumed: int) -> Iterator[Step]:
+    def steps(self, config: OrderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
         """Global batches from a position on, as `harness.loader.order.steps_from`; they end where `draw` does."""
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
@@ -128,7 +128,7 @@ class Blend:
                 drawn = self.draw(counts, size).shape[0]
                 if drawn == 0 or (config.drop_last and drawn < size):
                     break
-                yield Step(epoch, index, start, start + drawn, before)
+                yield BatchRange(epoch, index, start, start + drawn, before)
                 start, index = start + drawn, index + 1
             if self.weights is not None:
                 return
@@ -217,7 +217,7 @@ class BlendOrder:
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
-    def packs(self, step: Step) -> Int64Array:
+    def packs(self, step: BatchRange) -> Int64Array:
         """int64 [packs]: ids of the packs of a step, counted through all sources."""
         sources = self._blend.draw(list(step.drawn), step.stop - step.start)
         packs = np.zeros(sources.shape[0], dtype=np.int64)

@@ -9,17 +9,18 @@ from types import TracebackType
 from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig
-from harness.loader.order import Step, steps_from, steps_per_epoch
-from harness.loader.plan import Layout, PackSource, RawStep, StepBatch, StepReader, build_step
+from harness.loader.layout import RankLayout
+from harness.loader.order import BatchRange, steps_from, steps_per_epoch
+from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
-from harness.loader.stream import StepStream
+from harness.loader.stream import BatchStream
 from harness.schedule import ScheduleConfig, SequenceCost
 
 __all__ = ["Loader", "LoaderConfig"]
 
 
 class Loader:
-    """Yields one `StepBatch` a global batch, in order, across epochs.
+    """Yields one `RankBatch` a global batch, in order, across epochs.
 
     Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
     `iter()` starts again from `state`. Use it as a context manager, around the training loop: leaving it ends the
@@ -29,7 +30,7 @@ class Loader:
         reader: an open dataset; it is pickled to workers that are not forked.
         config: see LoaderConfig.
         schedule: how sequences become rows.
-        dp_rank, dp_size, cp_size, multiple, group_size: see `harness.loader.plan.Layout`.
+        layout: where this rank stands; None for a job of one rank.
         cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
         tokenizer: hash of what made the dataset, which a run that goes on compares; empty asks nothing.
         blend: how the packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
@@ -50,11 +51,7 @@ class Loader:
         config: LoaderConfig,
         *,
         schedule: ScheduleConfig,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        cp_size: int = 1,
-        multiple: int = 1,
-        group_size: int = 1,
+        layout: RankLayout | None = None,
         cost: SequenceCost | None = None,
         tokenizer: str = "",
         blend: Blend | None = None,
@@ -68,9 +65,7 @@ class Loader:
         self._num_packs = len(reader) if blend is None else blend.num_packs
         self._blend = blend
         self._order = config.order()
-        self._layout = Layout(
-            dp_rank=dp_rank, dp_size=dp_size, cp_size=cp_size, multiple=multiple, group_size=group_size
-        )
+        self._layout = layout or RankLayout()
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         order = self._order.signature if blend is None else f"{self._order.signature} {blend.signature}"
@@ -78,14 +73,14 @@ class Loader:
         self.state = fresh
         if state is not None:
             self.state = state.resumed(fresh, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
-        step_reader = StepReader(
+        step_reader = BatchReader(
             reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost, blend=blend
         )
         step_reader.check()
         # Raises here, and not in the first step, where no global batch can be made.
         next(self._all_steps(LoaderState(config.seed)))
-        self._stream: StepStream[RawStep] = StepStream(
-            step_reader, config, where=f"data-parallel rank {dp_rank}, {config.num_workers} workers"
+        self._stream: BatchStream[RawBatch] = BatchStream(
+            step_reader, config, where=f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
         )
 
     @property
@@ -98,10 +93,10 @@ class Loader:
         """Global batches of one whole epoch; None for a blend with weights."""
         return None if self._num_packs is None else steps_per_epoch(self._order, self._num_packs)
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         is_used_up = False
 
-        def all_steps() -> Iterator[Step]:
+        def all_steps() -> Iterator[BatchRange]:
             nonlocal is_used_up
             yield from self._all_steps(self.state)
             is_used_up = True
@@ -112,7 +107,7 @@ class Loader:
             steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
         steps = itertools.islice(steps, self._num_steps)
         for raw in self._stream.read(steps):
-            yield build_step(raw, layout=self._layout, before=self.state, num_packs=self._num_packs)
+            yield build_batch(raw, layout=self._layout, before=self.state, num_packs=self._num_packs)
         # Steps are made ahead of training: what there is was trained before this is said.
         if is_used_up and self._blend is not None:
             raise self._blend.used_up()
@@ -133,7 +128,7 @@ class Loader:
     ) -> None:
         self._stream.__exit__(kind, error, traceback)
 
-    def _all_steps(self, state: LoaderState) -> Iterator[Step]:
+    def _all_steps(self, state: LoaderState) -> Iterator[BatchRange]:
         epoch, packs_consumed = state.epoch, state.packs_consumed
         if self._blend is not None:
             return self._blend.steps(self._order, epoch=epoch, packs_consumed=packs_consumed)

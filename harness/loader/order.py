@@ -55,7 +55,7 @@ class OrderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchRange:
     """One global batch: the packs at positions start to stop of an epoch's order.
 
     Attributes:
@@ -124,7 +124,7 @@ def steps_per_epoch(config: OrderConfig, num_packs: int) -> int:
     return -(-num_packs // config.global_batch_size)
 
 
-def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[Step]:
+def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
     """Global batches from a position on, across epochs, without end.
 
     After a resume with another global batch size the first batch starts where the state ended, so every pack is read
@@ -144,7 +144,7 @@ def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consume
             stop = min(start + size, num_packs)
             if config.drop_last and stop - start < size:
                 break
-            yield Step(epoch, index, start, stop)
+            yield BatchRange(epoch, index, start, stop)
             start, index = stop, index + 1
         epoch, start = epoch + 1, 0
 

@@ -11,7 +11,8 @@ import xxhash
 
 from harness.errors import LoaderError, ScheduleError
 from harness.loader.blend import Blend, BlendOrder
-from harness.loader.order import EpochOrder, OrderConfig, Step
+from harness.loader.layout import RankLayout
+from harness.loader.order import BatchRange, EpochOrder, OrderConfig
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import ScheduleConfig, SequenceCost, schedule
@@ -36,33 +37,8 @@ class PackSource(Protocol):
     def read(self, indices: list[int]) -> list[Pack]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What of the parallel layout matters to data.
-
-    Attributes:
-        dp_rank, dp_size: data parallel.
-        cp_size: context-parallel ranks that share a row.
-        multiple: every sequence is padded to a multiple of this (`harness.thd.row_multiple`).
-        group_size: the number of microbatches of a step is a multiple of this.
-    """
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    cp_size: int = 1
-    multiple: int = 1
-    group_size: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("dp_size", "cp_size", "multiple", "group_size"):
-            if getattr(self, name) < 1:
-                raise LoaderError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if not 0 <= self.dp_rank < self.dp_size:
-            raise LoaderError(f"data-parallel rank {self.dp_rank} does not exist among {self.dp_size}")
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class StepBatch:
+class RankBatch:
     """One step's data on one rank, and what every rank knows of the whole step.
 
     Attributes:
@@ -103,17 +79,17 @@ class StepBatch:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class RawStep:
+class RawBatch:
     """What a worker sends: 5 bytes a token instead of the 29 of finished rows.
 
     Attributes:
         input_ids: int32 [n], stored tokens of this rank's rows end to end.
         loss_mask: uint8 [n].
         row_lengths: one a microbatch, int64: stored tokens of each sequence of the row; empty for a zero-loss row.
-        others: as in StepBatch.
+        others: as in RankBatch.
     """
 
-    step: Step
+    step: BatchRange
     pack_ids: Int64Array
     input_ids: Int32Array
     loss_mask: UInt8Array
@@ -124,7 +100,7 @@ class RawStep:
     imbalance: Imbalance
 
 
-class StepReader:
+class BatchReader:
     """Plans a step for all ranks and reads one rank's part. Sent to every worker; holds no batch."""
 
     def __init__(
@@ -133,7 +109,7 @@ class StepReader:
         *,
         order: OrderConfig,
         schedule: ScheduleConfig,
-        layout: Layout,
+        layout: RankLayout,
         cost: SequenceCost | None = None,
         blend: Blend | None = None,
     ) -> None:
@@ -150,22 +126,22 @@ class StepReader:
         return {**self.__dict__, "_epoch_order": None}
 
     @property
-    def capacity(self) -> int:
+    def row_tokens(self) -> int:
         """Tokens that one row holds."""
         return self._schedule.max_tokens_per_rank * self._layout.cp_size
 
     def check(self) -> None:
         """Raise ScheduleError where a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
-        lengths = padded_lengths(self._source.sequence_lengths, self._layout.multiple)
+        lengths = padded_lengths(self._source.sequence_lengths, self._layout.pad_to_multiple)
         offsets = self._source.pack_offsets
-        if lengths.max() > self.capacity:
-            sequence = int(np.argmax(lengths > self.capacity))
+        if lengths.max() > self.row_tokens:
+            sequence = int(np.argmax(lengths > self.row_tokens))
             pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
             raise ScheduleError(
                 f"sequence {sequence} of the dataset has {lengths[sequence]:,} model tokens after padding to "
-                f"{self._layout.multiple}, more than the {self.capacity:,} of a row "
+                f"{self._layout.pad_to_multiple}, more than the {self.row_tokens:,} of a row "
                 f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {self._layout.cp_size}); "
-                f"{np.count_nonzero(lengths > self.capacity):,} of {lengths.shape[0]:,} sequences are that long",
+                f"{np.count_nonzero(lengths > self.row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
                 where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
                 fix=f"set schedule.max_tokens_per_rank to at least "
                 f"{-(-int(lengths.max()) // self._layout.cp_size):,}, or prepare the data with a smaller limit",
@@ -181,18 +157,18 @@ class StepReader:
         if self._schedule.name != "as_packed":
             return
         tokens = np.add.reduceat(lengths, offsets[:-1])
-        if tokens.max() > self.capacity:
-            pack = int(np.argmax(tokens > self.capacity))
+        if tokens.max() > self.row_tokens:
+            pack = int(np.argmax(tokens > self.row_tokens))
             raise ScheduleError(
                 f"pack {pack} of the dataset takes {tokens[pack]:,} tokens with its sequences padded to "
-                f"{self._layout.multiple}, more than the {self.capacity:,} of a row; "
-                f"{np.count_nonzero(tokens > self.capacity):,} of {tokens.shape[0]:,} packs do",
+                f"{self._layout.pad_to_multiple}, more than the {self.row_tokens:,} of a row; "
+                f"{np.count_nonzero(tokens > self.row_tokens):,} of {tokens.shape[0]:,} packs do",
                 where="schedule.max_tokens_per_rank",
                 fix=f"set it to at least {-(-int(tokens.max()) // self._layout.cp_size):,}, prepare smaller packs, "
                 "or choose the dp_balanced schedule",
             )
 
-    def plan(self, step: Step) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
+    def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Pack ids, ids of their sequences, where each goes, and how even that is: the same on every rank."""
         packs = self._packs_of(step)
         starts = self._source.pack_offsets[packs]
@@ -200,7 +176,7 @@ class StepReader:
         offsets = np.zeros(packs.shape[0] + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
-        lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.multiple)
+        lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.pad_to_multiple)
         placed = schedule(
             self._schedule.name,
             lengths,
@@ -211,16 +187,16 @@ class StepReader:
             pack_offsets=offsets,
             cost=self._cost,
         )
-        return packs, sequences, placed, measure_imbalance(placed, lengths, capacity=self.capacity, cost=self._cost)
+        return packs, sequences, placed, measure_imbalance(placed, lengths, row_tokens=self.row_tokens, cost=self._cost)
 
-    def _packs_of(self, step: Step) -> Int64Array:
+    def _packs_of(self, step: BatchRange) -> Int64Array:
         if self._blend_order is not None:
             return self._blend_order.packs(step)
         if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
             self._epoch_order = EpochOrder(self._order_config, len(self._source), step.epoch)
         return self._epoch_order.packs(step.start, step.stop)
 
-    def read(self, step: Step) -> RawStep:
+    def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, from the packs that hold them alone.
 
         Raises:
@@ -233,7 +209,7 @@ class StepReader:
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
         parts = list(self._parts(mine))
-        return RawStep(
+        return RawBatch(
             step=step,
             pack_ids=pack_ids,
             input_ids=np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32),
@@ -277,11 +253,11 @@ class StepReader:
             )
 
 
-def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: int | None) -> StepBatch:
+def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
     """Finished rows of what a worker read.
 
     Args:
-        raw: of `StepReader.read`.
+        raw: of `BatchReader.read`.
         layout: the same as there.
         before: a state of the run; the step's own position replaces its.
         num_packs: of one epoch, None for one without end.
@@ -290,15 +266,17 @@ def build_step(raw: RawStep, *, layout: Layout, before: LoaderState, num_packs: 
     start = 0
     for lengths in raw.row_lengths:
         if lengths.shape[0] == 0:
-            rows.append(zero_loss_row(layout.multiple))
+            rows.append(zero_loss_row(layout.pad_to_multiple))
             continue
         stop = start + int(lengths.sum())
         rows.append(
-            thd_from_arrays(raw.input_ids[start:stop], raw.loss_mask[start:stop], lengths, multiple=layout.multiple)
+            thd_from_arrays(
+                raw.input_ids[start:stop], raw.loss_mask[start:stop], lengths, pad_to_multiple=layout.pad_to_multiple
+            )
         )
         start = stop
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
-    return StepBatch(
+    return RankBatch(
         epoch=raw.step.epoch,
         step_in_epoch=raw.step.index,
         pack_ids=raw.pack_ids,

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from harness.errors import HarnessError, LoaderError
 from harness.loader.config import LoaderConfig
-from harness.loader.order import Step
+from harness.loader.order import BatchRange
 from harness.loader.workers import (
-    ReadsSteps,
-    StepDataset,
-    StepSampler,
+    BatchDataset,
+    BatchSampler,
+    ReadsBatches,
     as_it_is,
     is_about_workers,
     is_stopped,
@@ -30,7 +30,7 @@ from harness.loader.workers import (
 T = TypeVar("T")
 
 
-class StepStream(Generic[T]):
+class BatchStream(Generic[T]):
     """Reads steps in `config.num_workers` processes, ahead of training, and gives what was read in order.
 
     Use it as a context manager, around the training loop: leaving it ends the workers, and a worker's death that
@@ -42,15 +42,15 @@ class StepStream(Generic[T]):
         where: for errors: which rank this is.
     """
 
-    def __init__(self, reader: ReadsSteps[T], config: LoaderConfig, *, where: str) -> None:
+    def __init__(self, reader: ReadsBatches[T], config: LoaderConfig, *, where: str) -> None:
         self._config = config
         self._where = where
-        self._sampler = StepSampler()
+        self._sampler = BatchSampler()
         workers = config.num_workers
         if workers:
             warm_up(config.start_method)
         self._dataloader: DataLoader[T | HarnessError] = DataLoader(
-            StepDataset(reader),
+            BatchDataset(reader),
             batch_size=None,
             sampler=self._sampler,
             num_workers=workers,
@@ -65,7 +65,7 @@ class StepStream(Generic[T]):
         )
         self._workers: Any = None
 
-    def read(self, steps: Iterable[Step]) -> Iterator[T]:
+    def read(self, steps: Iterable[BatchRange]) -> Iterator[T]:
         """What the reader gives for each of `steps`.
 
         Raises:
@@ -87,7 +87,7 @@ class StepStream(Generic[T]):
         """End the workers and wait until they are gone. Steps can be read again."""
         self._end_workers(at_once=False)
 
-    def __enter__(self) -> StepStream[T]:
+    def __enter__(self) -> BatchStream[T]:
         return self
 
     def __exit__(
@@ -97,7 +97,7 @@ class StepStream(Generic[T]):
             raise self._lost(error) from error
         self.close()
 
-    def _read(self, steps: Iterable[Step]) -> Iterator[T]:
+    def _read(self, steps: Iterable[BatchRange]) -> Iterator[T]:
         self._sampler.steps = steps
         items = iter(self._dataloader)
         if self._config.num_workers:

@@ -16,25 +16,25 @@ from typing import Any, Protocol, TypeVar
 from torch.utils.data import Dataset, Sampler
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.order import Step
+from harness.loader.order import BatchRange
 
 Read_co = TypeVar("Read_co", covariant=True)
 T = TypeVar("T")
 
 
-class ReadsSteps(Protocol[Read_co]):
+class ReadsBatches(Protocol[Read_co]):
     """What is sent to workers; it must be picklable."""
 
-    def read(self, step: Step) -> Read_co: ...
+    def read(self, step: BatchRange) -> Read_co: ...
 
 
-class StepDataset(Dataset[T | HarnessError]):
+class BatchDataset(Dataset[T | HarnessError]):
     """Reads a step. Errors are returned, because torch would raise them as another kind with its own traceback."""
 
-    def __init__(self, reader: ReadsSteps[T]) -> None:
+    def __init__(self, reader: ReadsBatches[T]) -> None:
         self._reader = reader
 
-    def __getitem__(self, step: Step) -> T | HarnessError:
+    def __getitem__(self, step: BatchRange) -> T | HarnessError:
         try:
             return self._reader.read(step)
         except HarnessError as error:
@@ -54,13 +54,13 @@ class StepDataset(Dataset[T | HarnessError]):
             )
 
 
-class StepSampler(Sampler[Step]):
+class BatchSampler(Sampler[BatchRange]):
     """The steps that are to be read next; set before each pass."""
 
     def __init__(self) -> None:
-        self.steps: Iterable[Step] = ()
+        self.steps: Iterable[BatchRange] = ()
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[BatchRange]:
         return iter(self.steps)
 
 

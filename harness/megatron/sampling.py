@@ -23,7 +23,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 def generate(
-    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int], multiple: int
+    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int], pad_to_multiple: int
 ) -> list[list[int]]:
     """The likeliest token behind each prompt, again and again; every rank of the job takes part and gets them.
 
@@ -33,7 +33,7 @@ def generate(
         prompts: token ids, at least one of each.
         max_tokens: of an answer.
         ends: tokens that end one; they are not part of it.
-        multiple: every sequence is padded to it (`ParallelConfig.row_multiple`).
+        pad_to_multiple: every sequence is padded to it (`ParallelConfig.pad_to_multiple`).
     """
     for chunk in step.chunks:
         chunk.eval()
@@ -44,7 +44,7 @@ def generate(
         for _ in range(max_tokens):
             if not open_ones:
                 break
-            found = _next_tokens(step, [told[one] for one in open_ones], multiple)
+            found = _next_tokens(step, [told[one] for one in open_ones], pad_to_multiple)
             for one, token in zip(list(open_ones), found, strict=True):
                 if token in ends:
                     open_ones.remove(one)
@@ -54,17 +54,17 @@ def generate(
     return answers
 
 
-def _next_tokens(step: MegatronStep, sequences: list[list[int]], multiple: int) -> list[int]:
+def _next_tokens(step: MegatronStep, sequences: list[list[int]], pad_to_multiple: int) -> list[int]:
     # A row pairs each token with the one behind it, which is what is asked for here.
     views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
-    row = build_thd_batch(views, multiple=multiple)
+    row = build_thd_batch(views, pad_to_multiple=pad_to_multiple)
     lasts = row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1
     if step.row_tokens is not None and len(row) <= step.row_tokens:
         row = pad_row(row, step.row_tokens)
     kept: list[torch.Tensor] = []
 
     def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-        tensors = to_device(next(rows), step.device, cp_size=step.topology.cp_size, cp_rank=step.topology.cp_rank)
+        tensors = to_device(next(rows), step.device, cp_size=step.layout.cp_size, cp_rank=step.layout.cp_rank)
         output = chunk(
             input_ids=tensors.tokens,
             position_ids=tensors.position_ids,
@@ -80,7 +80,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]], multiple: int) 
 
         return output, keep
 
-    step.run_rows([row] * step.microbatch_group, forward)
+    step.run_rows([row] * step.group_size, forward)
     tokens = kept[0] if kept else torch.zeros(len(sequences), dtype=torch.int64, device=step.device)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
@@ -93,15 +93,15 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]], multiple: int) 
 
 def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: Int64Array) -> torch.Tensor:
     """int64 [S]: the likeliest token at each of these positions of the row; logits [T / cp, V / tp] are this rank's."""
-    topology = step.topology
-    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+    layout = step.layout
+    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
     place_of = np.full(len(row), -1, dtype=np.int64)
     place_of[held] = np.arange(held.shape[0])
     places = torch.from_numpy(place_of[lasts]).to(logits.device)
     chosen = gather_from_tensor_model_parallel_region(logits[places.clamp(min=0)])
     tokens = chosen[:, : step.vocab_size].argmax(dim=-1)
     tokens = torch.where(places >= 0, tokens, torch.zeros_like(tokens))
-    if topology.cp_size > 1:
+    if layout.cp_size > 1:
         torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
     return tokens
 
@@ -124,11 +124,11 @@ class Sampler:
         *,
         prompts: Sequence[str],
         max_tokens: int,
-        multiple: int,
+        pad_to_multiple: int,
         first_step: int = 1,
     ) -> None:
         self._step, self._tokenizer, self._prompts = step, tokenizer, list(prompts)
-        self._max_tokens, self._multiple = max_tokens, multiple
+        self._max_tokens, self._pad_to_multiple = max_tokens, pad_to_multiple
         self._ids = [tokenizer.prompt(prompt) for prompt in prompts]
         self._path = None if folder is None else folder / SAMPLES_FILE
         if self._path is not None:
@@ -137,7 +137,11 @@ class Sampler:
     def answer(self, step: int) -> list[tuple[str, str]]:
         """Every prompt with its answer; every rank of the job takes part."""
         found = generate(
-            self._step, self._ids, max_tokens=self._max_tokens, ends=self._tokenizer.ends, multiple=self._multiple
+            self._step,
+            self._ids,
+            max_tokens=self._max_tokens,
+            ends=self._tokenizer.ends,
+            pad_to_multiple=self._pad_to_multiple,
         )
         told = [(prompt, self._tokenizer.decode(ids)) for prompt, ids in zip(self._prompts, found, strict=True)]
         if self._path is not None:

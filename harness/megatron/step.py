@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader.plan import StepBatch
+from harness.loader.layout import RankLayout
+from harness.loader.plan import RankBatch
 from harness.megatron.batch import to_device
-from harness.megatron.job import Topology
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
@@ -54,7 +54,7 @@ class MegatronStep:
         *,
         optimizer: OptimizerConfig,
         parallel: ParallelConfig,
-        topology: Topology,
+        layout: RankLayout,
         device: torch.device,
         vocab_size: int,
         decay_steps: int,
@@ -62,9 +62,9 @@ class MegatronStep:
     ) -> None:
         self.chunks = chunks
         self.vocab_size = vocab_size
-        self.topology = topology
+        self.layout = layout
         self.row_tokens = row_tokens
-        self.microbatch_group = parallel.microbatch_group
+        self.group_size = parallel.group_size
         self.device = device
         self.config = get_model_config(chunks[0])
         self.optimizer: Any = get_megatron_optimizer(
@@ -104,7 +104,7 @@ class MegatronStep:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._forward_backward = get_forward_backward_func()
 
-    def train(self, batch: StepBatch) -> StepResult:
+    def train(self, batch: RankBatch) -> StepResult:
         """One optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
         for chunk in self.chunks:
             chunk.train()
@@ -124,7 +124,7 @@ class MegatronStep:
             skipped=not updated,
         )
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> Evaluation:
+    def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
         """Mean loss of a trained token over `batches`, without gradients."""
         for chunk in self.chunks:
             chunk.eval()
@@ -166,7 +166,7 @@ class MegatronStep:
                 where="model.vocab_size",
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
-        row = to_device(arrays, self.device, cp_size=self.topology.cp_size, cp_rank=self.topology.cp_rank)
+        row = to_device(arrays, self.device, cp_size=self.layout.cp_size, cp_rank=self.layout.cp_rank)
         output = model(
             input_ids=row.tokens,
             position_ids=row.position_ids,

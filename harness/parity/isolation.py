@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from harness.loader.layout import RankLayout
 from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.job import Topology
 from harness.plan import ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
@@ -51,7 +51,7 @@ class IsolationCheck:
     Args:
         chunks: from `build_model`; initial weights of a large standard deviation show more.
         sequences: the documents of the row, two or more.
-        multiple: each is padded to a multiple of this many tokens.
+        pad_to_multiple: each is padded to a multiple of this many tokens.
         vocab_size: changed tokens stay below it.
     """
 
@@ -61,19 +61,19 @@ class IsolationCheck:
         sequences: Sequence[SequenceView],
         *,
         parallel: ParallelConfig,
-        topology: Topology,
+        layout: RankLayout,
         device: torch.device,
-        multiple: int,
+        pad_to_multiple: int,
         vocab_size: int,
     ) -> None:
         self._chunks = chunks
         self._sequences = list(sequences)
         self._parallel = parallel
-        self._topology = topology
+        self._layout = layout
         self._device = device
         self._vocab_size = vocab_size
-        self._multiple = multiple
-        self._row = build_thd_batch(self._sequences, multiple=multiple)
+        self._pad_to_multiple = pad_to_multiple
+        self._row = build_thd_batch(self._sequences, pad_to_multiple=pad_to_multiple)
 
     def run(self, prepare: Prepare = to_device) -> list[str]:
         """Findings of all ranks, in words; empty where every document stays alone.
@@ -107,7 +107,7 @@ class IsolationCheck:
         sequences = list(self._sequences)
         old = sequences[changed]
         sequences[changed] = SequenceView((old.input_ids + 1) % self._vocab_size, old.loss_mask)
-        return build_thd_batch(sequences, multiple=self._multiple)
+        return build_thd_batch(sequences, pad_to_multiple=self._pad_to_multiple)
 
     def _differences(
         self, before: list[Seen], after: list[Seen], owners: npt.NDArray[np.int64], changed: int
@@ -125,20 +125,20 @@ class IsolationCheck:
 
     def _held(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
         """The part of a row's [T] field that stands where this rank has `tokens` of them, by slow slicing."""
-        held = _slices(whole, self._row.cu_seqlens_padded, self._topology.cp_size, self._topology.cp_rank)
+        held = _slices(whole, self._row.cu_seqlens_padded, self._layout.cp_size, self._layout.cp_rank)
         if held.shape[0] == tokens:
             return held
         parts = np.split(held, self._parallel.tensor_parallel_size)  # sequence parallelism
-        return np.asarray(parts[self._topology.tp_rank])
+        return np.asarray(parts[self._layout.tp_rank])
 
     def _fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""
-        topology, multiple = self._topology, self._multiple
+        layout, pad_to_multiple = self._layout, self._pad_to_multiple
         columns: dict[str, list[npt.NDArray[Any]]] = {"tokens": [], "labels": [], "position_ids": [], "loss_mask": []}
         real, padded = [0], [0]
         for sequence in self._sequences:
             length = len(sequence) - 1
-            room = -(-length // multiple) * multiple
+            room = -(-length // pad_to_multiple) * pad_to_multiple
             for name, values in (
                 ("tokens", sequence.input_ids[:-1]),
                 ("labels", sequence.input_ids[1:]),
@@ -149,10 +149,10 @@ class IsolationCheck:
             real.append(real[-1] + length)
             padded.append(padded[-1] + room)
         bounds = np.asarray(padded)
-        got = prepare(self._row, self._device, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+        got = prepare(self._row, self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
         found = []
         for name, parts in columns.items():
-            expected = _slices(np.concatenate(parts), bounds, topology.cp_size, topology.cp_rank)
+            expected = _slices(np.concatenate(parts), bounds, layout.cp_size, layout.cp_rank)
             values = getattr(got, name)[0].cpu().numpy()
             if not np.array_equal(values, expected):
                 wrong = np.flatnonzero(values != expected) if values.shape == expected.shape else np.zeros(1, dtype=int)
@@ -168,14 +168,14 @@ class IsolationCheck:
 
     def _train(self, row: ThdBatch, prepare: Prepare) -> list[Seen]:
         """One forward and backward pass; what every layer held, in an order that is the same every time."""
-        topology = self._topology
+        layout = self._layout
         for chunk in self._chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         seen: dict[str, list[torch.Tensor]] = {}
 
         def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            tensors = prepare(next(rows), self._device, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+            tensors = prepare(next(rows), self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
             output = model(
                 input_ids=tensors.tokens,
                 position_ids=tensors.position_ids,
@@ -191,7 +191,7 @@ class IsolationCheck:
 
             return output, loss
 
-        count = self._parallel.microbatch_group
+        count = self._parallel.group_size
         iterators = [iter([row] * count) for _ in self._chunks]
         with _watched(self._chunks, seen):
             get_forward_backward_func()(

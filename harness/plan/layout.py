@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
-from harness.thd import row_multiple
+from harness.thd import padding_multiple
 
 
 @dataclass
@@ -57,16 +57,16 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
-    def row_multiple(self) -> int:
+    def pad_to_multiple(self) -> int:
         """Every sequence is padded to a multiple of this many tokens."""
-        return row_multiple(
+        return padding_multiple(
             cp_size=self.context_parallel_size,
             tp_size=self.tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
         )
 
     @property
-    def microbatch_group(self) -> int:
+    def group_size(self) -> int:
         """The number of microbatches is a multiple of this; interleaved pipelines need whole rounds of stages."""
         return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1
 
@@ -82,7 +82,7 @@ class ParallelConfig:
             )
         return world_size // self.model_ranks
 
-    def row_capacity(self, max_tokens_per_rank: int) -> int:
+    def row_tokens(self, max_tokens_per_rank: int) -> int:
         """Tokens that a row holds over its context-parallel ranks."""
         return max_tokens_per_rank * self.context_parallel_size
 
@@ -107,13 +107,13 @@ class ParallelConfig:
                 where="loader.global_batch_size",
                 fix=f"{dp_size} packs or more, or fewer ranks",
             )
-        capacity = self.row_capacity(max_tokens_per_rank)
-        if capacity % self.row_multiple:
+        row_tokens, multiple = self.row_tokens(max_tokens_per_rank), self.pad_to_multiple
+        if row_tokens % multiple:
             raise ConfigError(
-                f"a row of {capacity:,} tokens ({max_tokens_per_rank:,} a rank * context {self.context_parallel_size}) "
-                f"is not a multiple of {self.row_multiple}, to which every sequence is padded "
+                f"a row of {row_tokens:,} tokens ({max_tokens_per_rank:,} a rank * context "
+                f"{self.context_parallel_size}) is not a multiple of {multiple}, to which every sequence is padded "
                 f"(2 * context {self.context_parallel_size} chunks"
                 + (f", and context * tensor {self.tensor_parallel_size} parts)" if self.sequence_parallel else ")"),
                 where="schedule.max_tokens_per_rank",
-                fix=f"a multiple of {self.row_multiple // math.gcd(self.row_multiple, self.context_parallel_size)}",
+                fix=f"a multiple of {multiple // math.gcd(multiple, self.context_parallel_size)}",
             )

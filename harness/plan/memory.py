@@ -91,14 +91,14 @@ def plan_memory(
     *,
     vocab_size: int,
     dp_size: int,
-    row_tokens: int,
+    max_tokens_per_rank: int,
     microbatches: int = 1_000_000,
 ) -> Memory:
     """Memory of the fullest rank.
 
     Args:
         dp_size: data-parallel ranks.
-        row_tokens: of a microbatch on one rank; with context parallelism, its slice.
+        max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of as many as it has stages, if there are.
     """
     item = DTYPE_BYTES[model.dtype]
@@ -130,7 +130,7 @@ def plan_memory(
                 weights=item * (weights + adapters),
                 gradients=4 * trained,
                 optimizer=math.ceil(state * trained / shares),
-                activations=math.ceil(kept * row_tokens),
+                activations=math.ceil(kept * max_tokens_per_rank),
             )
         )
     return max(found, key=lambda one: one.total)

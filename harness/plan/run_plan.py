@@ -135,10 +135,10 @@ def plan_run(
         raise ConfigError(
             "only fine-tuning runs are planned", where=settings["name"], fix="name an experiment of recipes.sft"
         )
-    row_tokens = settings["schedule"]["max_tokens_per_rank"]
+    max_tokens_per_rank = settings["schedule"]["max_tokens_per_rank"]
     batch = settings["loader"]["global_batch_size"]
     model.check(parallel)
-    parallel.check(ranks, global_batch_size=batch, max_tokens_per_rank=row_tokens)
+    parallel.check(ranks, global_batch_size=batch, max_tokens_per_rank=max_tokens_per_rank)
     dp_size = parallel.dp_size(ranks)
     data, why = _open(settings["data"]) if packs is None else (None, "")
     # Of weights that are not here the settings may tell enough: planning downloads none then.
@@ -164,14 +164,14 @@ def plan_run(
             num_packs=stored[0],
             global_batch_size=batch,
             dp_size=dp_size,
-            row_capacity=parallel.row_capacity(row_tokens),
+            row_tokens=parallel.row_tokens(max_tokens_per_rank),
         )
     memory = plan_memory(
         model,
         parallel,
         vocab_size=model.vocab_size,
         dp_size=dp_size,
-        row_tokens=row_tokens,
+        max_tokens_per_rank=max_tokens_per_rank,
         microbatches=work.microbatches if work is not None else 1_000_000,
     )
     parts = {}

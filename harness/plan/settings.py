@@ -211,5 +211,5 @@ class PretrainConfig(RunConfig):
         data, parallel = self.data, self.parallel
         self.model.check(parallel)
         per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
-        rows = -(-per_rank // parallel.row_multiple) * parallel.row_multiple
+        rows = -(-per_rank // parallel.pad_to_multiple) * parallel.pad_to_multiple
         parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)

@@ -85,13 +85,13 @@ def plan_work(
     num_packs: int,
     global_batch_size: int,
     dp_size: int,
-    row_capacity: int,
+    row_tokens: int,
 ) -> Work:
     """What an epoch takes.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
-        row_capacity: tokens of a whole row, all ranks of a context-parallel group together.
+        row_tokens: tokens of a whole row, all ranks of a context-parallel group together.
     """
     steps = math.ceil(num_packs / global_batch_size)
     cost = sequence_cost(model)
@@ -99,7 +99,7 @@ def plan_work(
     tokens = float(wide.sum())
     return Work(
         steps=steps,
-        microbatches=max(1, math.ceil(tokens / steps / (dp_size * row_capacity))),
+        microbatches=max(1, math.ceil(tokens / steps / (dp_size * row_tokens))),
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
         attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,

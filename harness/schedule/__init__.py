@@ -88,23 +88,23 @@ def schedule(
         if number < 1:
             raise ScheduleError(f"{what} is {number}, expected at least 1")
     sizes = np.asarray(lengths, dtype=np.int64)
-    capacity = max_tokens_per_rank * cp_size
-    check_lengths(sizes, capacity)
+    row_tokens = max_tokens_per_rank * cp_size
+    check_lengths(sizes, row_tokens)
     offsets = None if pack_offsets is None else _checked_offsets(pack_offsets, sizes.shape[0])
-    batch = GlobalBatch(sizes, dp_size, capacity, group_size, offsets, cost or SequenceCost())
+    batch = GlobalBatch(sizes, dp_size, row_tokens, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)
 
 
-def check_lengths(lengths: npt.NDArray[np.int64], capacity: int) -> None:
+def check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
     """Raise ScheduleError, naming the sequence, where one can never be placed: no token, or more than a row holds."""
     if lengths.shape[0] == 0:
         raise ScheduleError("there are no sequences to schedule")
-    if lengths.max() > capacity:
-        at = int(np.argmax(lengths > capacity))
+    if lengths.max() > row_tokens:
+        at = int(np.argmax(lengths > row_tokens))
         raise ScheduleError(
             f"sequence {at} has {lengths[at]:,} model tokens after padding, "
-            f"more than the {capacity:,} of a row (max_tokens_per_rank * cp_size); "
-            f"{np.count_nonzero(lengths > capacity):,} of {lengths.shape[0]:,} sequences are that long",
+            f"more than the {row_tokens:,} of a row (max_tokens_per_rank * cp_size); "
+            f"{np.count_nonzero(lengths > row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
             fix=f"raise schedule.max_tokens_per_rank or cp_size for {int(lengths.max()):,} tokens a row, "
             "or prepare the data with a smaller limit",
         )

@@ -22,15 +22,15 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
         )
     counts = np.diff(batch.pack_offsets)
     tokens = np.add.reduceat(batch.lengths, batch.pack_offsets[:-1])
-    if tokens.max() > batch.capacity:
+    if tokens.max() > batch.row_tokens:
         at = int(np.argmax(tokens))
         raise ScheduleError(
             f"pack {at} of the batch takes {tokens[at]:,} tokens with its sequences padded, "
-            f"more than the {batch.capacity:,} of a row (max_tokens_per_rank * cp_size)",
+            f"more than the {batch.row_tokens:,} of a row (max_tokens_per_rank * cp_size)",
             fix="raise max_tokens_per_rank, prepare smaller packs, or choose the dp_balanced schedule",
         )
     return Schedule(
         batch.dp_size,
         np.arange(batch.lengths.shape[0], dtype=np.int64),
-        row_offsets(counts.tolist(), batch.row_multiple),
+        row_offsets(counts.tolist(), batch.rows_per_group),
     )

@@ -44,9 +44,9 @@ class GlobalBatch:
     """The sequences of one global batch and the ranks that they are placed on.
 
     Attributes:
-        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `capacity`.
+        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `row_tokens`.
         dp_size: data-parallel ranks.
-        capacity: tokens that one row holds: max_tokens_per_rank * cp_size.
+        row_tokens: tokens that one row holds: max_tokens_per_rank * cp_size.
         group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
         pack_offsets: int64 [packs + 1], where stored packs begin in `lengths`; None where that is not known.
         cost: what a sequence costs to train.
@@ -54,13 +54,13 @@ class GlobalBatch:
 
     lengths: Int64Array
     dp_size: int
-    capacity: int
+    row_tokens: int
     group_size: int
     pack_offsets: Int64Array | None
     cost: SequenceCost
 
     @property
-    def row_multiple(self) -> int:
+    def rows_per_group(self) -> int:
         """The number of rows of a schedule is a multiple of this."""
         return self.dp_size * self.group_size
 
@@ -69,7 +69,7 @@ def schedule_of_rows(rows: Sequence[npt.ArrayLike], batch: GlobalBatch) -> Sched
     """A Schedule of `rows` in order, each indices into `batch.lengths`, with empty rows at the end to fill up."""
     arrays = [np.asarray(row, dtype=np.int64) for row in rows]
     order = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-    return Schedule(batch.dp_size, order, row_offsets((array.shape[0] for array in arrays), batch.row_multiple))
+    return Schedule(batch.dp_size, order, row_offsets((array.shape[0] for array in arrays), batch.rows_per_group))
 
 
 def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:

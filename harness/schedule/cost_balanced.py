@@ -57,11 +57,11 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
 
 
 def _microbatches(rows: int, batch: GlobalBatch) -> int:
-    return -(-rows // batch.row_multiple) * batch.group_size
+    return -(-rows // batch.rows_per_group) * batch.group_size
 
 
 def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
-    return measure_imbalance(schedule, batch.lengths, capacity=batch.capacity, cost=batch.cost)
+    return measure_imbalance(schedule, batch.lengths, row_tokens=batch.row_tokens, cost=batch.cost)
 
 
 def _excess(measured: Imbalance, good_step: float) -> float:
@@ -81,13 +81,13 @@ def _rows_needed(batch: GlobalBatch) -> int:
     lengths = np.sort(batch.lengths)
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     num = lengths.shape[0]
-    halves = int(np.searchsorted(lengths, batch.capacity // 2, side="right"))
+    halves = int(np.searchsorted(lengths, batch.row_tokens // 2, side="right"))
     thresholds = np.unique(lengths[:halves])
     first = np.searchsorted(lengths, thresholds, side="left")
-    alone = np.searchsorted(lengths, batch.capacity - thresholds, side="right")
-    room = (alone - halves) * batch.capacity - (sums[alone] - sums[halves])
+    alone = np.searchsorted(lengths, batch.row_tokens - thresholds, side="right")
+    room = (alone - halves) * batch.row_tokens - (sums[alone] - sums[halves])
     overflow = np.maximum(0, sums[halves] - sums[first] - room)
-    shared = num - halves - (-overflow // batch.capacity)
+    shared = num - halves - (-overflow // batch.row_tokens)
     return int(np.max(shared, initial=max(num - halves, 1)))
 
 
@@ -113,7 +113,7 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
     order = np.argsort(-batch.lengths, kind="stable")
     lengths, costs = batch.lengths[order], costs[order]
     row_of = np.empty(num, dtype=np.int64)
-    free = np.full(num_rows, batch.capacity, dtype=np.int64)
+    free = np.full(num_rows, batch.row_tokens, dtype=np.int64)
     missing = targets.copy()
     portion = min(max(-(-num // _PORTIONS), -(-num_rows // _PORTION_OF_ROWS)), num_rows)
     start = 0
@@ -185,7 +185,7 @@ def _best_fit(batch: GlobalBatch) -> Int64Array:
     lengths = batch.lengths.tolist()
     for sequence in np.argsort(-batch.lengths, kind="stable").tolist():
         at = bisect_left(rows, (lengths[sequence], -1))
-        free, row = rows.pop(at) if at < len(rows) else (batch.capacity, len(rows))
+        free, row = rows.pop(at) if at < len(rows) else (batch.row_tokens, len(rows))
         insort(rows, (free - lengths[sequence], row))
         row_of[sequence] = row
     return row_of

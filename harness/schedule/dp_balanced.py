@@ -25,12 +25,12 @@ def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     stop = used = 0
     while stop < num_sequences:
         starts.append(stop)
-        stop = bisect_right(ends, used + batch.capacity, lo=stop)
+        stop = bisect_right(ends, used + batch.row_tokens, lo=stop)
         used = ends[stop - 1]
 
     counts = np.diff(starts, append=num_sequences).tolist()
     split: list[int] = []
-    missing = -len(counts) % batch.row_multiple
+    missing = -len(counts) % batch.rows_per_group
     row = len(counts) - 1
     while missing and row >= 0:
         if counts[row] > 1:
@@ -42,4 +42,4 @@ def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     stays = np.ones(num_sequences, dtype=np.bool_)
     stays[split] = False
     order = np.concatenate([np.flatnonzero(stays), np.asarray(split, dtype=np.int64)])
-    return Schedule(batch.dp_size, order, row_offsets(counts + [1] * len(split), batch.row_multiple))
+    return Schedule(batch.dp_size, order, row_offsets(counts + [1] * len(split), batch.rows_per_group))

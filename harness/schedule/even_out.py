@@ -66,7 +66,7 @@ class _Placement:
         num_rows = num_microbatches * batch.dp_size
         self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
         tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
-        self.free = batch.capacity - np.rint(tokens).astype(np.int64)
+        self.free = batch.row_tokens - np.rint(tokens).astype(np.int64)
         by_microbatch = self.row_costs.reshape(num_microbatches, batch.dp_size)
         # What may be added to a row before its microbatch waits longer for it.
         self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from harness.errors import FormatError
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.records import Int64Array
 from harness.thd import ThdBatch
 from harness.train.metrics import keep_lines_before, whole_lines
@@ -94,7 +94,7 @@ class StepDigests:
 
 
 def rank_rows(
-    batch: StepBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
+    batch: RankBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
 ) -> RankRows:
     """Digests of what this process was given to train.
 
@@ -130,7 +130,7 @@ def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank:
     return RowDigests(microbatch, dp_rank, ids, np.pad(lengths, (0, count - lengths.shape[0])), digests, arrays)
 
 
-def merge_ranks(step: int, batch: StepBatch, parts: Sequence[RankRows]) -> StepDigests:
+def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:
     """One step of the job from what its processes were given.
 
     Tokens are those of the first pipeline stage, labels and masks those of the last; every other process that trains

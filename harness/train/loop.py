@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from harness.errors import HarnessError
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.plan import TrainerConfig
 
@@ -60,7 +60,7 @@ class StepRecord:
     """
 
     step: int
-    batch: StepBatch
+    batch: RankBatch
     result: StepResult
     validation: Evaluation | None
     step_s: float
@@ -68,18 +68,18 @@ class StepRecord:
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
-class Step(Protocol):
-    def train(self, batch: StepBatch) -> StepResult: ...
+class TrainStep(Protocol):
+    def train(self, batch: RankBatch) -> StepResult: ...
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> Evaluation: ...
+    def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation: ...
 
 
 def train(
-    batches: Iterator[StepBatch],
-    step: Step,
+    batches: Iterator[RankBatch],
+    step: TrainStep,
     config: TrainerConfig,
     *,
-    validation: Mapping[str, Callable[[], Iterable[StepBatch]]],
+    validation: Mapping[str, Callable[[], Iterable[RankBatch]]],
     save: Callable[[int, LoaderState], None],
     record: Callable[[StepRecord], None],
     stop: Callable[[], str | None] = lambda: None,
@@ -159,7 +159,7 @@ def _stands_still(losses: list[float], patience: int) -> bool:
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
-def _told(batches: Iterable[StepBatch], tell: Callable[[], None]) -> Iterator[StepBatch]:
+def _told(batches: Iterable[RankBatch], tell: Callable[[], None]) -> Iterator[RankBatch]:
     for batch in batches:
         tell()
         yield batch

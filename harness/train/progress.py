@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.train.metrics import StepMetrics
 
 # A log gets about this many lines a run.
@@ -87,7 +87,7 @@ class RunProgress:
         yield
         self._progress.update(self._task, description=before)
 
-    def doing_each(self, what: str, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
+    def doing_each(self, what: str, batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
         """Pass `batches` on while saying what they are for."""
         with self.doing(what):
             yield from batches

@@ -10,6 +10,7 @@ import torch
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
@@ -45,33 +46,32 @@ def main(dataset: Path, out: Path) -> None:
     told: dict[str, object] = {}
     with runtime.start("cpu", timeout_s=60) as job:
         parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-        topology = join(parallel, job.world_size)
+        layout = join(parallel, job.world_size)
         opened = []
 
         def make(source: PackSource) -> Loader:
             opened.append(source)
             return Loader(
-                readable(source, topology),
+                readable(source, layout),
                 LoaderConfig(global_batch_size=6, num_workers=0),
                 schedule=ScheduleConfig(max_tokens_per_rank=256),
-                dp_rank=topology.dp_rank,
-                dp_size=topology.dp_size,
+                layout=RankLayout(dp_rank=layout.dp_rank, dp_size=layout.dp_size),
                 num_epochs=1,
             )
 
-        with Feed(lambda: make(source), topology, device=job.device) as feed:
-            told = {"rank": job.rank, "tp": topology.tp_rank, "digests": [batch.digest() for batch in feed]}
+        with Feed(lambda: make(source), layout, device=job.device) as feed:
+            told = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
         told["opened"] = len(opened)
 
         faulty = Failing(source) if job.rank == 2 else source
         got = 0
         try:
-            for _ in Feed(lambda: make(faulty), topology, device=job.device):
+            for _ in Feed(lambda: make(faulty), layout, device=job.device):
                 got += 1
         except HarnessError as error:
             told |= {"got": got, "error": error.what}
         try:
-            Feed(lambda: _refuse() if job.rank == 0 else make(source), topology, device=job.device)
+            Feed(lambda: _refuse() if job.rank == 0 else make(source), layout, device=job.device)
         except HarnessError as error:
             told["refused"] = error.what
         told["sum"] = float(_sum(job.device))

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from harness.config import compose_config
+from harness.loader.layout import RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.job import runtime
-from harness.megatron.job.topology import Topology, join
+from harness.megatron.job.topology import join
 from harness.megatron.model.gpt import build_model
 from harness.parity.isolation import IsolationCheck, Prepare
 from harness.plan.layout import ParallelConfig
@@ -46,7 +47,7 @@ def documents() -> list[SequenceView]:
     return sequences
 
 
-def defects(topology: Topology, parallel: ParallelConfig, multiple: int) -> dict[str, Prepare]:
+def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict[str, Prepare]:
     """The field's real bugs, each as what a rank does to its batch; only those that the layout can have."""
 
     def on_row(change: Callable[[ThdBatch], ThdBatch]) -> Prepare:
@@ -54,7 +55,7 @@ def defects(topology: Topology, parallel: ParallelConfig, multiple: int) -> dict
 
     def bounds_dropped(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
         tensors = to_device(row, device, **slices)
-        if topology.pp_rank != parallel.pipeline_parallel_size // 2:
+        if layout.pp_rank != parallel.pipeline_parallel_size // 2:
             return tensors  # the bug was one of stages in the middle
         whole = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
         one = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row), total_tokens=len(row))
@@ -104,24 +105,24 @@ def defects(topology: Topology, parallel: ParallelConfig, multiple: int) -> dict
 def check(name: str, out: Path, device: str) -> None:
     parallel = compose_config("sft", SftConfig, [f"parallel={name}"]).parallel
     with runtime.start(device, timeout_s=60) as job:
-        topology = join(parallel, job.world_size)
+        layout = join(parallel, job.world_size)
         dtype = "float32" if job.device.type == "cpu" else "bfloat16"
         # A layer at least for each virtual stage: pp4_vpp2 has eight of them.
         stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         model = replace(MODEL, dtype=dtype, num_layers=max(MODEL.num_layers, stages))
         chunks = build_model(model, parallel, vocab_size=VOCAB, device=job.device)
-        multiple = int(np.lcm(parallel.row_multiple, 4))
+        multiple = int(np.lcm(parallel.pad_to_multiple, 4))
         checker = IsolationCheck(
             chunks,
             documents(),
             parallel=parallel,
-            topology=topology,
+            layout=layout,
             device=job.device,
-            multiple=multiple,
+            pad_to_multiple=multiple,
             vocab_size=VOCAB,
         )
         found = {"": checker.run()}
-        found |= {defect: checker.run(prepare) for defect, prepare in defects(topology, parallel, multiple).items()}
+        found |= {defect: checker.run(prepare) for defect, prepare in defects(layout, parallel, multiple).items()}
     if job.rank == 0:
         with out.open("a") as file:
             file.write(json.dumps({"layout": name, "found": found}) + "\n")

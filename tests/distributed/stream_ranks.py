@@ -14,6 +14,7 @@ import torch
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.two_phase import (
@@ -22,7 +23,7 @@ from harness.megatron.data.two_phase import (
     wrap_data_iterator,
 )
 from harness.megatron.job import runtime
-from harness.megatron.job.topology import Topology, join
+from harness.megatron.job.topology import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -47,43 +48,39 @@ def same(one: RowTensors, other: RowTensors, *, tokens: bool) -> bool:
     )
 
 
-def stream(packs: list[Pack], topology: Topology, *, steps: int, broken: bool = False) -> Iterator[Pack]:
+def stream(packs: list[Pack], layout: RankLayout, *, steps: int, broken: bool = False) -> Iterator[Pack]:
     """This rank's packs: of each global batch the part that is its own, in order."""
-    share = PACKS // topology.dp_size
+    share = PACKS // layout.dp_size
     for step in range(steps):
         if broken and step == 1:
             raise HarnessError("planted", where="stream")
-        start = step * PACKS + topology.dp_rank * share
+        start = step * PACKS + layout.dp_rank * share
         yield from packs[start : start + share]
 
 
 def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]:
     schedule = ScheduleConfig(name=name, max_tokens_per_rank=256)
     with runtime.start("cpu", timeout_s=60) as job:
-        topology = join(parallel, job.world_size)
+        layout = join(parallel, job.world_size)
         reader = open_dataset(dataset)
         packs = [reader[index] for index in range(3 * PACKS)]
         planned = Loader(
             reader,
             LoaderConfig(global_batch_size=PACKS, num_workers=0, shuffle=False),
             schedule=schedule,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-            cp_size=topology.cp_size,
-            multiple=parallel.row_multiple,
-            group_size=parallel.microbatch_group,
+            layout=layout,
             num_steps=3,
         )
-        has_tokens = topology.is_first_stage or topology.is_last_stage
-        share = PACKS // topology.dp_size
+        has_tokens = layout.is_first_stage or layout.is_last_stage
+        share = PACKS // layout.dp_size
         told: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": 0}
 
         def wrap(packs_of_rank: Iterator[Pack] | None) -> Any:
             return wrap_data_iterator(
-                packs_of_rank, schedule, share, parallel=parallel, topology=topology, device=job.device
+                packs_of_rank, schedule, share, parallel=parallel, layout=layout, device=job.device
             )
 
-        mine = stream(packs, topology, steps=3) if needs_data_iterator(topology) else None
+        mine = stream(packs, layout, steps=3) if needs_data_iterator(layout) else None
         for batch in planned:
             wrapped = wrap(mine)
             model_tokens = np.concatenate([pack.sequence_lengths - 1 for pack in reader.read(batch.pack_ids.tolist())])
@@ -93,12 +90,12 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
             virtual = parallel.virtual_pipeline_parallel_size
             for iterator in wrapped.data_iterator if virtual else [wrapped.data_iterator]:
                 for row in batch.rows:
-                    got = get_batch_on_this_rank_for_sequence_packing(iterator, topology=topology, device=job.device)
-                    expected = to_device(row, job.device, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+                    got = get_batch_on_this_rank_for_sequence_packing(iterator, layout=layout, device=job.device)
+                    expected = to_device(row, job.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
                     told["rows"] += 1
                     told["different"] += not same(got, expected, tokens=has_tokens)
         told["ended"] = wrap(mine) is None
-        broken = stream(packs, topology, steps=3, broken=job.rank == 0) if needs_data_iterator(topology) else None
+        broken = stream(packs, layout, steps=3, broken=job.rank == 0) if needs_data_iterator(layout) else None
         wrap(broken)
         try:
             wrap(broken)

@@ -37,15 +37,15 @@ def logits(folder: str, *, tp: int, pp: int, sequences: list[list[int]]) -> np.n
     found = read_hf_config(Path(folder))
     model = replace(ModelConfig(), max_sequence_length=64, init_from=folder, **found.settings)
     parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    topology = join(parallel, torch.distributed.get_world_size())
+    layout = join(parallel, torch.distributed.get_world_size())
     pretrained = find_pretrained(model)
     assert pretrained is not None
     device = torch.device("cpu")
     chunks = build_model(
-        model, parallel, vocab_size=pretrained.vocab_size, device=device, fill=pretrained.filler(topology)
+        model, parallel, vocab_size=pretrained.vocab_size, device=device, fill=pretrained.filler(layout)
     )
     views = [SequenceView(np.array(ids, np.int32), np.zeros(len(ids), np.uint8)) for ids in sequences]
-    row = build_thd_batch(views, multiple=parallel.row_multiple)
+    row = build_thd_batch(views, pad_to_multiple=parallel.pad_to_multiple)
     kept: list[torch.Tensor] = []
 
     def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
@@ -71,7 +71,7 @@ def logits(folder: str, *, tp: int, pp: int, sequences: list[list[int]]) -> np.n
             micro_batch_size=1,
             forward_only=True,
         )
-    return kept[0].numpy()[:, : pretrained.vocab_size] if kept and topology.tp_rank == 0 else None
+    return kept[0].numpy()[:, : pretrained.vocab_size] if kept and layout.tp_rank == 0 else None
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_documents_are_isolated_on_gpus(tmp_path, layout) -> None:
 def test_context_parallel_slices_are_those_of_transformer_engine(cp_size) -> None:
     tex = pytest.importorskip("transformer_engine_torch")
     documents = [SequenceView(np.arange(n, dtype=np.int32), np.zeros(n, dtype=np.uint8)) for n in (10, 38, 3, 21)]
-    row = build_thd_batch(documents, multiple=2 * cp_size)
+    row = build_thd_batch(documents, pad_to_multiple=2 * cp_size)
     bounds = torch.from_numpy(row.cu_seqlens_padded).cuda()
     for cp_rank in range(cp_size):
         theirs = tex.thd_get_partitioned_indices(bounds, len(row), cp_size, cp_rank)

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from harness.errors import exit_on_error
+from harness.loader.layout import RankLayout
 from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import Rows
-from harness.loader.plan import Layout
+from harness.loader.live.consumer import BatchPlan
 from harness.loader.state import LoaderState
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
@@ -52,7 +52,7 @@ def main(
 
     with LiveFeed(
         LiveConfig(path=folder, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
-        Rows(Layout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost()),
+        BatchPlan(RankLayout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost()),
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,
         timeout_s=collective_s,

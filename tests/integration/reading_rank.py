@@ -14,6 +14,7 @@ import sys
 import warnings
 
 from harness.formats import open_dataset
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
 from harness.schedule import ScheduleConfig
 
@@ -24,8 +25,7 @@ def main(path: str, dp_rank: str, dp_size: str, workers: str, start_method: str,
         open_dataset(path),
         LoaderConfig(global_batch_size=32, num_workers=int(workers), start_method=start_method, prefetch_factor=1),
         schedule=ScheduleConfig("dp_balanced", 4096),
-        dp_rank=int(dp_rank),
-        dp_size=int(dp_size),
+        layout=RankLayout(dp_rank=int(dp_rank), dp_size=int(dp_size)),
     )
     with made:
         batches = iter(made)

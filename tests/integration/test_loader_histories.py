@@ -14,8 +14,9 @@ from harness.errors import LoaderError
 from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader.blend import Blend
 from harness.loader.joined import JoinedReader
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import PackSource, StepBatch
+from harness.loader.plan import PackSource, RankBatch
 from harness.loader.state import LoaderState
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
@@ -38,7 +39,7 @@ class History(RuleBasedStateMachine):
         self.state: str | None = None
         self.checkpoints: list[tuple[int, str | None]] = [(0, None)]
         self.ranks: list[Loader] = []
-        self.batches: list[Iterator[StepBatch]] = []
+        self.batches: list[Iterator[RankBatch]] = []
 
     def open(self, format: str, config: LoaderConfig, dp_size: int, scheduler: str = "dp_balanced") -> list[Loader]:
         return [
@@ -46,8 +47,7 @@ class History(RuleBasedStateMachine):
                 self.readers[format],
                 config,
                 schedule=ScheduleConfig(scheduler, 64),
-                dp_rank=rank,
-                dp_size=dp_size,
+                layout=RankLayout(dp_rank=rank, dp_size=dp_size),
                 blend=self.blend,
                 state=None if self.state is None else LoaderState.from_json(self.state),
             )

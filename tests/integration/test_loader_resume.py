@@ -9,6 +9,7 @@ import pytest
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import PackReader, open_dataset, open_writer
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.state import LoaderState
 from harness.records import Pack
@@ -53,8 +54,7 @@ def loader(
             global_batch_size=size, block_packs=3, window_blocks=2, num_workers=workers, timeout_s=60.0, **settings
         ),
         schedule=ScheduleConfig(schedule, capacity),
-        dp_rank=dp[0],
-        dp_size=dp[1],
+        layout=RankLayout(dp_rank=dp[0], dp_size=dp[1]),
         state=state,
         num_steps=steps,
         num_epochs=epochs,

@@ -13,6 +13,7 @@ import torch
 
 from harness.errors import FormatError, LoaderError
 from harness.formats import PackReader, open_dataset, open_writer
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -47,7 +48,13 @@ def loader(source: Path | PackReader, **settings: object) -> Loader:
     config = LoaderConfig(
         **{"global_batch_size": 5, "block_packs": 4, "window_blocks": 2, "timeout_s": 60.0, **settings}
     )
-    return Loader(reader, config, schedule=ScheduleConfig("dp_balanced", 64), dp_rank=1, dp_size=2, multiple=2, **own)
+    return Loader(
+        reader,
+        config,
+        schedule=ScheduleConfig("dp_balanced", 64),
+        layout=RankLayout(dp_rank=1, dp_size=2, pad_to_multiple=2),
+        **own,
+    )
 
 
 def contents(made: Loader) -> list[tuple[int, int, list[int], str]]:

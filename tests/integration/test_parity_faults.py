@@ -18,7 +18,7 @@ import pytest
 
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.parity.compare import IDENTICAL, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import Check, Difference
@@ -35,7 +35,7 @@ STEPS = 6
 SETTINGS = ("loader.global_batch_size=8", "loader.block_packs=4", "schedule.max_tokens_per_rank=256")
 LOADING = LoaderConfig(global_batch_size=8, block_packs=4, num_workers=0)
 MODEL = ("num_layers=2", "hidden_size=32", "ffn_hidden_size=64", "num_attention_heads=4", "num_query_groups=2")
-Plant = Callable[[list[StepBatch]], list[StepBatch]]
+Plant = Callable[[list[RankBatch]], list[RankBatch]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def trained(folder: Path, source: Path, plant: Plant = list, loading: LoaderConf
     record(folder, plant(list(loader)))
 
 
-def record(folder: Path, batches: Iterable[StepBatch]) -> None:
+def record(folder: Path, batches: Iterable[RankBatch]) -> None:
     (folder / DIGESTS_FILE).unlink()
     shutil.rmtree(folder / BATCHES)
     writer = DigestWriter(folder)
@@ -103,7 +103,7 @@ def rewritten(data: Path, target: Path, change: Callable[[int, Pack], Iterable[P
     return target
 
 
-def third_batch(data: Path) -> StepBatch:
+def third_batch(data: Path) -> RankBatch:
     batches = Loader(open_dataset(data / "train"), LOADING, schedule=ScheduleConfig("dp_balanced", 256), num_steps=3)
     return list(batches)[2]
 
@@ -198,7 +198,7 @@ def test_a_mask_off_by_one_is_named(reference, copy, data, tmp_path) -> None:
 def test_a_pack_that_is_dropped_is_named(reference, copy, data) -> None:
     lost = third_batch(data)
 
-    def drop(batches: list[StepBatch]) -> list[StepBatch]:
+    def drop(batches: list[RankBatch]) -> list[RankBatch]:
         batches[2] = replace(
             lost, pack_ids=lost.pack_ids[:-1], rows=lost.rows[:-1], sequence_ids=lost.sequence_ids[:-1]
         )
@@ -223,7 +223,7 @@ def test_two_packs_that_changed_places_in_the_dataset_are_named(reference, copy,
 
 
 def test_two_packs_that_changed_places_in_a_global_batch_are_named(reference, copy, data) -> None:
-    def swap(batches: list[StepBatch]) -> list[StepBatch]:
+    def swap(batches: list[RankBatch]) -> list[RankBatch]:
         ids = batches[1].pack_ids.copy()
         ids[[2, 5]] = ids[[5, 2]]
         batches[1] = replace(batches[1], pack_ids=ids)
@@ -269,12 +269,12 @@ def test_a_stale_shard_is_named(reference, copy, data, tmp_path) -> None:
     assert (difference.field, difference.position, difference.found) == ("tokens", 0, difference.expected + 3)
 
 
-def edited_rows(step: int, edit: Callable[[StepBatch], StepBatch]) -> Plant:
+def edited_rows(step: int, edit: Callable[[RankBatch], RankBatch]) -> Plant:
     return lambda batches: [edit(one) if number == step else one for number, one in enumerate(batches, start=1)]
 
 
 def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named(reference, copy, data) -> None:
-    def continued(batch: StepBatch) -> StepBatch:
+    def continued(batch: RankBatch) -> RankBatch:
         row = batch.rows[1]
         return replace(batch, rows=[batch.rows[0], replace(row, position_ids=np.arange(len(row))), *batch.rows[2:]])
 
@@ -283,7 +283,7 @@ def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named
     assert (difference.step, difference.microbatch, difference.field, difference.position) == (4, 1, "position_ids", 0)
     assert (difference.expected, difference.found > 0) == (0, True)
 
-    def unshifted(batch: StepBatch) -> StepBatch:
+    def unshifted(batch: RankBatch) -> RankBatch:
         return replace(batch, rows=[replace(batch.rows[0], labels=batch.rows[0].tokens), *batch.rows[1:]])
 
     trained(copy, data / "train", edited_rows(2, unshifted))
@@ -292,7 +292,7 @@ def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named
 
 
 def test_a_boundary_that_is_lost_is_named(reference, copy, data) -> None:
-    def lose(batch: StepBatch) -> StepBatch:
+    def lose(batch: RankBatch) -> RankBatch:
         row = batch.rows[1]
         kept = [np.delete(bounds, 1) for bounds in (row.cu_seqlens, row.cu_seqlens_padded)]
         return replace(
@@ -308,7 +308,7 @@ def test_a_boundary_that_is_lost_is_named(reference, copy, data) -> None:
 
 
 def test_a_sequence_trained_twice_and_rows_in_another_order_are_named(reference, copy, data) -> None:
-    def twice(batch: StepBatch) -> StepBatch:
+    def twice(batch: RankBatch) -> RankBatch:
         return replace(
             batch, rows=[*batch.rows, batch.rows[0]], sequence_ids=[*batch.sequence_ids, batch.sequence_ids[0]]
         )
@@ -318,7 +318,7 @@ def test_a_sequence_trained_twice_and_rows_in_another_order_are_named(reference,
     assert (difference.step, difference.microbatch, difference.field) == (5, 0, "sequences")
     assert (difference.expected, difference.found) == (1, 2)
 
-    def other_order(batch: StepBatch) -> StepBatch:
+    def other_order(batch: RankBatch) -> RankBatch:
         return replace(batch, rows=batch.rows[::-1], sequence_ids=batch.sequence_ids[::-1])
 
     trained(copy, data / "train", edited_rows(5, other_order))
@@ -328,7 +328,7 @@ def test_a_sequence_trained_twice_and_rows_in_another_order_are_named(reference,
 
 
 def test_a_sequence_cut_short_in_the_loader_is_named(reference, copy, data) -> None:
-    def cut(batch: StepBatch) -> StepBatch:
+    def cut(batch: RankBatch) -> RankBatch:
         row, lengths = batch.rows[0], np.diff(batch.rows[0].cu_seqlens) + 1
         stored = np.concatenate(
             [np.append(part, 0) for part in np.split(row.tokens, row.cu_seqlens[1:-1].tolist())]

@@ -12,8 +12,9 @@ import pytest
 import xxhash
 
 from harness.formats import FORMATS, open_dataset
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.schedule import ScheduleConfig
 
 # A warning of torch: the test machine may have fewer cores than a test has workers.
@@ -85,7 +86,7 @@ def run(cell: Cell, folder: Path, *, seed: int) -> tuple[list[str], list[str]]:
         prefetch_factor=cell.prefetch,
         timeout_s=120.0,
     )
-    by_rank: list[list[StepBatch]] = []
+    by_rank: list[list[RankBatch]] = []
     for rank in range(cell.dp_size):
         reader = open_dataset(folder)
         # Used before it is handed to workers, which must not read with this process's files.
@@ -94,9 +95,7 @@ def run(cell: Cell, folder: Path, *, seed: int) -> tuple[list[str], list[str]]:
             reader,
             config,
             schedule=ScheduleConfig("dp_balanced", 64),
-            dp_rank=rank,
-            dp_size=cell.dp_size,
-            multiple=2,
+            layout=RankLayout(dp_rank=rank, dp_size=cell.dp_size, pad_to_multiple=2),
             num_epochs=2,
         )
         with made:
@@ -106,7 +105,7 @@ def run(cell: Cell, folder: Path, *, seed: int) -> tuple[list[str], list[str]]:
     return together, [batch.digest() for batches in by_rank for batch in batches]
 
 
-def digest_together(ranks: tuple[StepBatch, ...]) -> str:
+def digest_together(ranks: tuple[RankBatch, ...]) -> str:
     """Digest of a global batch: its place, its packs in order, and every sequence's content by its id."""
     digest = xxhash.xxh3_128(f"{ranks[0].epoch} {ranks[0].step_in_epoch} {ranks[0].pack_ids.tolist()}".encode())
     for number, *arrays in sorted(each_sequence(ranks), key=lambda one: one[0]):
@@ -116,7 +115,7 @@ def digest_together(ranks: tuple[StepBatch, ...]) -> str:
     return str(digest.hexdigest())
 
 
-def each_sequence(ranks: tuple[StepBatch, ...]) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+def each_sequence(ranks: tuple[RankBatch, ...]) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     for batch in ranks:
         for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
             for place, number in enumerate(ids.tolist()):

@@ -15,7 +15,8 @@ from harness.indexed.index import UINT16
 from harness.indexed.writer import IndexedWriter
 from harness.loader.config import LoaderConfig
 from harness.loader.corpus import CorpusConfig
-from harness.loader.plan import Layout, StepBatch
+from harness.loader.layout import RankLayout
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.megatron.data.corpus import Corpus, TokenIds, open_corpus
 from harness.megatron.data.samples import SampleLoader, SampleReader
@@ -56,8 +57,8 @@ def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed
     return found
 
 
-def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int) -> list[StepBatch]:
-    places = Layout(**layout)
+def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int) -> list[RankBatch]:
+    places = RankLayout(**layout)
     reader = SampleReader(
         corpus.train,
         layout=places,

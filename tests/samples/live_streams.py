@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from harness.errors import HarnessError
+from harness.loader.layout import RankLayout
 from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import LiveLoader, Rows
+from harness.loader.live.consumer import BatchPlan, LiveLoader
 from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.rank import RankStream
-from harness.loader.plan import Layout, StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.prep.tokenize.tokenizer import ChatTokenizer
 from harness.records import Pack
@@ -72,7 +73,7 @@ def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end
 class Trained:
     """What ranks trained: by step, the batches of all ranks; and what was said."""
 
-    steps: list[list[StepBatch]] = field(default_factory=list)
+    steps: list[list[RankBatch]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
     @property
@@ -107,7 +108,7 @@ def train(
     barrier = threading.Barrier(dp_size)
     slots: list[Offer | None] = [None] * dp_size
     trained = into if into is not None else Trained()
-    batches: list[list[StepBatch]] = [[] for _ in range(dp_size)]
+    batches: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
     def exchange_of(rank: int) -> Callable[[Offer | None], list[Offer]]:
         def exchange(offer: Offer | None) -> list[Offer]:
@@ -124,14 +125,14 @@ def train(
         return packs
 
     def run(rank: int) -> None:
-        rows = Rows(Layout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
+        rows = BatchPlan(RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
         loader = LiveLoader(
             RankStream(
                 config,
                 dp_rank=rank,
                 dp_size=dp_size,
-                capacity=CAPACITY,
-                multiple=rows.layout.multiple,
+                row_tokens=CAPACITY,
+                pad_to_multiple=rows.layout.pad_to_multiple,
                 tokenizer=tokenizer,
                 position=LivePosition.from_json(state.live) if state is not None else None,
                 stream=state.fingerprint if state is not None else "",

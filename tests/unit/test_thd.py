@@ -13,7 +13,7 @@ from harness.thd import (
     context_parallel_indices,
     pad_row,
     padded_lengths,
-    row_multiple,
+    padding_multiple,
     thd_from_arrays,
     zero_loss_row,
 )
@@ -39,7 +39,7 @@ def test_tokens_labels_and_mask_are_shifted_inside_each_sequence() -> None:
 
 
 def test_every_sequence_is_padded_at_its_end() -> None:
-    batch = build_thd_batch(TWO, multiple=4)
+    batch = build_thd_batch(TWO, pad_to_multiple=4)
     assert batch.tokens.tolist() == [11, 12, 13, 0, 21, 22, 0, 0]
     assert batch.labels.tolist() == [12, 13, 14, 0, 22, 23, 0, 0]
     assert batch.loss_mask.tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
@@ -51,9 +51,9 @@ def test_every_sequence_is_padded_at_its_end() -> None:
     assert (batch.num_tokens, len(batch)) == (5, 8)
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_types_are_those_that_megatron_takes(multiple: int) -> None:
-    batch = build_thd_batch(TWO, multiple=multiple)
+@pytest.mark.parametrize("pad_to_multiple", [1, 4])
+def test_types_are_those_that_megatron_takes(pad_to_multiple: int) -> None:
+    batch = build_thd_batch(TWO, pad_to_multiple=pad_to_multiple)
     assert batch.tokens.dtype == batch.labels.dtype == batch.position_ids.dtype == np.int64
     assert batch.loss_mask.dtype == np.float32
     assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
@@ -66,17 +66,17 @@ def test_types_are_those_that_megatron_takes(multiple: int) -> None:
     sequences=st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=2, max_size=12), min_size=1, max_size=8
     ),
-    multiple=st.integers(1, 9),
+    pad_to_multiple=st.integers(1, 9),
 )
-def test_a_row_is_its_sequences_built_alone(sequences: list[list[tuple[int, int]]], multiple: int) -> None:
+def test_a_row_is_its_sequences_built_alone(sequences: list[list[tuple[int, int]]], pad_to_multiple: int) -> None:
     views = [view([i for i, _ in pairs], [m for _, m in pairs]) for pairs in sequences]
-    row = build_thd_batch(views, multiple=multiple)
-    alone = [build_thd_batch([one], multiple=multiple) for one in views]
+    row = build_thd_batch(views, pad_to_multiple=pad_to_multiple)
+    alone = [build_thd_batch([one], pad_to_multiple=pad_to_multiple) for one in views]
     for field in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
         assert getattr(row, field).tolist() == np.concatenate([getattr(one, field) for one in alone]).tolist()
     assert np.diff(row.cu_seqlens).tolist() == [len(pairs) - 1 for pairs in sequences]
     lengths = np.asarray([len(pairs) for pairs in sequences])
-    assert np.diff(row.cu_seqlens_padded).tolist() == padded_lengths(lengths, multiple).tolist()
+    assert np.diff(row.cu_seqlens_padded).tolist() == padded_lengths(lengths, pad_to_multiple).tolist()
     assert row.max_seqlen == max(one.max_seqlen for one in alone)
     assert row.padding_mask.sum() == len(row) - row.num_tokens
 
@@ -101,11 +101,11 @@ def test_arrays_that_do_not_fit_their_lengths_are_refused() -> None:
         thd_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), np.asarray([2, 3]))
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_a_zero_loss_row_is_legal_and_trains_nothing(multiple: int) -> None:
-    row = zero_loss_row(multiple)
+@pytest.mark.parametrize("pad_to_multiple", [1, 8])
+def test_a_zero_loss_row_is_legal_and_trains_nothing(pad_to_multiple: int) -> None:
+    row = zero_loss_row(pad_to_multiple)
     assert isinstance(row, ThdBatch)
-    assert len(row) == multiple
+    assert len(row) == pad_to_multiple
     assert row.num_sequences == 1
     assert row.num_trained_tokens == 0
 
@@ -127,7 +127,7 @@ def test_a_zero_loss_row_is_legal_and_trains_nothing(multiple: int) -> None:
 def test_the_multiple_lets_every_rank_hold_equal_parts(
     cp_size: int, tp_size: int, sequence_parallel: bool, multiple: int
 ) -> None:
-    assert row_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=sequence_parallel) == multiple
+    assert padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=sequence_parallel) == multiple
     if cp_size > 1:
         assert multiple % (2 * cp_size) == 0
     if sequence_parallel:
@@ -163,7 +163,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
 
 
 def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:
-    row = build_thd_batch(TWO, multiple=2)
+    row = build_thd_batch(TWO, pad_to_multiple=2)
     padded = pad_row(row, 10)
     assert len(row) == 6
     assert padded.tokens.tolist() == [*row.tokens.tolist(), 0, 0, 0, 0]

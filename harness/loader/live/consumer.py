@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.errors import HarnessError, LoaderError
+from harness.loader.layout import RankLayout
 from harness.loader.live.folder import ago, chunk_name
 from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
-from harness.loader.plan import Layout, StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.records import Int64Array, Schedule
 from harness.schedule import SequenceCost
@@ -32,19 +33,19 @@ Share = Callable[[list[LivePack] | None], list[LivePack]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchPlan:
     """How a step is divided.
 
     Attributes:
         layout: its dp_rank is this rank's.
         global_batch_size: packs of a step; rank r takes one more than another where they do not divide evenly.
-        capacity: tokens of a row.
+        row_tokens: of one row.
         cost: what a sequence costs to train.
     """
 
-    layout: Layout
+    layout: RankLayout
     global_batch_size: int
-    capacity: int
+    row_tokens: int
     cost: SequenceCost
 
     @property
@@ -55,7 +56,7 @@ class Rows:
 
 
 class LiveLoader:
-    """Yields a `StepBatch` a global batch until the stream ends.
+    """Yields a `RankBatch` a global batch until the stream ends.
 
     Args:
         stream: what this rank reads; None where it gets its rows from another one.
@@ -79,7 +80,7 @@ class LiveLoader:
     def __init__(
         self,
         stream: RankStream | None,
-        rows: Rows,
+        rows: BatchPlan,
         *,
         exchange: Exchange,
         share: Share,
@@ -100,7 +101,7 @@ class LiveLoader:
         self._left_out: dict[str, int] = {}
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-chunks")
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         ahead = self._read()
         told_s = _FIRST_TOLD_S
         while True:
@@ -187,14 +188,14 @@ class LiveLoader:
             for why, count in offer.left_out.items():
                 self._left_out[why] = self._left_out.get(why, 0) + count
 
-    def _batch(self, packs: list[LivePack], offers: Sequence[Offer], after: LivePosition) -> StepBatch:
+    def _batch(self, packs: list[LivePack], offers: Sequence[Offer], after: LivePosition) -> RankBatch:
         layout = self._rows.layout
         most = max(len(offer.lengths) for offer in offers)
         num_microbatches = -(-most // layout.group_size) * layout.group_size
-        rows = [_row(one, layout.multiple) for one in packs]
+        rows = [_row(one, layout.pad_to_multiple) for one in packs]
         ids = [one.sequence_ids for one in packs]
         missing = num_microbatches - len(rows)
-        rows += [zero_loss_row(layout.multiple) for _ in range(missing)]
+        rows += [zero_loss_row(layout.pad_to_multiple) for _ in range(missing)]
         ids += [np.zeros(0, np.int64) for _ in range(missing)]
         self._count_left_out(offers)
         placed, lengths = _schedule(offers, num_microbatches)
@@ -206,7 +207,7 @@ class LiveLoader:
             fingerprint=next((offer.stream for offer in offers if offer.stream), self._state.fingerprint),
             live=after.to_json(),
         )
-        return StepBatch(
+        return RankBatch(
             epoch=0,
             step_in_epoch=after.steps - 1,
             pack_ids=np.array([offer.sequence_ids[row][0] for row, offer in order], np.int64),
@@ -216,17 +217,19 @@ class LiveLoader:
             num_tokens=int((lengths - 1).sum()),
             imbalance=measure_imbalance(
                 placed,
-                padded_lengths(lengths, layout.multiple),
-                capacity=self._rows.capacity,
+                padded_lengths(lengths, layout.pad_to_multiple),
+                row_tokens=self._rows.row_tokens,
                 cost=self._rows.cost,
             ),
             state=self._state,
         )
 
 
-def _row(one: LivePack, multiple: int) -> ThdBatch:
+def _row(one: LivePack, pad_to_multiple: int) -> ThdBatch:
     pack = one.pack
-    return thd_from_arrays(pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64), multiple=multiple)
+    return thd_from_arrays(
+        pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64), pad_to_multiple=pad_to_multiple
+    )
 
 
 def _schedule(offers: Sequence[Offer], num_microbatches: int) -> tuple[Schedule, Int64Array]:

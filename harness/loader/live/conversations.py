@@ -19,16 +19,16 @@ class ConversationReader:
     """Makes members of packs from rows of chunks.
 
     Args:
-        multiple: every sequence is padded to a multiple of this many tokens in a row, and takes as much of a pack.
+        pad_to_multiple: every sequence is padded to a multiple of this many tokens, in a row as in a pack.
 
     Attributes:
         left_out: conversations that were left out, and why.
     """
 
-    def __init__(self, config: LiveConfig, tokenizer: ChatTokenizer | None, *, multiple: int) -> None:
+    def __init__(self, config: LiveConfig, tokenizer: ChatTokenizer | None, *, pad_to_multiple: int) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._multiple = multiple
+        self._pad_to_multiple = pad_to_multiple
         self.left_out: dict[str, int] = {}
 
     def members(self, chunk: LiveChunk, index: int, rows: range) -> list[Member[Place] | None]:
@@ -62,7 +62,7 @@ class ConversationReader:
         if sequence is None:
             self._leave_out(what)
             return None
-        size = max(len(sequence), int(padded_lengths(np.array([len(sequence)]), self._multiple)[0]))
+        size = max(len(sequence), int(padded_lengths(np.array([len(sequence)]), self._pad_to_multiple)[0]))
         if size > self._config.pack_size:
             self._leave_out("over_long")
             return None

@@ -29,8 +29,8 @@ class RankStream:
 
     Args:
         dp_rank, dp_size: of data parallelism.
-        capacity: tokens that a row holds.
-        multiple: every sequence is padded to a multiple of this many tokens in a row.
+        row_tokens: tokens that a row holds.
+        pad_to_multiple: every sequence is padded to a multiple of this many tokens in a row.
         tokenizer: for chunks of conversations.
         position: go on from here; chunks in flight are those of today's ranks, whoever read them before.
         stream: name of the stream that the position belongs to; empty asks nothing.
@@ -42,8 +42,8 @@ class RankStream:
         *,
         dp_rank: int,
         dp_size: int,
-        capacity: int,
-        multiple: int = 1,
+        row_tokens: int,
+        pad_to_multiple: int = 1,
         tokenizer: ChatTokenizer | None = None,
         position: LivePosition | None = None,
         stream: str = "",
@@ -51,8 +51,8 @@ class RankStream:
         self._config = config
         self._folder = LiveFolder(config.path)
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._capacity, self._multiple = capacity, multiple
-        self._conversations = ConversationReader(config, tokenizer, multiple=multiple)
+        self._row_tokens, self._pad_to_multiple = row_tokens, pad_to_multiple
+        self._conversations = ConversationReader(config, tokenizer, pad_to_multiple=pad_to_multiple)
         start = position or LivePosition()
         self._done_below = start.done_below
         self._finished = {chunk for chunk in start.finished if chunk % dp_size == dp_rank}
@@ -202,11 +202,11 @@ class RankStream:
                 where=chunk.where(row),
                 fix="leave such sequences out where packs are made",
             )
-        tokens = int(padded_lengths(lengths, self._multiple).sum())
-        if tokens > self._capacity:
+        tokens = int(padded_lengths(lengths, self._pad_to_multiple).sum())
+        if tokens > self._row_tokens:
             raise ScheduleError(
-                f"the pack takes {tokens:,} tokens with its sequences padded to {self._multiple}, more than the "
-                f"{self._capacity:,} of a row",
+                f"the pack takes {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
+                f"{self._row_tokens:,} of a row",
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",
             )

@@ -108,14 +108,16 @@ def reroute_samples_to_dcp_ranks(
 
 
 def build_packed_microbatches(
-    samples: dict[int, SequenceView], schedule: Schedule, dp_rank: int, *, multiple: int
+    samples: dict[int, SequenceView], schedule: Schedule, dp_rank: int, *, pad_to_multiple: int
 ) -> list[ThdBatch]:
     """This rank's rows, one a microbatch; a row without sequences is one of zero loss."""
     rows = []
     for microbatch in range(schedule.num_microbatches):
         ids = schedule.row(microbatch, dp_rank)
         sequences = [samples[int(sequence)] for sequence in ids]
-        rows.append(build_thd_batch(sequences, multiple=multiple) if sequences else zero_loss_row(multiple))
+        rows.append(
+            build_thd_batch(sequences, pad_to_multiple=pad_to_multiple) if sequences else zero_loss_row(pad_to_multiple)
+        )
     return rows
 
 

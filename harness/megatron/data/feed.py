@@ -16,9 +16,9 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import HarnessError
-from harness.loader.plan import Layout, PackSource, StepBatch
-from harness.megatron.job import Topology, waiting
-from harness.plan import ParallelConfig
+from harness.loader.layout import RankLayout
+from harness.loader.plan import PackSource, RankBatch
+from harness.megatron.job import waiting
 from harness.records import Int32Array, Int64Array, Pack
 
 T = TypeVar("T")
@@ -88,26 +88,15 @@ class LengthsOnly:
         return packs
 
 
-def layout_of(topology: Topology, parallel: ParallelConfig) -> Layout:
-    """What of the parallel layout matters to data, on this rank."""
-    return Layout(
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-        cp_size=topology.cp_size,
-        multiple=parallel.row_multiple,
-        group_size=parallel.microbatch_group,
-    )
-
-
-def readable(source: PackSource, topology: Topology) -> PackSource:
+def readable(source: PackSource, layout: RankLayout) -> PackSource:
     """The dataset as this rank needs it: with its tokens at the ends of a pipeline, without them between."""
-    return source if topology.is_first_stage or topology.is_last_stage else LengthsOnly(source)
+    return source if layout.needs_tokens else LengthsOnly(source)
 
 
 class Batches(Protocol):
     """A loader: gives batches in order, and ends its workers where it is left as a context manager."""
 
-    def __iter__(self) -> Iterator[StepBatch]: ...
+    def __iter__(self) -> Iterator[RankBatch]: ...
 
     def __enter__(self) -> Any: ...
 
@@ -121,14 +110,14 @@ class Feed:
 
     Args:
         make: opens the loader; called where this rank reads.
-        topology: where this rank stands.
+        layout: where this rank stands.
         device: for the exchange; batches stay numpy arrays.
     """
 
-    def __init__(self, make: Callable[[], Batches], topology: Topology, *, device: torch.device) -> None:
+    def __init__(self, make: Callable[[], Batches], layout: RankLayout, *, device: torch.device) -> None:
         self._device = device
         self._shares = parallel_state.get_tensor_model_parallel_world_size() > 1
-        self._reads = topology.tp_rank == 0
+        self._reads = layout.tp_rank == 0
         self._loader = together(lambda: make() if self._reads else None, device=device)
 
     @property
@@ -136,7 +125,7 @@ class Feed:
         """Whether this rank opens the dataset itself."""
         return self._reads
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         batches = iter(self._loader) if self._loader is not None else iter(())
         while True:
             batch = self._shared(together(lambda: next(batches, None), device=self._device))
@@ -144,7 +133,7 @@ class Feed:
                 return
             yield batch
 
-    def _shared(self, batch: StepBatch | None) -> StepBatch | None:
+    def _shared(self, batch: RankBatch | None) -> RankBatch | None:
         if not self._shares:
             return batch
         group = parallel_state.get_tensor_model_parallel_group()

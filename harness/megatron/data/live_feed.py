@@ -22,12 +22,12 @@ import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import ORDER, LiveLoader, Rows
+from harness.loader.live.consumer import ORDER, BatchPlan, LiveLoader
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.offer import Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.megatron.job import runtime
 from harness.prep.tokenize import ChatTokenizer
@@ -57,7 +57,7 @@ class LiveFeed:
     def __init__(
         self,
         config: LiveConfig,
-        rows: Rows,
+        rows: BatchPlan,
         *,
         tokenizer: ChatTokenizer | None,
         state: LoaderState | None,
@@ -65,11 +65,11 @@ class LiveFeed:
         allow_other_data: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        if tokenizer is not None and config.pack_size > rows.capacity:
+        if tokenizer is not None and config.pack_size > rows.row_tokens:
             raise ConfigError(
-                f"packs of {config.pack_size:,} tokens do not fit the {rows.capacity:,} of a row",
+                f"packs of {config.pack_size:,} tokens do not fit the {rows.row_tokens:,} of a row",
                 where="data.live.pack_size",
-                fix=f"{rows.capacity:,} or less, or raise schedule.max_tokens_per_rank",
+                fix=f"{rows.row_tokens:,} or less, or raise schedule.max_tokens_per_rank",
             )
         self._folder = LiveFolder(config.path)
         self._is_rank_0 = torch.distributed.get_rank() == 0
@@ -91,8 +91,8 @@ class LiveFeed:
                 config,
                 dp_rank=rows.layout.dp_rank,
                 dp_size=rows.layout.dp_size,
-                capacity=rows.capacity,
-                multiple=rows.layout.multiple,
+                row_tokens=rows.row_tokens,
+                pad_to_multiple=rows.layout.pad_to_multiple,
                 tokenizer=tokenizer,
                 position=position,
                 stream=stream,
@@ -113,7 +113,7 @@ class LiveFeed:
         self._told: dict[str, Any] = {}
         self._told_at, self._told_waits = 0.0, [-1]
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         return iter(self._loader)
 
     def call_while_waiting(self, call: Callable[[], str | None]) -> None:

@@ -15,10 +15,11 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from harness.errors import LoaderError
 from harness.loader.config import LoaderConfig
-from harness.loader.order import Step
-from harness.loader.plan import Layout, StepBatch
+from harness.loader.layout import RankLayout
+from harness.loader.order import BatchRange
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
-from harness.loader.stream import StepStream
+from harness.loader.stream import BatchStream
 from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
 from harness.schedule import SequenceCost
 from harness.schedule.imbalance import Imbalance, measure_imbalance
@@ -110,7 +111,7 @@ class RawSamples:
         sample_ids: one a microbatch, int64, beside row_lengths.
     """
 
-    step: Step
+    step: BatchRange
     tokens: Int32Array
     labels: Int32Array
     position_ids: Int32Array
@@ -137,7 +138,7 @@ class SampleReader:
         self,
         dataset: Any,
         *,
-        layout: Layout,
+        layout: RankLayout,
         sequence_length: int,
         micro_batch_size: int,
         boundary: int | None = None,
@@ -146,14 +147,14 @@ class SampleReader:
         self._dataset, self._layout, self._cost = dataset, layout, cost
         self._sequence_length, self._size, self._boundary = sequence_length, micro_batch_size, boundary
 
-    def rows(self, step: Step) -> list[range]:
+    def rows(self, step: BatchRange) -> list[range]:
         """The samples of every row of the job; a row without any trains nothing."""
         in_a_round = self._layout.dp_size * self._layout.group_size
         needed = -(-(step.stop - step.start) // self._size)
         starts = range(step.start, step.start + -(-needed // in_a_round) * in_a_round * self._size, self._size)
         return [range(min(at, step.stop), min(at + self._size, step.stop)) for at in starts]
 
-    def read(self, step: Step) -> RawSamples:
+    def read(self, step: BatchRange) -> RawSamples:
         """This rank's rows of `step`.
 
         Raises:
@@ -222,11 +223,13 @@ class SampleReader:
         return np.diff(cuts).astype(np.int64)
 
     def _evenness(self, rows: list[list[Int64Array]]) -> Imbalance:
-        lengths = [padded_lengths(_end_to_end(row) + 1, self._layout.multiple) for row in rows]
+        lengths = [padded_lengths(_end_to_end(row) + 1, self._layout.pad_to_multiple) for row in rows]
         ends = np.cumsum([0, *(one.shape[0] for one in lengths)])
         schedule = Schedule(self._layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
-        full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.multiple)
-        return measure_imbalance(schedule, np.concatenate(lengths), capacity=self._size * int(full[0]), cost=self._cost)
+        full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.pad_to_multiple)
+        return measure_imbalance(
+            schedule, np.concatenate(lengths), row_tokens=self._size * int(full[0]), cost=self._cost
+        )
 
 
 class SampleLoader:
@@ -239,22 +242,22 @@ class SampleLoader:
     """
 
     def __init__(
-        self, reader: SampleReader, config: LoaderConfig, *, layout: Layout, num_samples: int, start: LoaderState
+        self, reader: SampleReader, config: LoaderConfig, *, layout: RankLayout, num_samples: int, start: LoaderState
     ) -> None:
         self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
         where = f"data-parallel rank {layout.dp_rank}, {config.num_workers} workers"
-        self._stream: StepStream[RawSamples] = StepStream(reader, config, where=where)
+        self._stream: BatchStream[RawSamples] = BatchStream(reader, config, where=where)
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[RankBatch]:
         for raw in self._stream.read(self._steps()):
             yield self._build(raw)
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[BatchRange]:
         first = self.state.packs_consumed
         for start in range(first, self._num_samples, self._size):
-            yield Step(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
+            yield BatchRange(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
 
-    def _build(self, raw: RawSamples) -> StepBatch:
+    def _build(self, raw: RawSamples) -> RankBatch:
         rows, at = [], 0
         for lengths in raw.row_lengths:
             stop = at + int(lengths.sum())
@@ -266,13 +269,13 @@ class SampleLoader:
                     raw.loss_mask[here],
                     lengths,
                     position_ids=raw.position_ids[here],
-                    multiple=self._layout.multiple,
+                    pad_to_multiple=self._layout.pad_to_multiple,
                 )
                 if lengths.shape[0]
-                else zero_loss_row(self._layout.multiple)
+                else zero_loss_row(self._layout.pad_to_multiple)
             )
             at = stop
-        return StepBatch(
+        return RankBatch(
             epoch=0,
             step_in_epoch=raw.step.index,
             pack_ids=np.arange(raw.step.start, raw.step.stop, dtype=np.int64),

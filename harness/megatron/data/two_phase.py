@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import ConfigError
+from harness.loader.layout import RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.data.exchange import (
@@ -32,7 +33,6 @@ from harness.megatron.data.exchange import (
     reroute_samples_to_dcp_ranks,
 )
 from harness.megatron.data.feed import together
-from harness.megatron.job import Topology
 from harness.plan import ParallelConfig
 from harness.records import Int64Array, Pack, Schedule, SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost, schedule
@@ -61,7 +61,7 @@ class BasePackingScheduler:
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds.
-        parallel, topology: the layout and this rank's place in it.
+        parallel, layout: the layout and this rank's place in it.
         cost: of a sequence, where the schedule weighs it.
         device: of what is exchanged.
     """
@@ -73,13 +73,13 @@ class BasePackingScheduler:
         max_seqlen_per_dp_cp_rank: int,
         *,
         parallel: ParallelConfig,
-        topology: Topology,
+        layout: RankLayout,
         device: torch.device,
         cost: SequenceCost | None = None,
     ) -> None:
         self._capacity = max_seqlen_per_dp_cp_rank
         self._parallel = parallel
-        self._topology = topology
+        self._layout = layout
         self._device = device
         self._cost = cost
 
@@ -87,11 +87,11 @@ class BasePackingScheduler:
         """Where each sequence goes: a pure function of the stored lengths of the global batch."""
         return schedule(
             self.name,
-            padded_lengths(lengths, self._parallel.row_multiple),
-            dp_size=self._topology.dp_size,
-            cp_size=self._topology.cp_size,
+            padded_lengths(lengths, self._parallel.pad_to_multiple),
+            dp_size=self._layout.dp_size,
+            cp_size=self._layout.cp_size,
             max_tokens_per_rank=self._capacity,
-            group_size=self._parallel.microbatch_group,
+            group_size=self._parallel.group_size,
             cost=self._cost,
         )
 
@@ -111,7 +111,7 @@ class BasePackingScheduler:
         lengths, offsets = None, None
         if reads:
             lengths, offsets = get_global_seqlens(sequences, dp_group, self._device)
-        if self._topology.tp_rank == 0:
+        if self._layout.tp_rank == 0:
             lengths = broadcast_to_pp_group(lengths, pp_group, self._device)
         (count,) = broadcast_scalars([0 if lengths is None else lengths.shape[0]], tp_group, self._device)
         if count == 0:
@@ -130,7 +130,7 @@ class BasePackingScheduler:
     def _rows(
         self, sequences: list[SequenceView], placed: Schedule, lengths: Int64Array, offsets: Int64Array | None
     ) -> list[ThdBatch]:
-        dp_rank = self._topology.dp_rank
+        dp_rank = self._layout.dp_rank
         if offsets is None:  # a stage that reads nothing
             mine = {
                 int(sequence): _blank(int(lengths[sequence]))
@@ -140,7 +140,7 @@ class BasePackingScheduler:
         else:
             dp_group = parallel_state.get_data_parallel_group()
             mine = reroute_samples_to_dcp_ranks(sequences, placed, lengths, offsets, dp_group, self._device)
-        return build_packed_microbatches(mine, placed, dp_rank, multiple=self._parallel.row_multiple)
+        return build_packed_microbatches(mine, placed, dp_rank, pad_to_multiple=self._parallel.pad_to_multiple)
 
 
 class DpBalancedScheduler(BasePackingScheduler):
@@ -160,9 +160,9 @@ scheduler_map: Mapping[str, type[BasePackingScheduler]] = MappingProxyType(
 )
 
 
-def needs_data_iterator(topology: Topology) -> bool:
+def needs_data_iterator(layout: RankLayout) -> bool:
     """Whether a rank reads the stream: the first tensor-parallel rank of the first and of the last stage."""
-    return topology.tp_rank == 0 and (topology.is_first_stage or topology.is_last_stage)
+    return layout.tp_rank == 0 and (layout.is_first_stage or layout.is_last_stage)
 
 
 def wrap_data_iterator(
@@ -171,7 +171,7 @@ def wrap_data_iterator(
     num_microbatches: int,
     *,
     parallel: ParallelConfig,
-    topology: Topology,
+    layout: RankLayout,
     device: torch.device,
     cost: SequenceCost | None = None,
 ) -> PackedGlobalBatch | None:
@@ -196,13 +196,13 @@ def wrap_data_iterator(
             fix=f"one of {', '.join(scheduler_map)}",
         )
     scheduler = scheduler_map[config.name](
-        config.max_tokens_per_rank, parallel=parallel, topology=topology, device=device, cost=cost
+        config.max_tokens_per_rank, parallel=parallel, layout=layout, device=device, cost=cost
     )
     return scheduler.run(original_data_iterator, num_microbatches)
 
 
 def get_batch_on_this_rank_for_sequence_packing(
-    wrapped_data_iterator: Iterator[ThdBatch] | None, *, topology: Topology, device: torch.device
+    wrapped_data_iterator: Iterator[ThdBatch] | None, *, layout: RankLayout, device: torch.device
 ) -> RowTensors:
     """Phase 2, once a microbatch: this rank's slice of the next row, with its PackedSeqParams.
 
@@ -214,7 +214,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     row: RowTensors | None = None
     header = [0] * 5
     if wrapped_data_iterator is not None:
-        row = to_device(next(wrapped_data_iterator), device, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+        row = to_device(next(wrapped_data_iterator), device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
         if group.size() == 1:
             return row
         params = row.packed_seq_params

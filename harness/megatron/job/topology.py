@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from megatron.core import parallel_state
 
+from harness.loader.layout import RankLayout
 from harness.plan import ParallelConfig
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Where this rank stands.
-
-    Attributes:
-        dp_rank, dp_size: data parallelism: which rows of a global batch this rank trains.
-        tp_rank, pp_rank, cp_rank: its place in one copy of the model.
-        is_first_stage, is_last_stage: of the pipeline.
-    """
-
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    pp_rank: int
-    cp_rank: int
-    cp_size: int
-    tp_size: int
-    is_first_stage: bool
-    is_last_stage: bool
-
-
-def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> Topology:
+def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:
     """Make Megatron's process groups, whose collectives wait for `timeout_s`, and say where this rank stands."""
     dp_size = config.dp_size(world_size)
     parallel_state.initialize_model_parallel(
@@ -41,7 +20,7 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         context_parallel_size=config.context_parallel_size,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
-    return Topology(
+    return RankLayout(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -49,6 +28,8 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=config.context_parallel_size,
         tp_size=config.tensor_parallel_size,
+        pad_to_multiple=config.pad_to_multiple,
+        group_size=config.group_size,
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )

@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from harness.errors import ConfigError
+from harness.loader.layout import RankLayout
 from harness.megatron.data import Feed, LiveFeed, together
-from harness.megatron.job import Topology, Watchdog, join, runtime
+from harness.megatron.job import Watchdog, join, runtime
 from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.state import checkpoint
 from harness.megatron.step import MegatronStep
@@ -50,7 +51,7 @@ class Task:
         tokenizer: of the data; samples need it.
     """
 
-    feeds: Callable[[Topology, checkpoint.Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
+    feeds: Callable[[RankLayout, checkpoint.Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
     vocab_size: int
     row_tokens: int | None
     pretrained: Pretrained | None
@@ -73,7 +74,7 @@ class Run:
 
     ranks: runtime.Runtime
     task: Task
-    topology: Topology
+    layout: RankLayout
     folder: Path
     newest: Path | None
     first_step: int
@@ -102,12 +103,12 @@ def open_run(
     first_step = progress.step + 1 if progress else 1
     watchdog.at(first_step, "opening the data")
     task = together(lambda: open_task(ranks), device=ranks.device)
-    topology = join(config.parallel, ranks.world_size, timeout_s=trainer.patience_s)
-    training, validation = task.feeds(topology, progress, ranks)
+    layout = join(config.parallel, ranks.world_size, timeout_s=trainer.patience_s)
+    training, validation = task.feeds(layout, progress, ranks)
     stack.enter_context(training)
     runtime.on_rank_0(lambda: _check_validations(trainer, validation))
     watchdog.at(first_step, "building the model")
-    step = _make_step(config, task, topology, ranks.device, is_new=newest is None)
+    step = _make_step(config, task, layout, ranks.device, is_new=newest is None)
     if newest is not None:
         watchdog.at(first_step, "loading the checkpoint")
         checkpoint.load(newest, step)
@@ -118,11 +119,11 @@ def open_run(
     runtime.on_rank_0(lambda: stack.enter_context(opened))
     watchdog.training_begins(folder, limit_s=trainer.timeout_s)
     validated = runtime.on_rank_0(lambda: _validated(folder, first_step))
-    return Run(ranks, task, topology, folder, newest, first_step, training, validation, step, validated)
+    return Run(ranks, task, layout, folder, newest, first_step, training, validation, step, validated)
 
 
 def _make_step(
-    config: RunConfig, task: Task, topology: Topology, device: torch.device, *, is_new: bool
+    config: RunConfig, task: Task, layout: RankLayout, device: torch.device, *, is_new: bool
 ) -> MegatronStep:
     return MegatronStep(
         build_model(
@@ -131,11 +132,11 @@ def _make_step(
             vocab_size=task.vocab_size,
             device=device,
             # A checkpoint has the weights that these became.
-            fill=task.pretrained.filler(topology) if task.pretrained is not None and is_new else None,
+            fill=task.pretrained.filler(layout) if task.pretrained is not None and is_new else None,
         ),
         optimizer=config.optimizer,
         parallel=config.parallel,
-        topology=topology,
+        layout=layout,
         device=device,
         vocab_size=task.vocab_size,
         decay_steps=config.trainer.steps,

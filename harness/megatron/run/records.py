@@ -8,8 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.loader.plan import StepBatch
-from harness.megatron.job import Topology, runtime
+from harness.loader.layout import RankLayout
+from harness.loader.plan import RankBatch
+from harness.megatron.job import runtime
 from harness.megatron.sampling import Sampler
 from harness.plan import TrainerConfig
 from harness.train import (
@@ -42,12 +43,12 @@ class RunRecords:
         trainer: TrainerConfig,
         folder: Path,
         ranks: runtime.Runtime,
-        topology: Topology,
+        layout: RankLayout,
         *,
         first_step: int,
         sampler: Sampler | None = None,
     ) -> None:
-        self._trainer, self._folder, self._ranks, self._topology = trainer, folder, ranks, topology
+        self._trainer, self._folder, self._ranks, self._layout = trainer, folder, ranks, layout
         self._sampler = sampler
         self._keeps_data = trainer.record_digests or trainer.record_batches
         speaks = ranks.rank == 0
@@ -74,7 +75,7 @@ class RunRecords:
     def doing(self, what: str) -> AbstractContextManager[None]:
         return self._shown.doing(what)
 
-    def doing_each(self, what: str, batches: Iterator[StepBatch]) -> Iterable[StepBatch]:
+    def doing_each(self, what: str, batches: Iterator[RankBatch]) -> Iterable[RankBatch]:
         return self._shown.doing_each(what, batches)
 
     def step(self, taken: StepRecord) -> None:
@@ -95,9 +96,9 @@ class RunRecords:
         own = rank_rows(
             taken.batch,
             process=self._ranks.rank,
-            dp_rank=self._topology.dp_rank,
-            is_first_stage=self._topology.is_first_stage,
-            is_last_stage=self._topology.is_last_stage,
+            dp_rank=self._layout.dp_rank,
+            is_first_stage=self._layout.is_first_stage,
+            is_last_stage=self._layout.is_last_stage,
             keep=self._trainer.record_batches,
         )
         parts = runtime.gather_on_rank_0(own)

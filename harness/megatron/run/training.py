@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from harness.errors import HarnessError
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed
@@ -68,7 +68,7 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
         with Watchdog(limit_s=trainer.startup_timeout_s, asked=signals.noticed, leave=leave) as watchdog:
             run = open_run(config, open_task, ranks, watchdog, stack)
             records = RunRecords(
-                trainer, run.folder, ranks, run.topology, first_step=run.first_step, sampler=_sampler(config, run)
+                trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=_sampler(config, run)
             )
             stack.enter_context(records)
             if run.newest is not None:
@@ -109,7 +109,7 @@ def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignal
         watchdog.at(watchdog.step, "waiting for live chunks")
         return stop()
 
-    def validate(batches: Feed) -> Iterable[StepBatch]:
+    def validate(batches: Feed) -> Iterable[RankBatch]:
         return records.doing_each("validating", _first(iter(batches), trainer.eval_batches))
 
     if isinstance(run.training, LiveFeed):
@@ -142,7 +142,7 @@ def _sampler(config: RunConfig, run: Run) -> Sampler | None:
         run.folder if run.ranks.rank == 0 else None,
         prompts=config.trainer.sample_prompts,
         max_tokens=config.trainer.sample_tokens,
-        multiple=config.parallel.row_multiple,
+        pad_to_multiple=config.parallel.pad_to_multiple,
         first_step=run.first_step,
     )
 
@@ -171,7 +171,7 @@ def _mark_trained(training: Feed | LiveFeed, held_by: list[Path]) -> None:
             training.trained(checkpoint.read_progress(path).loader)
 
 
-def _first(batches: Iterator[StepBatch], count: int | None) -> Iterator[StepBatch]:
+def _first(batches: Iterator[RankBatch], count: int | None) -> Iterator[RankBatch]:
     for number, batch in enumerate(batches, start=1):
         yield batch
         if number == count:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError
-from harness.megatron.job import Topology
+from harness.loader.layout import RankLayout
 from harness.megatron.weights.mapping import HfWeights, Shard, check_weights, fill_model
 from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
 from harness.prep.tokenize import tokenizer_hash
@@ -54,13 +54,13 @@ class Pretrained:
                 f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
             )
 
-    def filler(self, topology: Topology) -> Callable[[list[GPTModel]], None]:
+    def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
         """What puts this rank's part of the weights into its chunks."""
 
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
                 check_weights(weights, self.model, self.vocab_size)
-                fill_model(chunks, weights, self.model, Shard(topology.tp_rank, topology.tp_size))
+                fill_model(chunks, weights, self.model, Shard(layout.tp_rank, layout.tp_size))
 
         return fill
 

@@ -267,7 +267,7 @@ def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
         pack_size=64,
         formats=("memmap", "parquet"),
         workers=(0, 1),
-        tokens_per_rank=128,
+        max_tokens_per_rank=128,
         global_batch=4,
         steps=3,
         rounds=1,
@@ -299,7 +299,9 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
         path = workspace.dataset("memmap", packs=30, pack_size=64)
     for shard in path.glob("shard_*/input_ids.npy"):
         shard.write_bytes(bytes(shard.stat().st_size))
-    settings = ScheduleSettings(path=str(path), dp_size=2, cp_size=2, capacity=64, global_batch=8, batches=9, planned=0)
+    settings = ScheduleSettings(
+        path=str(path), dp_size=2, cp_size=2, max_tokens_per_rank=64, global_batch=8, batches=9, planned=0
+    )
     report, drawing = bench_schedule(settings, silent)
     check(report)
     assert "means over 3 batches" in report.notes[0]
@@ -311,7 +313,7 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
     with Workspace(tmp_path, keep=True) as workspace:
         path = workspace.dataset("memmap", packs=8, pack_size=64)
     # Packs of 64 tokens, whose longest sequence has 33.
-    settings = ScheduleSettings(path=str(path), dp_size=2, capacity=40, global_batch=8, planned=0)
+    settings = ScheduleSettings(path=str(path), dp_size=2, max_tokens_per_rank=40, global_batch=8, planned=0)
     report, drawing = bench_schedule(settings, silent)
     assert any("as_packed cannot" in note for note in report.notes)
     assert list(drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]

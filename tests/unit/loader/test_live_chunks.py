@@ -120,7 +120,7 @@ def test_over_any_stops_and_changes_of_ranks_every_row_is_trained_once(
             steps=steps,
             state=state,
             tokenizer=tokenizer,
-            layout={"multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
+            layout={"pad_to_multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
             into=trained,
         )
         if len(trained.steps) - made < steps:
@@ -280,7 +280,7 @@ def test_what_is_left_out_behind_the_last_step_is_counted_and_told_where_nothing
 def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:
     write_stream(tmp_path, some_packs(4), [4])
     with pytest.raises(ScheduleError, match="padded to 512, more than the 256 of a row") as caught:
-        train(tmp_path, layout={"multiple": 512})
+        train(tmp_path, layout={"pad_to_multiple": 512})
     assert caught.value.where.endswith("chunk_00000.jsonl, line 1")
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from harness.errors import LoaderError, ScheduleError
-from harness.loader.order import OrderConfig, Step
-from harness.loader.plan import Layout, StepBatch, StepReader, build_step
+from harness.loader.layout import RankLayout
+from harness.loader.order import BatchRange, OrderConfig
+from harness.loader.plan import BatchReader, RankBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
@@ -52,18 +53,18 @@ def source(num_packs: int = 11, seed: int = 0) -> MemorySource:
 
 def reader(
     data: MemorySource, name: str = "dp_balanced", *, capacity: int = 40, size: int = 4, **layout: int
-) -> StepReader:
-    return StepReader(
+) -> BatchReader:
+    return BatchReader(
         data,
         order=OrderConfig(seed=3, global_batch_size=size, block_packs=2, window_blocks=2),
         schedule=ScheduleConfig(name, capacity),
-        layout=Layout(**layout),
+        layout=RankLayout(**layout),
     )
 
 
-def batch(data: MemorySource, step: Step, name: str = "dp_balanced", **layout: int) -> StepBatch:
+def batch(data: MemorySource, step: BatchRange, name: str = "dp_balanced", **layout: int) -> RankBatch:
     made = reader(data, name, **layout)
-    return build_step(made.read(step), layout=Layout(**layout), before=LoaderState(seed=3), num_packs=len(data))
+    return build_batch(made.read(step), layout=RankLayout(**layout), before=LoaderState(seed=3), num_packs=len(data))
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -71,8 +72,10 @@ def batch(data: MemorySource, step: Step, name: str = "dp_balanced", **layout: i
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, multiple: int) -> None:
     data = source()
-    step = Step(epoch=1, index=0, start=0, stop=4)
-    ranks = [batch(data, step, name, dp_rank=rank, dp_size=dp_size, multiple=multiple) for rank in range(dp_size)]
+    step = BatchRange(epoch=1, index=0, start=0, stop=4)
+    ranks = [
+        batch(data, step, name, dp_rank=rank, dp_size=dp_size, pad_to_multiple=multiple) for rank in range(dp_size)
+    ]
     packs = ranks[0].pack_ids
     expected = [
         sequence for index in packs for sequence in range(data.pack_offsets[index], data.pack_offsets[index + 1])
@@ -93,10 +96,10 @@ def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, 
 def test_rows_hold_the_sequences_that_they_name(name: str) -> None:
     data = source()
     views = [view for stored in data.packs for view in stored.sequences()]
-    made = batch(data, Step(0, 0, 3, 9), name, dp_rank=1, dp_size=2, multiple=2)
+    made = batch(data, BatchRange(0, 0, 3, 9), name, dp_rank=1, dp_size=2, pad_to_multiple=2)
     assert sum(ids.size for ids in made.sequence_ids) > 5
     for row, ids in zip(made.rows, made.sequence_ids, strict=True):
-        alone = build_thd_batch([views[id] for id in ids], multiple=2)
+        alone = build_thd_batch([views[id] for id in ids], pad_to_multiple=2)
         for field in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"):
             assert getattr(row, field).tolist() == getattr(alone, field).tolist()
 
@@ -105,7 +108,7 @@ def test_a_rank_reads_only_the_packs_of_its_rows() -> None:
     asked = []
     for rank in range(2):
         data = source()
-        batch(data, Step(0, 0, 0, 4), "as_packed", dp_rank=rank, dp_size=2)
+        batch(data, BatchRange(0, 0, 0, 4), "as_packed", dp_rank=rank, dp_size=2)
         asked.append(set(data.asked))
     assert [len(packs) for packs in asked] == [2, 2]
     assert not asked[0] & asked[1]
@@ -113,7 +116,7 @@ def test_a_rank_reads_only_the_packs_of_its_rows() -> None:
 
 def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
     data = MemorySource([pack(5)])
-    made = batch(data, Step(0, 0, 0, 1), dp_rank=2, dp_size=3, multiple=4)
+    made = batch(data, BatchRange(0, 0, 0, 1), dp_rank=2, dp_size=3, pad_to_multiple=4)
     assert [len(row) for row in made.rows] == [4]
     assert made.rows[0].num_trained_tokens == 0
     assert made.sequence_ids[0].tolist() == []
@@ -122,15 +125,15 @@ def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
 
 def test_the_state_after_a_batch_is_where_the_next_begins() -> None:
     data = source(11)
-    made = batch(data, Step(epoch=2, index=1, start=4, stop=8))
+    made = batch(data, BatchRange(epoch=2, index=1, start=4, stop=8))
     assert (made.state.epoch, made.state.packs_consumed) == (2, 8)
     assert (made.epoch, made.step_in_epoch) == (2, 1)
-    made = batch(data, Step(epoch=2, index=2, start=8, stop=11))
+    made = batch(data, BatchRange(epoch=2, index=2, start=8, stop=11))
     assert (made.state.epoch, made.state.packs_consumed) == (3, 0)
 
 
 def test_groups_of_microbatches_are_filled() -> None:
-    assert batch(source(), Step(0, 0, 0, 1), group_size=4).num_microbatches == 4
+    assert batch(source(), BatchRange(0, 0, 0, 1), group_size=4).num_microbatches == 4
 
 
 def test_a_sequence_over_capacity_is_refused_by_name_before_training() -> None:
@@ -144,8 +147,8 @@ def test_a_sequence_over_capacity_is_refused_by_name_before_training() -> None:
     assert "at least 49" in caught.value.fix
     # Padding and context parallelism count: 49 become 52 tokens in a row of 2 * 25.
     with pytest.raises(ScheduleError, match="52 model tokens after padding to 4, more than the 50"):
-        reader(data, capacity=25, cp_size=2, multiple=4).check()
-    reader(data, capacity=26, cp_size=2, multiple=4).check()
+        reader(data, capacity=25, cp_size=2, pad_to_multiple=4).check()
+    reader(data, capacity=26, cp_size=2, pad_to_multiple=4).check()
 
 
 def test_a_pack_over_capacity_is_refused_as_packed() -> None:
@@ -165,18 +168,18 @@ def test_a_pack_that_is_not_what_the_index_says_is_refused() -> None:
     data = MemorySource([pack(5, 9), pack(4)])
     data.packs[0] = pack(6, 8)
     with pytest.raises(LoaderError, match=r"pack 0 holds 2 sequences of 14 tokens, its dataset's index says 2 of 14"):
-        batch(data, Step(0, 0, 0, 2))
+        batch(data, BatchRange(0, 0, 0, 2))
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(LoaderError, match="rank 2 does not exist among 2"):
-        Layout(dp_rank=2, dp_size=2)
+        RankLayout(dp_rank=2, dp_size=2)
 
 
 def test_a_reader_reads_the_same_after_pickling() -> None:
     data = source()
     made = reader(data, dp_rank=1, dp_size=2)
-    step = Step(0, 1, 4, 8)
+    step = BatchRange(0, 1, 4, 8)
     before = made.read(step)
     after = pickle.loads(pickle.dumps(made)).read(step)
     assert before.input_ids.tolist() == after.input_ids.tolist()
@@ -184,7 +187,7 @@ def test_a_reader_reads_the_same_after_pickling() -> None:
 
 
 def test_the_digest_sees_every_field() -> None:
-    made = batch(source(), Step(0, 0, 0, 4), multiple=2)
+    made = batch(source(), BatchRange(0, 0, 0, 4), pad_to_multiple=2)
     digests = {made.digest()}
     for field in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"):
         changed = getattr(made.rows[0], field).copy()
@@ -193,4 +196,4 @@ def test_the_digest_sees_every_field() -> None:
         digests.add(dataclasses.replace(made, rows=[row, *made.rows[1:]]).digest())
     digests.add(dataclasses.replace(made, rows=made.rows[::-1]).digest())
     assert len(digests) == 8
-    assert batch(source(), Step(0, 0, 0, 4), multiple=2).digest() == made.digest()
+    assert batch(source(), BatchRange(0, 0, 0, 4), pad_to_multiple=2).digest() == made.digest()

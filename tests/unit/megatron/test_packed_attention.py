@@ -57,7 +57,7 @@ def summed_loss_and_gradients(
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_loss_and_every_gradient_of_a_packed_row_equal_those_of_its_sequences_alone(chunks, multiple) -> None:
-    packed = [build_thd_batch(sequences(), multiple=multiple)]
+    packed = [build_thd_batch(sequences(), pad_to_multiple=multiple)]
     alone = [build_thd_batch([sequence]) for sequence in sequences()]
     loss, gradients = summed_loss_and_gradients(chunks, packed)
     expected_loss, expected = summed_loss_and_gradients(chunks, alone)
@@ -76,7 +76,7 @@ def test_changing_one_sequence_leaves_the_logits_of_all_others_bit_identical(chu
     before = sequences()
     after = list(before)
     after[changed] = SequenceView((before[changed].input_ids + 1) % VOCAB, before[changed].loss_mask)
-    one, other = build_thd_batch(before, multiple=4), build_thd_batch(after, multiple=4)
+    one, other = build_thd_batch(before, pad_to_multiple=4), build_thd_batch(after, pad_to_multiple=4)
     with torch.no_grad():
         left, right = logits_of(chunks, to_device(one, CPU)), logits_of(chunks, to_device(other, CPU))
     bounds = one.cu_seqlens_padded
@@ -86,7 +86,7 @@ def test_changing_one_sequence_leaves_the_logits_of_all_others_bit_identical(chu
 
 
 def test_what_stands_at_padding_changes_no_real_token(chunks) -> None:
-    batch = build_thd_batch(sequences(), multiple=16)
+    batch = build_thd_batch(sequences(), pad_to_multiple=16)
     row = to_device(batch, CPU)
     padding = torch.from_numpy(batch.padding_mask)
     assert padding.sum() > 0
@@ -116,7 +116,7 @@ def test_without_boundaries_sequences_see_each_other(chunks) -> None:
 
 
 def test_a_row_tells_padded_bounds_only_where_something_is_padded() -> None:
-    exact, padded = build_thd_batch(sequences()), build_thd_batch(sequences(), multiple=16)
+    exact, padded = build_thd_batch(sequences()), build_thd_batch(sequences(), pad_to_multiple=16)
     assert to_device(exact, CPU).packed_seq_params.cu_seqlens_q_padded is None
     params = to_device(padded, CPU).packed_seq_params
     assert params.cu_seqlens_q_padded.tolist() == padded.cu_seqlens_padded.tolist()

@@ -96,7 +96,7 @@ def test_a_ragged_end_is_filled_with_rows_that_train_nothing(corpus: Path) -> No
 def test_documents_are_padded_one_by_one_where_the_layout_asks(corpus: Path) -> None:
     config = settings(corpus, eod=EOD, reset_attention_mask=True)
     plain = batches(opened(config), config)
-    padded = batches(opened(config), config, multiple=4)
+    padded = batches(opened(config), config, pad_to_multiple=4)
     for one, other in zip(plain, padded, strict=True):
         for a, b in zip(one.rows, other.rows, strict=True):
             assert not (np.diff(b.cu_seqlens_padded) % 4).any()

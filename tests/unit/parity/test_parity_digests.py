@@ -10,8 +10,9 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset
+from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import StepBatch
+from harness.loader.plan import RankBatch
 from harness.schedule import ScheduleConfig
 from harness.train.digests import (
     DIGESTS_FILE,
@@ -31,20 +32,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("digests") / "data") / "train"
 
 
-def batch(data: Path, *, dp_rank: int = 0, dp_size: int = 1, multiple: int = 1, schedule: str = "dp_balanced"):
+def batch(data: Path, *, dp_rank: int = 0, dp_size: int = 1, pad_to_multiple: int = 1, schedule: str = "dp_balanced"):
     made = Loader(
         open_dataset(data),
         LoaderConfig(global_batch_size=6, num_workers=0),
         schedule=ScheduleConfig(schedule, 512),
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        multiple=multiple,
+        layout=RankLayout(dp_rank=dp_rank, dp_size=dp_size, pad_to_multiple=pad_to_multiple),
         num_steps=1,
     )
     return next(iter(made))
 
 
-def rows(one: StepBatch, *, process: int = 0, dp_rank: int = 0, first: bool = True, last: bool = True) -> RankRows:
+def rows(one: RankBatch, *, process: int = 0, dp_rank: int = 0, first: bool = True, last: bool = True) -> RankRows:
     return rank_rows(one, process=process, dp_rank=dp_rank, is_first_stage=first, is_last_stage=last, keep=True)
 
 
@@ -57,8 +56,8 @@ def digests(data: Path, dp_size: int = 1, **layout) -> StepDigests:
 def test_a_global_batch_has_one_digest_wherever_its_sequences_lie_and_however_they_are_padded(data) -> None:
     plain = digests(data)
     assert len(plain.rows) >= 2
-    assert digests(data, multiple=8).digest == plain.digest
-    assert digests(data, dp_size=3, multiple=4).digest == plain.digest
+    assert digests(data, pad_to_multiple=8).digest == plain.digest
+    assert digests(data, dp_size=3, pad_to_multiple=4).digest == plain.digest
     assert digests(data, schedule="cost_balanced", dp_size=2).digest == plain.digest
     assert digests(data, schedule="as_packed").digest == plain.digest
 
@@ -102,7 +101,7 @@ def test_stages_of_a_pipeline_give_what_they_read_and_a_rank_with_other_rows_is_
     assert short.disagreements == ["processes of data-parallel rank 0 have other microbatches than those beside them"]
 
 
-def digests_of(one: StepBatch) -> str:
+def digests_of(one: RankBatch) -> str:
     return merge_ranks(1, one, [rows(one)]).digest
 
 

@@ -60,15 +60,15 @@ def model_of(**settings) -> ModelConfig:
 )
 def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
     model = model_of(**settings)
-    planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, row_tokens=TOKENS)
+    planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS)
     with runtime.start("cpu"):
-        topology = join(ONE, 1)
+        layout = join(ONE, 1)
         chunks = build_model(model, ONE, vocab_size=VOCAB, device=CPU)
         step = MegatronStep(
             chunks,
             optimizer=OptimizerConfig(),
             parallel=ONE,
-            topology=topology,
+            layout=layout,
             device=CPU,
             vocab_size=VOCAB,
             decay_steps=9,
@@ -139,7 +139,7 @@ def test_an_8b_model_on_a_node_of_eight_is_known_to_the_weight() -> None:
     )
     assert count_weights(model, ONE, stage=0, vocab_size=128256) == 8_030_261_248  # as Llama 3 8B's card says
     layout = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, distributed_optimizer=True)
-    memory = plan_memory(model, layout, vocab_size=128256, dp_size=4, row_tokens=8192)
+    memory = plan_memory(model, layout, vocab_size=128256, dp_size=4, max_tokens_per_rank=8192)
     half = count_weights(model, layout, stage=0, vocab_size=128256)
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * half, 4 * half, 3 * half)
 
@@ -147,8 +147,8 @@ def test_an_8b_model_on_a_node_of_eight_is_known_to_the_weight() -> None:
 def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:
     model = model_of(num_layers=8, dtype="bfloat16")
     four = ParallelConfig(pipeline_parallel_size=4)
-    many = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, row_tokens=4096)
-    one = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, row_tokens=4096, microbatches=1)
+    many = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=4096)
+    one = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=4096, microbatches=1)
     assert many.stage == 0
     assert many.activations == pytest.approx(4 * 2 * 4096 * layer_activation_bytes(model, four), rel=1e-6)
     assert one.activations < many.activations / 2

@@ -29,7 +29,7 @@ def lengths_of(kind: str, count: int, capacity: int, seed: int) -> Int64Array:
 
 def measured(name: str, lengths: Int64Array, *, dp_size: int, capacity: int, group_size: int = 1) -> Imbalance:
     placed = schedule(name, lengths, dp_size=dp_size, max_tokens_per_rank=capacity, group_size=group_size)
-    return measure_imbalance(placed, lengths, capacity=capacity)
+    return measure_imbalance(placed, lengths, row_tokens=capacity)
 
 
 def best_fit_rows(lengths: Int64Array, capacity: int) -> int:
@@ -52,7 +52,7 @@ def test_attention_counts() -> None:
     cost = SequenceCost(linear=0.0, quadratic=1.0)
     lengths = np.asarray([8, *[4] * 4])
     placed = schedule("cost_balanced", lengths, dp_size=2, max_tokens_per_rank=16, cost=cost)
-    found = measure_imbalance(placed, lengths, capacity=16, cost=cost)
+    found = measure_imbalance(placed, lengths, row_tokens=16, cost=cost)
     assert sorted(found.rank_tokens.tolist()) == [8, 16]
     assert found.cost_ratio == 1.0
 
@@ -86,7 +86,7 @@ def test_it_is_never_worse_than_dp_balanced(kind: str, capacity: int) -> None:
             placed = schedule("cost_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=capacity)
             used = np.concatenate([[0], np.cumsum(lengths[placed.order])])[placed.row_offsets]
             assert np.diff(used).max() <= capacity
-            ours = measure_imbalance(placed, lengths, capacity=capacity)
+            ours = measure_imbalance(placed, lengths, row_tokens=capacity)
             theirs = measured("dp_balanced", lengths, dp_size=dp_size, capacity=capacity)
             shape = (dp_size, rows)
             assert ours.cost_ratio <= theirs.cost_ratio + 1e-9, shape
