@@ -1,39 +1,50 @@
-"""Everything that touches torch.distributed, Megatron-Core or Transformer Engine."""
+"""Train, save, load and export with Megatron-Core; the only package that imports it or Transformer Engine.
 
-import gc
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+Rooms, in the order of imports: `job` (ranks, device, watchdog, signals), `weights` (Hugging Face names and shapes),
+`model` (GPTModel, packed attention, LoRA), `data` (batches on every rank), `state` (checkpoints) and `run` (a whole
+run, `fine_tune` and `pretrain`). Read `batch.py` and `step.py` first: one packed row on a device, and one optimizer
+step.
 
-import torch
+Importing these modules changes nothing in the process. A program calls `prepare_process` before it imports them.
+"""
 
-# On import Megatron-Core warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
-# Its checkpoints use parts of PyTorch that warn at each load, from wherever the call was made.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core")
-warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor instead")
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from harness.megatron.process import prepare_process
+
+if TYPE_CHECKING:
+    from harness.megatron.batch import RowTensors, to_device
+    from harness.megatron.chat import Chat, exported, talk
+    from harness.megatron.export import export_checkpoint
+    from harness.megatron.step import MegatronStep
+
+__all__ = [
+    "Chat",
+    "MegatronStep",
+    "RowTensors",
+    "export_checkpoint",
+    "exported",
+    "prepare_process",
+    "talk",
+    "to_device",
+]
+
+# Imported at first use: `prepare_process` comes before torch and Megatron-Core.
+_MODULES = {
+    "RowTensors": "batch",
+    "to_device": "batch",
+    "Chat": "chat",
+    "exported": "chat",
+    "talk": "chat",
+    "export_checkpoint": "export",
+    "MegatronStep": "step",
+}
 
 
-@contextmanager
-def _not_collecting() -> Iterator[None]:
-    """Around imports: what they make stays, and looking for garbage among it takes a quarter of their time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
-
-
-with _not_collecting():
-    if torch.version.cuda is None:
-        # Megatron-Core gives its fused functions to torch.compile as it is imported, which loads the compiler: a second
-        # or two of every start. On a CPU nothing here calls them, and they run as they are written.
-        with mock.patch.object(torch, "compile", lambda function, **options: function):
-            import megatron.core
-    else:
-        import megatron.core  # noqa: F401
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

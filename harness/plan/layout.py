@@ -1,10 +1,11 @@
-"""TODO."""
+"""Sizes of the parallel dimensions, and the checks that need only numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from harness.checks import require_numbers
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
@@ -16,12 +17,12 @@ class ParallelConfig:
     Attributes:
         tensor_parallel_size: ranks that share each layer.
         pipeline_parallel_size: stages of layers.
-        virtual_pipeline_parallel_size: model chunks a stage, None for one.
+        virtual_pipeline_parallel_size: model chunks per stage; null for one.
         context_parallel_size: ranks that share each sequence.
-        sequence_parallel: split norms and dropout over the TP group.
+        sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
-        static_rows: pad every row to its capacity, so that shapes never change and pipeline stages need not tell them.
-        ranks: that memory and batch were planned for, another number is refused; None for any.
+        static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
+        ranks: number of ranks that memory and batch were planned for, any other is refused; null for any.
     """
 
     tensor_parallel_size: int = 1
@@ -34,9 +35,8 @@ class ParallelConfig:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"parallel.{name}", fix="1 or more")
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        require_numbers(self, "parallel", *sizes, "ranks", lowest=1)
         chunks = self.virtual_pipeline_parallel_size
         if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
             raise ConfigError(
@@ -53,12 +53,12 @@ class ParallelConfig:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model: tp * pp * cp."""
+        """Number of ranks that hold one copy of the model: tp * pp * cp."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def pad_to_multiple(self) -> int:
-        """Every sequence is padded to a multiple of this many tokens."""
+        """Number of tokens to a multiple of which every sequence is padded."""
         return padding_multiple(
             cp_size=self.context_parallel_size,
             tp_size=self.tensor_parallel_size,
@@ -67,11 +67,11 @@ class ParallelConfig:
 
     @property
     def group_size(self) -> int:
-        """The number of microbatches is a multiple of this; interleaved pipelines need whole rounds of stages."""
+        """Divisor of the number of microbatches; interleaved pipelines need whole rounds of stages."""
         return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel ranks of a job; raises ConfigError where ranks would be left over."""
+        """Return the data-parallel size of a job; raise ConfigError if ranks would be left over."""
         if world_size % self.model_ranks:
             raise ConfigError(
                 f"{world_size} ranks cannot hold whole copies of a model on {self.model_ranks} ranks (tensor "
@@ -83,11 +83,11 @@ class ParallelConfig:
         return world_size // self.model_ranks
 
     def row_tokens(self, max_tokens_per_rank: int) -> int:
-        """Tokens that a row holds over its context-parallel ranks."""
+        """Return the tokens of a whole row, over its context-parallel ranks."""
         return max_tokens_per_rank * self.context_parallel_size
 
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
-        """Refuse a layout that the ranks, the batch or the rows do not fit; raises ConfigError with the arithmetic.
+        """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout.
 
         Args:
             global_batch_size: packs of one step.

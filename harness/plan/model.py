@@ -1,16 +1,16 @@
-"""The model's settings: sizes, family, and what can be checked of them without building it."""
+"""Settings of the model: its sizes and family, with the checks that need no model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
 from harness.schedule import SequenceCost
 
 VOCAB_MULTIPLE = 128
-# The linear layers of a Megatron layer: the rows of queries, keys and values, what projects them back, and both of the
-# gated layer.
+# The linear layers of a Megatron layer: queries, keys and values; the attention output; both of the gated MLP.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -29,22 +29,24 @@ class ModelConfig:
 
     Attributes:
         family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key).
-        init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; None draws the weights.
+        init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
-        head_dim: numbers of a head, None for hidden_size / num_attention_heads.
+        head_dim: size of a head; null for hidden_size / num_attention_heads.
         max_sequence_length: the longest sequence that positions are meant for, in tokens.
-        vocab_size: None for the tokenizer's; rounded up to a multiple of 128.
-        tie_embeddings: one matrix for the first and the last layer.
-        rotary_base: of the positions' angles.
-        rope_scaling: none, llama3 or linear, by rope_scaling_factor.
+        vocab_size: null for the tokenizer's; rounded up to a multiple of 128.
+        tie_embeddings: share one matrix between the input embedding and the output layer.
+        rotary_base: base of the rotary angles.
+        rope_scaling, rope_scaling_factor: none, llama3 or linear, by this factor.
+        norm_epsilon: added to the mean square in each norm.
+        init_std: standard deviation of the initial weights.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
-        recompute: activations of the backward pass: `none` are computed again, `selective` those of attention, `full`
-            those of whole layers.
+        recompute: activations computed again in the backward pass: `none`, `selective` (attention) or `full` (whole
+            layers).
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
         seed: of the initial weights.
-        lora_rank: of adapters beside the linear layers, which alone are trained then; 0 trains all weights.
-        lora_alpha: adapters count lora_alpha / lora_rank times.
-        lora_targets: layers that get one, of linear_qkv, linear_proj, linear_fc1 and linear_fc2.
+        lora_rank: rank of LoRA adapters, which alone are trained; 0 trains all weights.
+        lora_alpha: adapter outputs are scaled by lora_alpha / lora_rank.
+        lora_targets: linear layers with an adapter, any of linear_qkv, linear_proj, linear_fc1 and linear_fc2.
     """
 
     family: str = "llama"
@@ -72,9 +74,12 @@ class ModelConfig:
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"model.{name}", fix="1 or more")
+        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+        require_numbers(self, "model", *sizes, "max_sequence_length", "vocab_size", "rope_scaling_factor", lowest=1)
+        require_numbers(self, "model", "init_std", "norm_epsilon", "lora_alpha", above=0)
+        require_numbers(self, "model", "lora_rank", lowest=0)
+        for name, choices in _CHOICES.items():
+            require_choice(getattr(self, name), choices, setting=f"model.{name}")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads",
@@ -94,43 +99,19 @@ class ModelConfig:
                 where="model.hidden_size, model.num_attention_heads, model.head_dim",
                 fix="choose them so that the size of a head is even",
             )
-        if not (self.init_std > 0 and self.norm_epsilon > 0 and self.max_sequence_length > 0):
-            raise ConfigError(
-                f"init_std is {self.init_std}, norm_epsilon {self.norm_epsilon}, "
-                f"max_sequence_length {self.max_sequence_length}",
-                where="model",
-                fix="numbers above 0",
-            )
-        if not self.rope_scaling_factor >= 1:
-            raise ConfigError(
-                f"rope_scaling_factor is {self.rope_scaling_factor}", where="model.rope_scaling_factor", fix="1 or more"
-            )
-        if self.lora_rank < 0 or (self.lora_rank and not self.lora_alpha > 0):
-            raise ConfigError(
-                f"lora_rank is {self.lora_rank} and lora_alpha {self.lora_alpha}",
-                where="model.lora_rank, model.lora_alpha",
-                fix="a rank of 1 or more and an alpha above 0, or a rank of 0 to train all weights",
-            )
         if not self.lora_targets or not set(self.lora_targets) <= set(LORA_TARGETS):
             raise ConfigError(
                 f"lora_targets are {', '.join(map(str, self.lora_targets)) or 'none'}",
                 where="model.lora_targets",
                 fix=f"some of {', '.join(LORA_TARGETS)}",
             )
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)!r} is unknown",
-                    where=f"model.{name}",
-                    fix=f"one of {', '.join(known)}",
-                )
 
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def check(self, parallel: ParallelConfig) -> None:
-        """Refuse a layout that this model cannot be divided over; raises ConfigError with the arithmetic."""
+        """Raise ConfigError, with the arithmetic, if this model cannot be divided over the layout."""
         tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             if getattr(self, name) % tp:
@@ -156,16 +137,16 @@ class ModelConfig:
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of 128.
+    """Return `vocab_size` rounded up to a multiple of 128.
 
-    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so there
-    another layout is another loss, and a checkpoint of one does not fit the other.
+    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so with that
+    rule the loss would depend on the layout, and a checkpoint of one layout would not fit another.
     """
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def sequence_cost(model: ModelConfig) -> SequenceCost:
-    """Forward FLOPs of one sequence, by tokens and by tokens squared.
+    """Return the forward FLOPs of one sequence, by tokens and by tokens squared.
 
     A token costs 2 FLOPs a weight of the layers and of the output matrix; attention adds, per layer, scores and
     weighted values of half the L x L square (it is causal): 2 * L^2 * heads * head_dim.

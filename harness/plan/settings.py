@@ -1,10 +1,16 @@
-"""TODO."""
+"""Settings of a training run as plain dataclasses: `SftConfig` and `PretrainConfig`, and what both share.
+
+Each dataclass checks its own values when it is made and reads nothing from disk. What depends on the number of ranks is
+checked by `check_layout` (by sizes alone) and `check` (everything that needs no data), before any process group is
+made. Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harness submit` run without them.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.loader.config import LoaderConfig
 from harness.loader.corpus import CorpusConfig
@@ -13,6 +19,8 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
 
 @dataclass
 class OptimizerConfig:
@@ -20,10 +28,12 @@ class OptimizerConfig:
 
     Attributes:
         lr, min_lr: largest and final learning rate.
-        warmup_steps: linear from 0 to lr.
-        decay_steps: where the schedule ends, None for the run's number of steps.
+        warmup_steps: steps of the linear warm-up from 0 to lr.
+        decay_steps: step at which the schedule reaches min_lr; null for the run's number of steps.
         decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
-        clip_grad: largest gradient norm, 0 for none.
+        weight_decay: of AdamW.
+        beta1, beta2, eps: of AdamW's moments.
+        clip_grad: largest gradient norm; 0 for no clipping.
     """
 
     lr: float = 2e-3
@@ -38,73 +48,38 @@ class OptimizerConfig:
     clip_grad: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_lr <= self.lr or self.lr <= 0:
-            raise ConfigError(
-                f"learning rates are {self.lr} (largest) and {self.min_lr} (smallest)",
-                where="optimizer.lr, optimizer.min_lr",
-                fix="0 <= min_lr <= lr, and lr above 0",
-            )
-        if self.decay not in ("cosine", "linear", "constant", "inverse-square-root"):
-            raise ConfigError(
-                f"decay {self.decay!r} is unknown",
-                where="optimizer.decay",
-                fix="one of cosine, linear, constant, inverse-square-root",
-            )
-        if self.warmup_steps < 0 or self.clip_grad < 0:
-            raise ConfigError(
-                f"warmup_steps is {self.warmup_steps} and clip_grad {self.clip_grad}",
-                where="optimizer",
-                fix="0 or more",
-            )
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.weight_decay >= 0):
-            raise ConfigError(
-                f"beta1 is {self.beta1}, beta2 {self.beta2}, eps {self.eps} and weight_decay {self.weight_decay}",
-                where="optimizer",
-                fix="betas of 0 to below 1, eps above 0, weight_decay of 0 or more",
-            )
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ConfigError(
-                f"decay_steps is {self.decay_steps}",
-                where="optimizer.decay_steps",
-                fix="1 or more, or null for the run's number of steps",
-            )
-
-
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-
-
-_LEAST = {
-    "steps": 1,
-    "eval_interval": 0,
-    "early_stop": 0,
-    "checkpoint_interval": 0,
-    "keep_checkpoints": 1,
-    "sample_tokens": 1,
-}
+        require_numbers(self, "optimizer", "lr", "eps", above=0)
+        require_numbers(self, "optimizer", "min_lr", lowest=0, highest=self.lr)
+        require_numbers(self, "optimizer", "warmup_steps", "clip_grad", "weight_decay", lowest=0)
+        require_numbers(self, "optimizer", "beta1", "beta2", lowest=0, below=1)
+        require_numbers(self, "optimizer", "decay_steps", lowest=1)
+        choices = ("cosine", "linear", "constant", "inverse-square-root")
+        require_choice(self.decay, choices, setting="optimizer.decay")
 
 
 @dataclass
 class TrainerConfig:
-    """How long to train, when to look, and what to keep.
+    """Length of the training, validation, checkpoints and records.
 
     Attributes:
         steps: optimizer steps of the whole run, those before a resume included.
-        eval_interval: steps between validations, 0 for none; step `steps` is always validated.
-        eval_batches: global batches of one validation, None for the whole validation set.
-        checkpoint_interval: steps between checkpoints, 0 for only the last.
-        early_stop: stop after so many validations in a row without a lower loss than the lowest before, 0 for never.
-        keep_checkpoints: how many of the newest to keep.
-        background_checkpoints: train on while a checkpoint is written; the next one waits for it.
+        eval_interval: steps between validations, 0 for none; the last step is always validated.
+        eval_batches: global batches of one validation; null for the whole validation set.
+        early_stop: stop after this many validations in a row without a new lowest loss; 0 for never.
+        checkpoint_interval: steps between checkpoints; 0 for only the last.
+        keep_checkpoints: number of newest checkpoints to keep.
+        background_checkpoints: continue training while a checkpoint is written; the next checkpoint waits for it.
         device: auto, cpu or cuda.
-        timeout_s: a rank that makes no progress for so long ends the job, with a message that names it.
-        startup_timeout_s: the same for each part of what comes before the first step: ranks meet, data is opened,
-            indices are built, weights are loaded.
+        timeout_s: a rank without progress for this long ends the job, with a message that names it.
+        startup_timeout_s: the same limit for each part of the startup: meeting the ranks, opening the data, building
+            indices, loading weights.
         record_digests: write digests of every step's data into the run's folder (`harness.train.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
-        trackers: what shows the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Their
-            own variables say where: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and so on.
-        sample_prompts: what a user says; the model answers it at every evaluation, in `samples.jsonl`.
-        sample_tokens: of an answer, at most.
+        trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
+            written. Their own variables configure them: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
+            MLFLOW_EXPERIMENT_NAME and so on.
+        sample_prompts: user messages that the model answers at every evaluation, in `samples.jsonl`.
+        sample_tokens: longest answer, in tokens.
     """
 
     steps: int = 60
@@ -124,18 +99,9 @@ class TrainerConfig:
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:
-        for name, low in _LEAST.items():
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix=f"a number of {low} or more"
-                )
-        for name in ("timeout_s", "startup_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"trainer.{name}", fix="seconds above 0")
-        if self.eval_batches is not None and self.eval_batches < 1:
-            raise ConfigError(
-                f"eval_batches is {self.eval_batches}", where="trainer.eval_batches", fix="1 or more, or null for all"
-            )
+        require_numbers(self, "trainer", "steps", "keep_checkpoints", "sample_tokens", "eval_batches", lowest=1)
+        require_numbers(self, "trainer", "eval_interval", "early_stop", "checkpoint_interval", lowest=0)
+        require_numbers(self, "trainer", "timeout_s", "startup_timeout_s", above=0)
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(
                 f"trackers are {', '.join(self.trackers)}",
@@ -145,18 +111,20 @@ class TrainerConfig:
 
     @property
     def patience_s(self) -> float:
-        """How long a collective waits: the watchdog speaks first, which knows for whom."""
+        """Timeout of a collective: longer than the watchdog's, which knows which rank is missing."""
         return max(self.startup_timeout_s, self.timeout_s) + 60
 
 
 @dataclass
 class RunConfig(ABC):
-    """Settings that every recipe that trains has.
+    """Settings of every recipe that trains.
 
     Attributes:
-        name: of the experiment; runs are numbered below `runs` under it.
-        run_dir: the run's folder, None for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
-        resume: false, true or auto.
+        loader, model, optimizer, parallel, trainer: see each group.
+        name: of the experiment; runs are numbered under `runs` by it.
+        runs: folder of numbered runs.
+        run_dir: the run's folder; null for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
+        resume: false, true or auto (resume if there is a checkpoint).
     """
 
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -176,12 +144,20 @@ class RunConfig(ABC):
 
     @abstractmethod
     def check_layout(self, world_size: int) -> None:
-        """Refuse a model, a batch or rows that so many ranks cannot hold; raises ConfigError. Needs no data."""
+        """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
+
+    @abstractmethod
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError for everything that can be refused without data, layout included."""
 
 
 @dataclass
 class SftConfig(RunConfig):
-    """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows."""
+    """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows.
+
+    Attributes:
+        data, schedule: see each group.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -195,13 +171,25 @@ class SftConfig(RunConfig):
             max_tokens_per_rank=self.schedule.max_tokens_per_rank,
         )
 
+    def check(self, world_size: int) -> None:
+        self.check_layout(world_size)
+        if self.data.live.path and self.schedule.name != "as_packed":
+            raise ConfigError(
+                f"the schedule {self.schedule.name} plans with lengths, which are not known in advance for live chunks",
+                where="schedule.name",
+                fix="schedule=as_packed trains packs as they come",
+            )
+
 
 @dataclass
 class PretrainConfig(RunConfig):
     """Settings of a pretraining run: those of every run, and its corpus.
 
-    Of `loader`, `global_batch_size` are samples, `seed` is that of Megatron's shuffle, and what shuffles packs is not
-    used.
+    `loader.global_batch_size` counts samples, `loader.seed` is that of Megatron's shuffle, and the settings that
+    shuffle packs are not used.
+
+    Attributes:
+        data: see the group.
     """
 
     data: CorpusConfig = field(default_factory=CorpusConfig)
@@ -213,3 +201,54 @@ class PretrainConfig(RunConfig):
         per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
         rows = -(-per_rank // parallel.pad_to_multiple) * parallel.pad_to_multiple
         parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)
+
+    def check(self, world_size: int) -> None:
+        self.check_layout(world_size)
+        data, size = self.data, self.loader.global_batch_size
+        dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
+        if size % (data.micro_batch_size * dp_size * group):
+            raise ConfigError(
+                f"a global batch of {size} samples is not a multiple of {data.micro_batch_size * dp_size * group} "
+                f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
+                + (f" * {group} stages)" if group > 1 else ")"),
+                where="loader.global_batch_size",
+                fix="change it, data.micro_batch_size or the layout",
+            )
+        if data.sequence_length > self.model.max_sequence_length:
+            raise ConfigError(
+                f"samples of {data.sequence_length:,} tokens are longer than the model's max_sequence_length "
+                f"{self.model.max_sequence_length:,}",
+                where="data.sequence_length",
+                fix="lower it, or raise model.max_sequence_length",
+            )
+        if data.reset_position_ids and not data.reset_attention_mask:
+            raise ConfigError(
+                "rotary positions follow the bounds of attention: reset_position_ids alone would change nothing",
+                where="data.reset_position_ids",
+                fix="set data.reset_attention_mask=true too, or leave both out",
+            )
+        if data.reset_attention_mask and self.parallel.static_rows:
+            raise ConfigError(
+                "rows have no largest size when each document in them is padded",
+                where="parallel.static_rows",
+                fix="parallel.static_rows=false, or data.reset_attention_mask=false",
+            )
+        weighted = any(source.weight is not None for some in data.sources().values() for source in some)
+        if weighted and self.trainer.eval_batches is None:
+            raise ConfigError(
+                "a blend with weights has no end, so its validation needs one",
+                where="trainer.eval_batches",
+                fix="set a number of global batches, such as 10",
+            )
+        if self.model.vocab_size is None and self.model.init_from is None:
+            raise ConfigError(
+                "the vocabulary size is unknown: a corpus does not record it",
+                where="model.vocab_size",
+                fix="set it to the size of the tokenizer that made the corpus",
+            )
+        if self.trainer.sample_prompts:
+            raise ConfigError(
+                "sample prompts need the tokenizer of the data, and a corpus names none",
+                where="trainer.sample_prompts",
+                fix="leave them out; `harness export` the run, and generate with transformers",
+            )

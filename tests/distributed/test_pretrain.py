@@ -111,7 +111,7 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (("data.eod=300",), "the token 300 ends documents, and the model knows 300"),
+        (("data.eod=300",), "data.eod is 300, and the model has 300"),
         (("data.reset_attention_mask=false",), "reset_position_ids alone would change nothing"),
         (("trainer.early_stop=1", "trainer.eval_interval=0"), "early_stop asks for validations"),
         (("trainer.early_stop=1", "data.split='100'"), "early_stop asks for validations"),

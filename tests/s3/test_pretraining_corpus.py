@@ -15,6 +15,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.indexed.writer import IndexedWriter
+from harness.plan import PretrainConfig
 from recipes import pretrain as recipe
 
 from ..distributed.conftest import run_here
@@ -44,7 +45,7 @@ def write(prefix: Path, seed: int) -> Path:
 
 
 def pretrain(folder: Path, *overrides: str) -> None:
-    run_here(recipe, recipe.PretrainConfig, [f"run_dir={folder}", *SMALL, *overrides])
+    run_here(recipe, PretrainConfig, [f"run_dir={folder}", *SMALL, *overrides])
 
 
 def pretrain_on_two_ranks(folder: Path, *overrides: str) -> tuple[int, str]:

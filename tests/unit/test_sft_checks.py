@@ -12,13 +12,13 @@ from harness.formats import Provenance, open_writer
 from harness.loader.datasets import BlendSource, DataConfig, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import LiveFolder
+from harness.megatron.run.sft import check
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
 from harness.train.folder import open_run_folder
 from recipes.sft import main
-from recipes.sft_config import check
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
     assert check(config(), data(), 1) == 90
     assert check(config(vocab_size=200), data(), 1) == 200
     assert check(config(vocab_size=50), data(vocab_size=None), 1) == 50
-    with pytest.raises(ConfigError, match="the vocabulary size is not known"):
+    with pytest.raises(ConfigError, match="the vocabulary size is unknown"):
         check(config(), data(vocab_size=None), 1)
     with pytest.raises(ConfigError, match=r"model.vocab_size is 50, and the dataset's tokenizer has 90"):
         check(config(vocab_size=50), data(), 1)
@@ -153,7 +153,7 @@ def test_a_new_run_on_chunks_that_another_one_used_up_is_refused_and_does_not_wa
 def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):
     made = live_config(tmp_path)
     made.schedule.name = "dp_balanced"
-    with pytest.raises(ConfigError, match="plans with lengths that are not known yet"):
+    with pytest.raises(ConfigError, match="plans with lengths, which are not known in advance"):
         main(made)
     with pytest.raises(ConfigError, match="live chunks are not blended"):
         DataConfig(live=LiveConfig(path="somewhere"), blend=[BlendSource("a", 1.0)])

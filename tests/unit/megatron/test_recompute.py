@@ -48,5 +48,5 @@ def test_gradients_are_bit_identical_where_each_layers_attention_is_computed_twi
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="recompute 'some' is unknown"):
+    with pytest.raises(ConfigError, match="'some' is not known"):
         ModelConfig(recompute="some")

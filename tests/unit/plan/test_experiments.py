@@ -8,11 +8,11 @@ from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader.datasets import open_datasets
+from harness.megatron.run.sft import check
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.settings import to_plain
-from recipes.sft_config import check
 
 # GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs of 8,192 tokens, conversations of 1,024.
 EXPECTED = {

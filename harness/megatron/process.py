@@ -1,0 +1,49 @@
+"""Prepare a process for Megatron-Core: quiet warnings, and imports that cost a second less.
+
+This module imports neither torch nor Megatron-Core, and nothing changes until `prepare_process` is called.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from unittest import mock
+
+
+def prepare_process() -> None:
+    """Silence warnings of Megatron-Core that nobody can act on, and import it the fast way.
+
+    Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
+    imported. Where Megatron-Core is imported already only the warning filters are set; a second call changes nothing.
+    """
+    # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
+    # Its checkpoints use parts of PyTorch that warn at each load, attributed to whoever made the call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor instead")
+    if "megatron.core" in sys.modules:
+        return
+    # What imports create stays, and searching it for garbage takes a quarter of their time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        _import_megatron()
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _import_megatron() -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        import megatron.core
+
+        return
+    # Megatron-Core gives its fused functions to torch.compile on import, which loads the compiler: a second or two of
+    # every start. Nothing calls these functions on a CPU, so they are left uncompiled.
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        import megatron.core  # noqa: F401

@@ -1,0 +1,121 @@
+"""Pretraining on `.bin` and `.idx` pairs: check the settings, open the corpus, and make the batches of its samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from harness.errors import ConfigError
+from harness.formats import PackReader
+from harness.loader.config import LoaderConfig
+from harness.loader.layout import RankLayout
+from harness.loader.state import LoaderState
+from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
+from harness.megatron.job import runtime
+from harness.megatron.model import use_transformer_engine
+from harness.megatron.run.opening import Task
+from harness.megatron.run.training import run_training
+from harness.megatron.state import Progress
+from harness.megatron.weights import find_pretrained
+from harness.plan import PretrainConfig, sequence_cost
+from harness.thd import padded_lengths
+from harness.train import OWN_VALIDATION, check_trackers
+
+
+def pretrain(config: PretrainConfig) -> int:
+    """Train on a corpus; return the exit code, 75 if a signal ended the run before its last step.
+
+    Raises:
+        HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
+    """
+    return run_training(config, partial(open_task, config))
+
+
+def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
+    """Check the settings, as far as is possible without reading the corpus."""
+    config.check(ranks.world_size)
+    check_trackers(config.trainer.trackers)
+    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
+    packs = find_packs(config.data)
+    pretrained = find_pretrained(config.model)
+    config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0
+    data = config.data
+    if data.eod is not None and not 0 <= data.eod < vocab_size:
+        raise ConfigError(
+            f"data.eod is {data.eod}, and the model has {vocab_size:,} tokens",
+            where="data.eod",
+            fix="set it to the id of the token that ends a document",
+        )
+    sources = [source.path for some in data.sources().values() for source in some]
+    row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.pad_to_multiple)[0])
+    return Task(
+        feeds=partial(make_feeds, config, packs),
+        vocab_size=vocab_size,
+        row_tokens=data.micro_batch_size * row if config.parallel.static_rows else None,
+        pretrained=pretrained,
+        facts={
+            "corpus": ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else ""),
+            "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} in a row",
+        },
+    )
+
+
+def make_feeds(
+    config: PretrainConfig,
+    packs: dict[str, PackReader],
+    layout: RankLayout,
+    progress: Progress | None,
+    ranks: runtime.Runtime,
+) -> tuple[Feed, dict[str, Feed]]:
+    """Return the training batches after `progress`, and those of the validation and test splits by name."""
+    data, size, cost = config.data, config.loader.global_batch_size, sequence_cost(config.model)
+    batches = config.trainer.eval_batches
+    evaluated = None if batches is None else batches * size
+    done, state = (progress.step, progress.loader) if progress is not None else (0, None)
+    consumed = state.packs_consumed if state is not None else 0
+    # Earlier steps may have had another batch size.
+    wanted = consumed + max(0, config.trainer.steps - done) * size
+    corpus = open_corpus(
+        data,
+        seed=config.loader.seed,
+        sizes=(max(wanted, data.num_samples or 0), evaluated, evaluated),
+        vocab_size=config.model.vocab_size or 0,
+        packs=packs,
+        reads=layout.tp_rank == 0,
+        ranks=ranks,
+    )
+
+    def feed(dataset: Any, settings: LoaderConfig, count: int | None, start: LoaderState | None) -> Feed:
+        def loader() -> SampleLoader:
+            assert corpus is not None
+            fresh = LoaderState(config.loader.seed, fingerprint=corpus.fingerprint, order=corpus.order)
+            allow = config.loader.allow_other_data
+            reader = SampleReader(
+                dataset,
+                layout=layout,
+                sequence_length=data.sequence_length,
+                micro_batch_size=data.micro_batch_size,
+                boundary=data.eod if data.reset_attention_mask else None,
+                cost=cost,
+            )
+            return SampleLoader(
+                reader,
+                settings,
+                layout=layout,
+                num_samples=min(len(dataset), count or len(dataset)),
+                start=fresh if start is None else start.resumed(fresh, num_packs=None, allow_other_data=allow),
+            )
+
+        return Feed(loader, layout, device=ranks.device)
+
+    # Every rank makes the same feeds; ranks that do not read learn from rank 0 which splits exist.
+    splits = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}
+    names = runtime.on_rank_0(
+        lambda: [name for name, split in (splits or {}).items() if split is not None and len(split)]
+    )
+    once = replace(config.loader, num_workers=0)
+    validation = {name: feed(splits and splits[name], once, evaluated, None) for name in names}
+    return feed(corpus and corpus.train, config.loader, wanted, state), validation

@@ -1,0 +1,184 @@
+"""Fine-tuning: open the data, check it against the model, and make the batches of `recipes.sft`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from harness.errors import ConfigError
+from harness.formats import PackReader, find_tokenizer_folder
+from harness.loader.blend import Blend
+from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
+from harness.loader.joined import JoinedReader
+from harness.loader.layout import RankLayout
+from harness.loader.live.consumer import BatchPlan
+from harness.loader.loader import Loader, LoaderConfig
+from harness.loader.plan import PackSource
+from harness.loader.state import LoaderState
+from harness.megatron.data import Feed, LiveFeed, readable
+from harness.megatron.job import runtime
+from harness.megatron.model import use_transformer_engine
+from harness.megatron.run.opening import Task
+from harness.megatron.run.training import run_training
+from harness.megatron.state import Progress
+from harness.megatron.weights import Pretrained, find_pretrained
+from harness.plan import SftConfig, sequence_cost
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.train import OWN_VALIDATION, check_trackers
+
+
+def fine_tune(config: SftConfig) -> int:
+    """Train on packed or live data; return the exit code, 75 if a signal ended the run before its last step.
+
+    Raises:
+        HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
+    """
+    return run_training(config, partial(open_task, config))
+
+
+def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
+    """Open the data and check the settings against it."""
+    data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
+    pretrained = find_pretrained(config.model)
+    config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
+    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
+    return Task(
+        feeds=partial(make_feeds, config, data),
+        vocab_size=config.model.vocab_size,
+        row_tokens=row_tokens if config.parallel.static_rows else None,
+        pretrained=pretrained,
+        facts={
+            "dataset": data.describe(),
+            "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
+        },
+        tokenizer=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
+    )
+
+
+def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:
+    """Return the vocabulary size; refuse what cannot train, before any rank waits for another.
+
+    Raises:
+        ConfigError: ranks, schedule, trackers, device, pack sizes, vocabulary or tokenizer do not fit.
+    """
+    config.check(world_size)
+    check_trackers(config.trainer.trackers)
+    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
+    if isinstance(data, RunData) and data.blend is not None:
+        data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
+    for reader in (data.train, data.validation, *data.evaluation.values()):
+        if reader is not None and reader.pack_size > config.model.max_sequence_length:
+            raise ConfigError(
+                f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "
+                f"{config.model.max_sequence_length:,}",
+                where=str(reader.path),
+                fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
+            )
+    wanted, stored, where = config.model.vocab_size, data.vocab_size, str(data.train.path)
+    if pretrained is not None:
+        hash = data.tokenizer_hash if isinstance(data, RunData) else data.tokenizer and data.tokenizer.tokenizer_hash
+        pretrained.check_data(vocab_size=stored, dataset_tokenizer=hash or "", where=where)
+        return pretrained.vocab_size
+    if wanted is None and stored is None:
+        raise ConfigError(
+            "the vocabulary size is unknown: the dataset does not record it",
+            where="model.vocab_size",
+            fix="set it to the size of the tokenizer that made the dataset",
+        )
+    if wanted is not None and stored is not None and wanted < stored:
+        raise ConfigError(
+            f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens",
+            where=where,
+            fix=f"set model.vocab_size to {stored} or more, or leave it null",
+        )
+    return wanted or stored or 0
+
+
+def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> ChatTokenizer:
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
+
+    Raises:
+        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
+    """
+    tokenizer = data.tokenizer if isinstance(data, LiveData) else None
+    if tokenizer is None:
+        train, name = data.train, config.data.tokenizer
+        first = train.readers[0] if isinstance(train, JoinedReader) else train
+        if not name and isinstance(first, PackReader):
+            with suppress(ConfigError):
+                name = str(find_tokenizer_folder(first))
+        if not name:
+            raise ConfigError(
+                "sample prompts need the tokenizer of the data, and the data does not name one",
+                where="trainer.sample_prompts",
+                fix="name it with data.tokenizer, or leave the prompts out",
+            )
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name))
+    longest = max(len(tokenizer.prompt(prompt)) for prompt in config.trainer.sample_prompts)
+    if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
+        raise ConfigError(
+            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+            f"model's max_sequence_length {config.model.max_sequence_length:,}",
+            where="trainer.sample_prompts, trainer.sample_tokens",
+            fix="shorten them",
+        )
+    return tokenizer
+
+
+def make_feeds(
+    config: SftConfig,
+    data: RunData | LiveData,
+    layout: RankLayout,
+    progress: Progress | None,
+    ranks: runtime.Runtime,
+) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
+    """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
+    state = progress.loader if progress is not None else None
+
+    def feed(
+        reader: PackSource,
+        settings: LoaderConfig,
+        *,
+        start: LoaderState | None = None,
+        epochs: int | None = None,
+        blend: Blend | None = None,
+    ) -> Feed:
+        def loader() -> Loader:
+            return Loader(
+                readable(reader, layout),
+                settings,
+                schedule=config.schedule,
+                layout=layout,
+                cost=sequence_cost(config.model),
+                tokenizer=data.tokenizer_hash if isinstance(data, RunData) else "",
+                blend=blend,
+                state=start,
+                num_epochs=epochs,
+            )
+
+        return Feed(loader, layout, device=ranks.device)
+
+    training = (
+        live_feed(config, data, layout, state)
+        if isinstance(data, LiveData)
+        else feed(data.train, config.loader, start=state, blend=data.blend)
+    )
+    sets = {**({OWN_VALIDATION: data.validation} if data.validation is not None else {}), **data.evaluation}
+    # Validation is short and rare: workers of its own would cost more than they save.
+    once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
+    return training, {name: feed(reader, once, epochs=1) for name, reader in sets.items()}
+
+
+def live_feed(config: SftConfig, data: LiveData, layout: RankLayout, state: LoaderState | None) -> LiveFeed:
+    """Return the training batches of live chunks, starting at `state`."""
+    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
+    return LiveFeed(
+        data.train,
+        BatchPlan(layout, config.loader.global_batch_size, row_tokens, sequence_cost(config.model)),
+        tokenizer=data.tokenizer,
+        state=state,
+        seed=config.loader.seed,
+        allow_other_data=config.loader.allow_other_data,
+        timeout_s=config.trainer.timeout_s + 60,
+    )
