@@ -28,7 +28,10 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="LoRA's adapters alone, as peft loads them")] = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads: weights, config.json, and the data's tokenizer."""
-    from harness.megatron.export import export_checkpoint as export_weights
+    from harness.megatron import prepare_process
+
+    prepare_process()
+    from harness.megatron import export_checkpoint as export_weights
 
     done = export_weights(source, out, adapters_only=adapter)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
@@ -85,7 +88,10 @@ def chat(
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
 ) -> None:
     """Talk to the model of a run."""
-    from harness.megatron.chat import Chat, exported, talk
+    from harness.megatron import prepare_process
+
+    prepare_process()
+    from harness.megatron import Chat, exported, talk
 
     with exported(source) as folder:
         conversation = Chat(folder, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -139,6 +145,9 @@ def bench_step_command(
     }
 
     def bench(say: Say) -> Outcome:
+        from harness.megatron import prepare_process
+
+        prepare_process()
         from harness.bench.step import QUICK, StepSettings, bench_step
 
         settings = replace(QUICK if quick else StepSettings(), **{k: v for k, v in given.items() if v is not None})
@@ -163,6 +172,9 @@ def bench_corpus_command(
     given = {"sources": sources, "documents": documents, "samples": samples, "rounds": rounds}
 
     def bench(say: Say) -> Outcome:
+        from harness.megatron import prepare_process
+
+        prepare_process()
         from harness.bench.corpus import QUICK, CorpusSettings, bench_corpus
 
         settings = replace(QUICK if quick else CorpusSettings(), **{k: v for k, v in given.items() if v is not None})

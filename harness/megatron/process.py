@@ -15,7 +15,7 @@ def prepare_process() -> None:
     """Silence warnings of Megatron-Core that nobody can act on, and import it the fast way.
 
     Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
-    imported. Where Megatron-Core is imported already only the warning filters are set; a second call changes nothing.
+    imported. Where Megatron-Core is imported already, it only sets the warning filters.
     """
     # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

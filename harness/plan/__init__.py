@@ -1,4 +1,8 @@
-"""TODO."""
+"""Settings of a run, and what the run would take: memory, microbatches, work and time, from numbers alone.
+
+Everything here runs without torch, Megatron-Core and Hydra. Read `settings.py` for the dataclasses that a recipe is
+composed into, then `run_plan.py`, which is `harness plan`; `memory.py` and `work.py` have its formulas.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,15 @@ from harness.plan.hf_config import check_model, find_weights, read_hf_config, to
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
-from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
+from harness.plan.settings import (
+    OptimizerConfig,
+    PretrainConfig,
+    RunConfig,
+    SftConfig,
+    TrainerConfig,
+    to_plain,
+    to_yaml,
+)
 from harness.plan.work import Machine
 
 __all__ = [

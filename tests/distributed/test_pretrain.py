@@ -116,7 +116,7 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
         (("trainer.early_stop=1", "trainer.eval_interval=0"), "early_stop asks for validations"),
         (("trainer.early_stop=1", "data.split='100'"), "early_stop asks for validations"),
         (("trainer.sample_prompts=[hello]",), "a corpus names none"),
-        (("loader.global_batch_size=7", "data.micro_batch_size=2"), "no multiple of 2"),
+        (("loader.global_batch_size=7", "data.micro_batch_size=2"), "not a multiple of 2"),
         (("data.sequence_length=5000",), "longer than the model's max_sequence_length"),
         (
             (
@@ -125,7 +125,7 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
                 "data.reset_attention_mask=false",
                 "data.reset_position_ids=false",
             ),
-            "a corpus does not say",
+            "a corpus does not record it",
         ),
         (
             ("data.blend_per_split.train=[{path:a,weight:1.0},{path:b,weight:2.0}]", "trainer.eval_batches=null"),

@@ -54,7 +54,7 @@ def test_what_is_written_down_composes_again_to_the_same():
         ("optimizer.min_lr=1", "min_lr is 1"),
         ("optimizer.decay_steps=-5", "decay_steps is -5"),
         ("optimizer.beta1=2", "beta1 is 2"),
-        ("optimizer.weight_decay=-1", "weight_decay -1"),
+        ("optimizer.weight_decay=-1", "weight_decay is -1"),
         ("model.init_std=-1", "init_std is -1"),
         ("model.hidden_size=12", "a head of 3 numbers cannot be rotated"),
         ("trainer.timeout_s=-3", "timeout_s is -3"),

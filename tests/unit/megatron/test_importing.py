@@ -1,0 +1,58 @@
+"""Importing the package changes nothing in the process; one explicit call does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORT_ALL = """
+import gc, importlib, pkgutil, sys, warnings
+import torch, torch.utils.tensorboard, megatron.core  # what these change themselves is not ours
+import megatron.core.models.gpt, megatron.core.datasets.gpt_dataset, megatron.core.dist_checkpointing
+
+def state():
+    return list(warnings.filters), gc.isenabled(), gc.get_freeze_count(), torch.compile
+
+before = state()
+import harness.megatron
+names = [module.name for module in pkgutil.walk_packages(harness.megatron.__path__, "harness.megatron.")]
+for name in names:
+    importlib.import_module(name)
+assert len(names) > 25, names
+assert state() == before, (before, state())
+"""
+
+PREPARE = """
+import gc, sys, warnings
+from harness.megatron import prepare_process
+import recipes.sft, recipes.pretrain
+
+assert not {"torch", "megatron.core"} & set(sys.modules)
+assert gc.get_freeze_count() == 0
+prepare_process()
+import torch
+
+compile = torch.compile
+assert gc.isenabled()
+assert gc.get_freeze_count() > 0
+assert compile.__module__ == "torch", compile
+if torch.version.cuda is None:
+    assert "torch._dynamo" not in sys.modules  # the compiler
+filters = len(warnings.filters)
+prepare_process()
+assert len(warnings.filters) == filters
+assert torch.compile is compile
+"""
+
+
+def run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_every_module_leaves_filters_garbage_collection_and_the_compiler_alone() -> None:
+    run(IMPORT_ALL)
+
+
+def test_a_prepared_process_starts_without_the_compiler_and_is_as_before_a_second_time() -> None:
+    run(PREPARE)
