@@ -16,8 +16,6 @@ from harness.plan.settings import (
     RunConfig,
     SftConfig,
     TrainerConfig,
-    to_plain,
-    to_yaml,
 )
 from harness.plan.work import Machine
 
