@@ -1,0 +1,234 @@
+"""Every shell and Python block of every README is run, in order, in an empty folder of its own.
+
+A block of `text` directly after a block is what that block prints; `...` in it matches anything. A comment before a block
+changes what is done with it:
+
+    <!-- not run: needs a cluster -->    its commands are parsed and their settings composed, and nothing is started
+    <!-- nightly: takes a minute -->     run by `pytest -m nightly` only, with the blocks before it
+
+Python blocks of one README share their names, as in one interactive session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+import typer
+import yaml
+
+from harness.cli.app import app
+from harness.config import compose_config
+from harness.plan import PretrainConfig, SftConfig
+from harness.prep.pipeline import PrepareConfig
+from recipes.parity import ParityConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("harness",)
+READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
+SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
+LANGUAGES = ("shell", "python", "text", "json", "yaml", "mermaid")
+MARKER = re.compile(r"<!-- (not run|nightly): (.+) -->")
+TIMEOUT_S = 280
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a README.
+
+    Attributes:
+        line: of its opening fence.
+        language: after the fence.
+        text: its lines.
+        mark: "not run", "nightly" or "".
+        output: what it prints, where the next block shows it.
+    """
+
+    line: int
+    language: str
+    text: str
+    mark: str
+    output: str | None = None
+
+
+def read_blocks(page: str) -> list[Block]:
+    """The fenced blocks of a Markdown page, each with the output that follows it."""
+    blocks: list[Block] = []
+    lines = page.splitlines()
+    number = 0
+    last_end = -2
+    while number < len(lines):
+        if not lines[number].startswith("```"):
+            number += 1
+            continue
+        start = number
+        number = next(end for end in range(start + 1, len(lines)) if lines[end] == "```")
+        language = lines[start].removeprefix("```")
+        text = "\n".join(lines[start + 1 : number]) + "\n"
+        mark = MARKER.fullmatch(lines[start - 1]) if start else None
+        is_output = language == "text" and not any(lines[last_end + 1 : start]) and blocks
+        if is_output:
+            before = blocks.pop()
+            blocks.append(Block(before.line, before.language, before.text, before.mark, text))
+        else:
+            blocks.append(Block(start + 1, language, text, mark[1] if mark else ""))
+        last_end = number
+        number += 1
+    return blocks
+
+
+def logical_commands(script: str) -> Iterator[list[str]]:
+    """The words of every simple command of a shell block, without comments, assignments, pipes and redirections."""
+    for line in script.replace("\\\n", " ").splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if set(word) <= set(";&|()<>"):
+                if command:
+                    yield command
+                command = []
+            elif command or not re.fullmatch(r"\w+=.*", word):
+                command.append(word)
+
+
+def check_command(words: list[str]) -> None:
+    """Fail where a command that is not run could not be: unknown settings, options, targets or files."""
+    program = Path(words[0]).name
+    if "-m" in words and words[words.index("-m") + 1].startswith("recipes."):
+        at = words.index("-m") + 1
+        check_settings(words[at].removeprefix("recipes."), words[at + 1 :])
+    elif program == "harness" and words[1] == "prepare":
+        check_settings("prepare", words[2:])
+    elif program == "harness" and words[1] == "train":
+        rest = iter(words[3:])
+        check_settings(words[2], [word for word in rest if word != "--ranks" or not next(rest)])
+    elif program == "harness":
+        command = typer.main.get_command(app)
+        context = click.Context(command)
+        rest = words[1:]
+        while isinstance(command, click.Group):
+            name, found, rest = command.resolve_command(context, rest)
+            assert found is not None, f"harness has no command {name}"
+            command, context = found, click.Context(found, parent=context, info_name=name)
+        command.make_context(command.name, list(rest))
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert set(word for word in words[1:] if "=" not in word) <= {*targets, "-j"}
+    elif "/" in words[0] and not words[0].startswith((".venv", "/", "~")):
+        assert (ROOT / words[0]).is_file(), f"{words[0]} is no file"
+    elif program == "sbatch":
+        assert any((ROOT / word).is_file() for word in words[1:] if word.endswith(".sbatch"))
+
+
+def check_settings(recipe: str, words: list[str]) -> None:
+    """Compose the settings of a recipe as its own command line does."""
+    settings = [word for word in words if not word.startswith("-")]
+    if not any(word in ("-m", "--multirun") for word in words):
+        compose_config(recipe, SCHEMAS[recipe], settings)
+
+
+def run_shell(block: Block, folder: Path) -> str:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"line {block.line}: exit code {done.returncode}\n{block.text}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def run_python(block: Block, names: dict[str, object], readme: str) -> str:
+    printed = io.StringIO()
+    # Line numbers of a traceback are those of the README.
+    code = compile("\n" * block.line + block.text, readme, "exec")
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def check_output(block: Block, printed: str, readme: str) -> None:
+    if block.output is None:
+        return
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    is_same = doctest.OutputChecker().check_output(block.output, printed, flags)
+    assert is_same, f"{readme}, line {block.line} prints\n{printed}\nand the page shows\n{block.output}"
+
+
+def run_readme(readme: str, folder: Path, *, nightly: bool) -> None:
+    blocks = read_blocks((ROOT / readme).read_text())
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks:
+        assert block.language in LANGUAGES, f"{readme}, line {block.line}: a block of {block.language!r} is not checked"
+        if block.language == "json":
+            for line in block.text.splitlines() if "\n{" in block.text.strip() else [block.text]:
+                json.loads(line)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+        elif block.language == "shell" and (block.mark == "not run" or (block.mark == "nightly" and not nightly)):
+            subprocess.run(["bash", "-n", "-c", block.text], check=True)
+            for words in logical_commands(block.text):
+                check_command(words)
+        elif block.language == "shell":
+            check_output(block, run_shell(block, folder), readme)
+        elif block.language == "python" and block.mark:
+            compile(block.text, readme, "exec")
+        elif block.language == "python":
+            check_output(block, run_python(block, names, readme), readme)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.parametrize("readme", READMES)
+def test_every_block_of_a_readme_runs_as_shown(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_readme(readme, tmp_path, nightly=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("readme", [name for name in READMES if "<!-- nightly: " in (ROOT / name).read_text()])
+def test_the_long_blocks_of_a_readme_run_too(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_readme(readme, tmp_path, nightly=True)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for readme in READMES:
+        page = (ROOT / readme).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page):
+            assert ((ROOT / readme).parent / target).exists(), f"{readme} links to {target}, which does not exist"
+
+
+def test_the_tree_of_the_house_names_every_package_and_no_other() -> None:
+    tree = next(
+        block.text for block in read_blocks((ROOT / "harness/README.md").read_text()) if "errors.py" in block.text
+    )
+    packages = {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "harness").glob("*.py") if not path.name.startswith("__")}
+    assert set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE)) == packages
+    assert set(re.findall(r"\b(\w+\.py)\b", tree)) == modules
