@@ -1,7 +1,7 @@
 """Every shell and Python block of every README is run, in order, in an empty folder of its own.
 
-A block of `text` directly after a block is what that block prints; `...` in it matches anything. A comment before a block
-changes what is done with it:
+A block of `text` directly after a block is what that block prints; `...` in it matches anything. A comment before a
+block changes what is done with it:
 
     <!-- not run: needs a cluster -->    its commands are parsed and their settings composed, and nothing is started
     <!-- nightly: takes a minute -->     run by `pytest -m nightly` only, with the blocks before it
@@ -126,7 +126,7 @@ def check_command(words: list[str]) -> None:
         command.make_context(command.name, list(rest))
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        assert set(word for word in words[1:] if "=" not in word) <= {*targets, "-j"}
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif "/" in words[0] and not words[0].startswith((".venv", "/", "~")):
         assert (ROOT / words[0]).is_file(), f"{words[0]} is no file"
     elif program == "sbatch":
