@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.errors import HarnessError
     from harness.formats import open_dataset, open_writer
+    from harness.loader.config import LoaderConfig
+    from harness.loader.loader import Loader
+    from harness.prep.packing import plan_packs
     from harness.records import Pack
 
 _HOMES = {
     "HarnessError": "harness.errors",
+    "Loader": "harness.loader.loader",
+    "LoaderConfig": "harness.loader.config",
     "Pack": "harness.records",
     "open_dataset": "harness.formats",
     "open_writer": "harness.formats",
+    "plan_packs": "harness.prep.packing",
 }
 
-__all__ = ["HarnessError", "Pack", "open_dataset", "open_writer"]
+__all__ = ["HarnessError", "Loader", "LoaderConfig", "Pack", "open_dataset", "open_writer", "plan_packs"]
 
 
 def __getattr__(name: str) -> object:
