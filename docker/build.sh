@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Build the image with docker, podman or buildah, whichever is here.
+# Build the image with docker, podman or buildah, whichever is installed.
 #
 #   docker/build.sh [--tag NAME] [--base IMAGE] [--sqsh FILE] [-- BUILD ARGUMENT...]
 #
-# --base takes the place of BASE_IMAGE of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis.
-# ENGINE names one of docker, podman, buildah where several are here.
+# --base replaces BASE_IMAGE of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis.
+# ENGINE chooses one of docker, podman and buildah if several are installed.
 set -euo pipefail
 from=$PWD
 cd "$(dirname "$0")/.."
@@ -43,20 +43,20 @@ done
 
 engine=${ENGINE:-}
 if [[ -z $engine ]]; then
-  for one in docker podman buildah; do
-    if command -v "$one" >/dev/null; then
-      engine=$one
+  for name in docker podman buildah; do
+    if command -v "$name" >/dev/null; then
+      engine=$name
       break
     fi
   done
 fi
 case $engine in
-  # The health check is no part of the OCI format, which podman and buildah write unless told otherwise.
+  # podman and buildah write the OCI format by default, which has no health check.
   docker) build=(docker build) ;;
   podman) build=(podman build --format docker) ;;
   buildah) build=(buildah build --format docker --layers) ;;
   '')
-    echo "build.sh: none of docker, podman and buildah is here; install one" >&2
+    echo "build.sh: docker, podman and buildah are not installed; install one of them" >&2
     exit 2
     ;;
   *)
@@ -66,20 +66,20 @@ case $engine in
 esac
 
 if [[ -n $sqsh ]] && ! command -v enroot >/dev/null; then
-  echo "build.sh: --sqsh needs enroot, which is not here" >&2
+  echo "build.sh: --sqsh needs enroot, which is not installed" >&2
   exit 2
 fi
 if [[ -n $sqsh && $engine == buildah ]]; then
   echo "build.sh: enroot imports from docker and podman; set ENGINE=podman" >&2
   exit 2
 fi
-# Told before the minutes of a build.
+# Refused before the build, which takes minutes.
 if [[ -n $sqsh && -e $sqsh ]]; then
-  echo "build.sh: $sqsh is there already, and enroot writes over nothing; remove it first" >&2
+  echo "build.sh: $sqsh exists already, and enroot does not overwrite; remove it first" >&2
   exit 2
 fi
 if [[ -n $sqsh && ! -d $(dirname "$sqsh") ]]; then
-  echo "build.sh: there is no folder for $sqsh" >&2
+  echo "build.sh: the folder of $sqsh does not exist" >&2
   exit 2
 fi
 

@@ -1,11 +1,11 @@
-"""Install what the base image lacks, and nothing else: its own packages stay as they are, to the byte.
+"""Install the packages that the base image lacks, without changing any package of the base image.
 
-    install.py --extras train,tokenize     dependencies of pyproject.toml beside this file, with those extras
+    install.py --extras train,tokenize     the dependencies of pyproject.toml next to this file, with these extras
     install.py --project FOLDER            the project itself, without dependencies
 
-NVIDIA builds PyTorch, Transformer Engine and NCCL for one another; a wheel from elsewhere in their place is slower at
-best. So every package of the base is a constraint, the base's own constraints (PIP_CONSTRAINT) stay in force, and
-afterwards the versions are compared with those from before. Needs nothing but Python and pip.
+NVIDIA builds PyTorch, Transformer Engine and NCCL for each other; other wheels in their place are slower at best. So
+every package of the base is a constraint of pip, the base's own constraints (PIP_CONSTRAINT) stay in force, and the
+versions are compared afterwards with those from before. Needs only Python and pip.
 """
 
 from __future__ import annotations
@@ -23,60 +23,63 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-# Never to be replaced, whatever is asked for.
+# Never replaced, not even by --allow-upgrade.
 PROTECTED = ("torch", "transformer-engine", "triton", "flash-attn", "apex", "nvidia-", "cuda-", "pytorch-triton")
 HERE = Path(__file__).resolve().parent
 
 
 def installed() -> dict[str, str]:
-    """Versions of all packages by canonical name."""
-    # A fresh look: the finder caches folders that pip has changed meanwhile.
+    """Return the versions of all installed packages by canonical name."""
+    # The finder caches folders that pip has changed since.
     importlib.invalidate_caches()
-    found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
-        # The first on the path is the one that is imported; a system's Python may hold an older one behind it.
-        if one.name:
-            found.setdefault(canonicalize_name(one.name), one.version)
-    return found
+    versions: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        # The first on the path is the one that is imported; an older one may follow among the system's packages.
+        if package.name:
+            versions.setdefault(canonicalize_name(package.name), package.version)
+    return versions
 
 
 def wanted_requirements(project: dict[str, object], extras: Iterable[str]) -> list[Requirement]:
-    """Dependencies of the project with some extras, those that name other extras resolved."""
+    """Return the dependencies of the project with these extras, including extras that they name."""
     table: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
     lines: list[str] = [*project["dependencies"]]  # type: ignore[misc]
     for extra in extras:
         if extra not in table:
-            sys.exit(f"install.py: pyproject.toml has no extra {extra!r}; there are {', '.join(table)}")
+            sys.exit(f"install.py: pyproject.toml has no extra {extra!r}, only {', '.join(table)}")
         lines += table[extra]
     own = canonicalize_name(str(project["name"]))
-    found = []
-    for line in lines:
-        one = Requirement(line)
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+    requirements: list[Requirement] = []
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found += wanted_requirements({**project, "dependencies": []}, one.extras) if _name(one) == own else [one]
-    return found
+        if _name(requirement) == own:
+            requirements += wanted_requirements({**project, "dependencies": []}, requirement.extras)
+        else:
+            requirements.append(requirement)
+    return requirements
 
 
 def split(
     wanted: Iterable[Requirement], base: dict[str, str], allowed: set[str]
 ) -> tuple[list[Requirement], list[str]]:
-    """What has to be installed, and what stands in the way: packages of the base that are too old or too new."""
-    missing, refused = [], []
-    for one in wanted:
-        version = base.get(_name(one))
-        if version is None:
-            missing.append(one)
-        elif not one.specifier.contains(version, prereleases=True):
-            if _name(one) in allowed:
-                missing.append(one)
-            else:
-                refused.append(f"{one.name} {version} is in the base image, the project needs {one.specifier}")
-    return missing, refused
+    """Return the requirements to install, and the conflicts: packages of the base that are too old or too new."""
+    missing, conflicts = [], []
+    for requirement in wanted:
+        version = base.get(_name(requirement))
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            continue
+        if version is None or _name(requirement) in allowed:
+            missing.append(requirement)
+        else:
+            conflicts.append(
+                f"{requirement.name} {version} is in the base image, the project needs {requirement.specifier}"
+            )
+    return missing, conflicts
 
 
 def constraint_lines(base: dict[str, str], allowed: set[str], pins: Path) -> list[str]:
-    """The base as it is; for the rest our own pins, but where the base's constraints say something."""
+    """Return pins of all packages of the base, and the project's pins of packages that the base does not constrain."""
     lines = [f"{name}=={version}" for name, version in sorted(base.items()) if name not in allowed]
     theirs = set(base) - allowed
     for file in os.environ.get("PIP_CONSTRAINT", "").split():
@@ -95,12 +98,12 @@ def install_dependencies(extras: list[str], allowed: set[str]) -> None:
         sys.exit(f"install.py: {', '.join(protected)} of the base image are never replaced; choose another BASE_IMAGE")
     base = installed()
     project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
-    missing, refused = split(wanted_requirements(project, extras), base, allowed)
-    if refused:
+    missing, conflicts = split(wanted_requirements(project, extras), base, allowed)
+    if conflicts:
         sys.exit(
             "install.py: "
-            + "\n            ".join(refused)
-            + "\n  fix: choose another BASE_IMAGE, or name packages that may be replaced in ALLOW_UPGRADE"
+            + "\n            ".join(conflicts)
+            + "\n  fix: choose another BASE_IMAGE, or list packages that may be replaced in ALLOW_UPGRADE"
         )
     print(f"install.py: {len(base)} packages are in the base image, to be added:", *map(str, missing), flush=True)
     if missing:
@@ -108,11 +111,11 @@ def install_dependencies(extras: list[str], allowed: set[str]) -> None:
             file.write("\n".join(constraint_lines(base, allowed, HERE / "constraints.txt")) + "\n")
             file.flush()
             _pip("--constraint", file.name, *map(str, missing))
-    found = installed()
+    after = installed()
     changed = [
-        f"{name} {version} -> {found.get(name, 'removed')}"
+        f"{name} {version} -> {after.get(name, 'removed')}"
         for name, version in sorted(base.items())
-        if found.get(name) != version and name not in allowed
+        if after.get(name) != version and name not in allowed
     ]
     if changed:
         sys.exit(f"install.py: packages of the base image have changed: {', '.join(changed)}")
@@ -121,7 +124,7 @@ def install_dependencies(extras: list[str], allowed: set[str]) -> None:
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", "--root-user-action=ignore", *arguments]
     if subprocess.run(command, check=False).returncode:
-        sys.exit("install.py: pip failed, see above; the base image's packages are its constraints")
+        sys.exit("install.py: pip failed, see above; the packages of the base image are its constraints")
 
 
 def _name(requirement: Requirement) -> str:
@@ -134,15 +137,17 @@ def _names_in(text: str) -> Iterable[str]:
         if stripped and not stripped.startswith("-"):
             try:
                 yield canonicalize_name(Requirement(stripped).name)
-            except ValueError:  # a path or a URL, which names nothing of ours
+            except ValueError:  # a path or a URL, which constrains no package of ours
                 continue
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extras", default="", help="of pyproject.toml, with commas between")
-    parser.add_argument("--allow-upgrade", default="", help="packages of the base that may be replaced")
-    parser.add_argument("--project", type=Path, help="install this folder's project, without dependencies")
+    parser.add_argument("--extras", default="", help="extras of pyproject.toml, separated by commas")
+    parser.add_argument(
+        "--allow-upgrade", default="", help="packages of the base that may be replaced, separated by commas"
+    )
+    parser.add_argument("--project", type=Path, help="install the project in this folder, without dependencies")
     arguments = parser.parse_args()
     if arguments.project is not None:
         _pip("--no-deps", "--editable", str(arguments.project))

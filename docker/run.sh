@@ -4,7 +4,7 @@
 #   docker/run.sh [-v HOST:CONTAINER ...] [--] COMMAND...
 #   docker/run.sh -v "$PWD/data:/data" -v "$PWD/runs:/runs" torchrun --nproc-per-node 8 -m recipes.sft data.path=/data/mine runs=/runs
 #
-# IMAGE, ENGINE, SHM_SIZE (32g) and ULIMITS say which image, engine, how much shared memory and which limits.
+# Variables: IMAGE, ENGINE, SHM_SIZE (shared memory, 32g) and ULIMITS.
 set -euo pipefail
 
 image=${IMAGE:-megatron-sft-harness:latest}
@@ -29,23 +29,23 @@ while (($#)); do
   esac
 done
 (($#)) || { echo "run.sh: no command; see --help" >&2; exit 2; }
-command -v "$engine" >/dev/null || { echo "run.sh: neither docker nor podman is here; install one" >&2; exit 2; }
-# Docker takes GPUs by NVIDIA's runtime, podman by the device list of NVIDIA's toolkit (CDI).
+command -v "$engine" >/dev/null || { echo "run.sh: $engine is not installed; install docker or podman" >&2; exit 2; }
+# Docker gets the GPUs from NVIDIA's runtime, podman from the device list of NVIDIA's toolkit (CDI).
 if [[ $engine == docker && $(docker info 2>/dev/null) == *nvidia* ]]; then
   options+=(--gpus all)
 elif [[ $engine == podman && (-e /etc/cdi/nvidia.yaml || -e /var/run/cdi/nvidia.yaml) ]]; then
   options+=(--device nvidia.com/gpu=all)
 fi
 
-# A first process that ends orphans and passes signals on, where the engine has one.
+# An init process reaps orphans and forwards signals, if the engine has one.
 if [[ $engine == docker ]] || command -v catatonit >/dev/null || [[ -x /usr/libexec/podman/catatonit ]]; then
   options+=(--init)
 fi
 
-# --shm-size: loader workers and NCCL pass data through /dev/shm, and the default of 64 MB ends in a bus error.
-# memlock: RDMA pins its buffers. stack: PyTorch's threads take more than the default. ULIMITS= sets none, where the
-# engine may not raise them.
-# --user: what a run writes to mounted folders belongs to whoever started it.
+# --shm-size: loader workers and NCCL pass data through /dev/shm, and the default of 64 MB causes a bus error.
+# memlock: RDMA pins its buffers. stack: PyTorch's threads need more than the default. ULIMITS= (empty) sets no limits,
+# for an engine that may not raise them.
+# --user: files that a run writes to mounted folders belong to the user who started it.
 for limit in ${ULIMITS-memlock=-1 stack=67108864}; do
   options+=(--ulimit "$limit")
 done

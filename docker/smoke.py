@@ -1,7 +1,7 @@
-"""Does this image work: imports, versions as JSON, and one training step of the tiny model on the CPU.
+"""Check that the image works: imports, versions as JSON, and one training step of the tiny model on the CPU.
 
-smoke.py            all of it; the last step of the build
-smoke.py --quick    imports and shared memory only; the container's health check
+smoke.py            run every check; the last step of the build
+smoke.py --quick    check imports and shared memory only; the health check of the container
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "pyarrow", "hydra-core", "numpy", "megatron-sft-harness")
 MODULES = ("torch", "pyarrow", "hydra", "harness.formats", "harness.megatron.step", "recipes.sft", "recipes.parity")
-# Workers hand batches over in shared memory; Docker's default of 64 MB ends in a bus error.
+# Workers pass batches through shared memory; Docker's default of 64 MB causes a bus error.
 MIN_SHM_BYTES = 1 << 30
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of what a run depends on; None where it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+def read_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that a run depends on; None for a package that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def train_one_step() -> float:
-    """The loss of one step of `recipes.sft` on a dataset made here."""
+    """Return the loss of one step of `recipes.sft` on a small dataset."""
     from harness.config import compose_config
     from harness.plan import SftConfig
     from recipes.parity import make_dataset
@@ -52,10 +52,12 @@ def main() -> None:
         importlib.import_module(name)
     quick = "--quick" in sys.argv[1:]
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    # A build has its own small /dev/shm; only a container that runs has the one that matters.
+    # The /dev/shm of a build is small and does not matter; only a running container has the one that does.
     if quick and shm_bytes < MIN_SHM_BYTES:
-        sys.exit(f"/dev/shm has {shm_bytes >> 20} MiB, workers need {MIN_SHM_BYTES >> 20}: start with --shm-size")
-    report: dict[str, object] = {"versions": versions(), "shm_mib": shm_bytes >> 20}
+        sys.exit(
+            f"/dev/shm has {shm_bytes >> 20} MiB, workers need {MIN_SHM_BYTES >> 20}: start with a larger --shm-size"
+        )
+    report: dict[str, object] = {"versions": read_versions(), "shm_mib": shm_bytes >> 20}
     if not quick:
         report["loss_of_one_step"] = train_one_step()
     print(json.dumps(report))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An image that stands for NVIDIA's: Debian with Python, PyTorch installed and PIP_CONSTRAINT set. Takes root, buildah and
+# Build an image to use in place of NVIDIA's: Debian with Python, PyTorch and PIP_CONSTRAINT. Needs root, buildah,
 # mmdebstrap, two minutes and 1.5 GB.
 #
 #   base.sh TAG TORCH_REQUIREMENT
@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates bookworm "$work/base.tar"
 container=$(buildah from scratch)
 buildah add -q "$container" "$work/base.tar" / >/dev/null
-# What this machine's pip needs to reach its index: certificates and settings, for the build alone.
+# The certificates and settings with which this machine's pip reaches its index, mounted during the build only.
 mounts=()
 for path in /etc/pip.conf /etc/ssl/certs ${PIP_FIND_LINKS:-}; do
   [[ -e $path ]] && mounts+=(-v "$path:$path:ro")

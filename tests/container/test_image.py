@@ -1,4 +1,4 @@
-"""The image, built by `docker/build.sh` on a base that stands for NVIDIA's, and the main job inside of it."""
+"""The image, built by `docker/build.sh` on a base in place of NVIDIA's, and training inside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BASE, TAG = "localhost/harness-test-base:latest", "localhost/harness-test:latest"
-# Engines that may not use a user namespace or cgroups, as inside of a container, build so.
+# For engines without user namespaces or cgroups, such as those inside a container.
 BUILD = ["--isolation=chroot", "--pull-never"]
 
 
@@ -51,7 +51,7 @@ def image() -> Iterator[str]:
 
 @pytest.fixture
 def start(image: str, tmp_path: Path):
-    """Start a command in the image as `docker/run.sh` does, with what this machine allows."""
+    """Run a command in the image with `docker/run.sh`, within the limits of this machine."""
     settings = tmp_path / "containers.conf"
     settings.write_text(
         '[containers]\ndefault_ulimits = ["nofile=16384:16384", "nproc=32768:32768"]\nnetns = "none"\n'
@@ -65,7 +65,7 @@ def start(image: str, tmp_path: Path):
     return in_image
 
 
-def test_the_base_keeps_its_torch_and_the_smoke_program_says_the_versions(start) -> None:
+def test_the_base_keeps_its_torch_and_the_smoke_test_prints_the_versions(start) -> None:
     done = start("python3", "docker/smoke.py", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     versions = json.loads(done.stdout.splitlines()[-1])["versions"]
@@ -74,7 +74,7 @@ def test_the_base_keeps_its_torch_and_the_smoke_program_says_the_versions(start)
     assert versions["megatron-sft-harness"] == importlib.metadata.version("megatron-sft-harness")
 
 
-def test_the_main_job_runs_as_another_user_and_writes_to_a_mounted_folder(start, tmp_path) -> None:
+def test_training_runs_as_another_user_and_writes_to_a_mounted_folder(start, tmp_path) -> None:
     make_dataset(tmp_path / "data")
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o777)
@@ -84,14 +84,14 @@ def test_the_main_job_runs_as_another_user_and_writes_to_a_mounted_folder(start,
     done = start(*mounts.split(), "--", *job.split(), "trainer.eval_batches=1")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (runs / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in steps] == [1, 2, 3]
+    assert [step["step"] for step in steps] == [1, 2, 3]
     assert (runs / "a").stat().st_uid == os.geteuid()
 
 
-def test_too_little_shared_memory_is_ill_health(start) -> None:
+def test_too_little_shared_memory_fails_the_health_check(start) -> None:
     done = start("python3", "docker/smoke.py", "--quick", SHM_SIZE="64m")
     assert done.returncode == 1
-    assert "/dev/shm has 64 MiB, workers need 1024: start with --shm-size" in done.stderr
+    assert "/dev/shm has 64 MiB, workers need 1024: start with a larger --shm-size" in done.stderr
 
 
 def test_the_image_has_a_normal_user_and_a_health_check(image) -> None:
@@ -100,7 +100,7 @@ def test_the_image_has_a_normal_user_and_a_health_check(image) -> None:
     assert config["Healthcheck"]["Test"] == ["CMD", "python3", "/opt/harness/docker/smoke.py", "--quick"]
 
 
-def test_a_change_of_code_does_not_install_dependencies_again(image) -> None:
+def test_a_change_of_code_rebuilds_without_installing_dependencies(image) -> None:
     change = ROOT / "recipes" / "_changed.py"
     change.write_text(f"# {time.time()}\n")
     try:

@@ -1,4 +1,4 @@
-"""What `docker/install.py` adds to a base image, and that it leaves the rest alone: real pip, wheels made here."""
+"""`docker/install.py` adds packages to a base image and changes none: real pip, wheels made by the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCKER = ROOT / "docker"
 
 
 def make_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
-    """A wheel of one module that says its version."""
+    """Write a wheel with one module that holds its version."""
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
     files = {
         f"{module}.py": f"origin = {version!r}\n",
@@ -76,7 +76,7 @@ def make_base(folder: Path) -> Path:
 
 
 class Image:
-    """A virtual environment that stands for a base image, with a torch that no index has."""
+    """A virtual environment in place of a base image, with a torch that no index has."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.python = folder, folder / "venv" / "bin" / "python"
@@ -106,8 +106,8 @@ class Image:
 
     def versions(self) -> dict[str, str]:
         code = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in m.distributions()))"
-        found = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout
-        return dict(one.split("=", 1) for one in found.split())
+        printed = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout
+        return dict(word.split("=", 1) for word in printed.split())
 
 
 @pytest.fixture(scope="module")
@@ -117,34 +117,34 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def image(base: Path, tmp_path: Path) -> Image:
-    # A copy, because making one takes seconds.
+    # A copy, because creating it takes seconds.
     shutil.copytree(base, tmp_path / "image", symlinks=True)
     return Image(tmp_path / "image")
 
 
-def test_a_planted_torch_and_the_bases_constraints_survive(image: Image) -> None:
+def test_the_torch_and_the_constraints_of_the_base_are_kept(image: Image) -> None:
     image.write("plotter==1.0\nreader==2.1\ntorch==2.99\n", PROJECT)
     done = image.install("--extras", "report", theirs="reader==2.0\n")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = image.versions()
-    assert found["torch"] == "2.9.0a0+nv26.6"
-    assert found["helper"] == "1.0"
-    assert found["reader"] == "2.0", "the base's constraint is stronger than our pin"
-    assert found["plotter"] == "1.0", "what the base says nothing of is pinned"
-    assert found["trainer"] == "1.5", "a newer one would need another torch"
+    versions = image.versions()
+    assert versions["torch"] == "2.9.0a0+nv26.6"
+    assert versions["helper"] == "1.0"
+    assert versions["reader"] == "2.0", "the constraint of the base overrides the project's pin"
+    assert versions["plotter"] == "1.0", "a package that the base does not constrain is pinned"
+    assert versions["trainer"] == "1.5", "a newer version would need another torch"
     assert "to be added: reader>=2 trainer>=1 plotter" in done.stdout
     assert image.install("--extras", "report").stdout.strip().endswith("to be added:")
 
 
-def test_what_cannot_be_had_without_another_torch_is_refused(image: Image) -> None:
+def test_a_dependency_that_needs_another_torch_is_refused(image: Image) -> None:
     image.write("", PROJECT.replace("trainer>=1", "trainer>=2"))
     done = image.install("--extras", "train")
     assert done.returncode != 0
-    assert "the base image's packages are its constraints" in done.stderr
+    assert "the packages of the base image are its constraints" in done.stderr
     assert image.versions()["torch"] == "2.9.0a0+nv26.6"
 
 
-def test_a_base_that_is_too_old_is_refused_by_name_and_torch_is_never_replaced(image: Image) -> None:
+def test_packages_of_the_base_that_are_too_old_are_named_and_torch_is_never_replaced(image: Image) -> None:
     image.write("", PROJECT.replace("torch>=2.6", "torch>=2.10").replace("reader>=2", "helper>=2"))
     done = image.install("--extras", "train")
     assert done.returncode != 0
@@ -167,19 +167,19 @@ def test_the_pinned_base_fits_the_project() -> None:
     assert image
     assert tag
     assert tag != "latest"
-    train = {one.name: one for one in map(Requirement, project["optional-dependencies"]["train"])}
+    train = {need.name: need for need in map(Requirement, project["optional-dependencies"]["train"])}
     assert train["megatron-core"].specifier.contains(pinned["MEGATRON_CORE"])
     environment = {"python_version": pinned["BASE_PYTHON"]}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
     (core,) = [
-        one for one in pins if one.name == "megatron-core" and (not one.marker or one.marker.evaluate(environment))
+        pin for pin in pins if pin.name == "megatron-core" and (not pin.marker or pin.marker.evaluate(environment))
     ]
     assert core.specifier.contains(Version(pinned["MEGATRON_CORE"]))
 
 
-def test_the_scripts_say_what_is_wrong_with_their_arguments() -> None:
-    for script, arguments, said in (
+def test_the_scripts_report_wrong_arguments() -> None:
+    for script, arguments, message in (
         ("build.sh", ["--tag"], "--tag needs a value"),
         ("build.sh", ["--nonsense"], "unknown argument --nonsense"),
         ("run.sh", [], "no command"),
@@ -187,7 +187,7 @@ def test_the_scripts_say_what_is_wrong_with_their_arguments() -> None:
     ):
         done = subprocess.run([DOCKER / script, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert message in done.stderr
     done = subprocess.run(
         [DOCKER / "build.sh"], capture_output=True, text=True, check=False, env={**os.environ, "ENGINE": "rkt"}
     )

@@ -1,4 +1,4 @@
-"""docker/build.sh: what it asks of the engine and of Enroot, which are no more than their names here."""
+"""docker/build.sh, with stand-ins that record how the engine and Enroot are called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Commands that note what they are called with."""
+    """A folder of commands that record their arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("podman", "buildah", "enroot"):
@@ -34,7 +34,7 @@ def build(tools: Path, *arguments: str, engine: str = "podman") -> tuple[int, st
     return done.returncode, done.stdout + done.stderr
 
 
-def test_an_image_for_pyxis_is_built_and_imported_where_the_caller_stands(tools: Path, tmp_path: Path) -> None:
+def test_an_image_for_pyxis_is_built_and_written_to_the_folder_of_the_caller(tools: Path, tmp_path: Path) -> None:
     code, output = build(tools, "--tag", "mine:1", "--base", "base:2", "--sqsh", "mine.sqsh", "--", "--no-cache")
     assert code == 0, output
     built, imported = (tmp_path / "calls").read_text().splitlines()
@@ -44,19 +44,19 @@ def test_an_image_for_pyxis_is_built_and_imported_where_the_caller_stands(tools:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "engine", "told"),
+    ("arguments", "engine", "message"),
     [
-        (["--sqsh", "there.sqsh"], "podman", "is there already"),
-        (["--sqsh", "nowhere/x.sqsh"], "podman", "there is no folder"),
+        (["--sqsh", "there.sqsh"], "podman", "exists already"),
+        (["--sqsh", "nowhere/x.sqsh"], "podman", "does not exist"),
         (["--sqsh", "x.sqsh"], "buildah", "set ENGINE=podman"),
         (["--sqsh"], "podman", "--sqsh needs a value"),
         ([], "kaniko", "expected docker, podman or buildah"),
     ],
 )
-def test_what_cannot_end_well_is_refused_before_the_build(
-    tools: Path, tmp_path: Path, arguments: list[str], engine: str, told: str
+def test_arguments_that_would_fail_later_are_refused_before_the_build(
+    tools: Path, tmp_path: Path, arguments: list[str], engine: str, message: str
 ) -> None:
     (tmp_path / "there.sqsh").write_text("")
     code, output = build(tools, *arguments, engine=engine)
-    assert (code, told in output) == (2, True), output
+    assert (code, message in output) == (2, True), output
     assert not (tmp_path / "calls").exists()
