@@ -1,18 +1,17 @@
-"""`harness bench corpus`: how long a blend of many sources takes to its first samples, with each fast-start option."""
+"""`harness bench corpus`: time to the first samples of a blend of many sources, with each fast-start option."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Figure
-from harness.bench.timing import take_turns
+from harness.bench.figures import BenchReport, Figure, Progress, take_turns
 from harness.bench.workspace import Workspace
+from harness.checks import require_numbers
 from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
 from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
 from harness.megatron.data import build_corpus
@@ -26,10 +25,11 @@ class CorpusSettings:
     """Sizes of the bench.
 
     Attributes:
-        sources: pairs in the blend, of equal weight.
-        documents: of each; `tokens` is the mean length of one.
-        sequence_length, samples: of the training set.
-        rounds: turns of each side.
+        sources: .bin and .idx pairs in the blend, of equal weight.
+        documents: documents of each source.
+        tokens: mean length of a document.
+        sequence_length, samples: size of the training set.
+        rounds: turns of each side of a comparison; figures are medians over them.
     """
 
     sources: int = 1000
@@ -39,15 +39,19 @@ class CorpusSettings:
     samples: int = 150_000
     rounds: int = 5
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "sources", lowest=2)
+        require_numbers(self, "", "documents", "tokens", "samples", "rounds", lowest=1)
+
 
 QUICK = CorpusSettings(sources=20, documents=50, samples=50, rounds=2)
 
 
-def bench_corpus(settings: CorpusSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
-    """Seconds until a blend is open and has given its first samples. Files are in the machine's cache."""
+def bench_corpus(settings: CorpusSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure the seconds until a blend is open and its first samples are read. Files are in the machine's cache."""
     report = BenchReport("corpus", asdict(settings))
     folder = workspace.folder / "corpus"
-    say(f"writing {settings.sources:,} pairs")
+    progress(f"writing {settings.sources:,} pairs")
     prefixes = [str(folder / f"source-{number:05d}") for number in range(settings.sources)]
     for number, prefix in enumerate(prefixes):
         _write(prefix, settings, seed=number)
@@ -59,9 +63,9 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, say: Callable[[
     )
     counted = replace(plain, per_dataset_sequences_path=str(folder / "counts.json"))
     fast = replace(counted, fast_cache_load=True)
-    say("building the indices")
+    progress("building the indices")
     report.add(Figure("indices built for the first time", _start(plain, settings), "s"))
-    say("with and without the fast options, in turns")
+    progress("with and without the fast options, in turns")
     sides = {
         "indices found": plain,
         "and counts from one file": counted,
@@ -69,20 +73,19 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, say: Callable[[
         "and defer_npy_index_mmap": replace(fast, defer_npy_index_mmap=True),
     }
     turns = {name: partial(_start, config, settings) for name, config in sides.items()}
-    taken = take_turns(turns, rounds=settings.rounds)
-    for name, seconds in taken.items():
+    for name, seconds in take_turns(turns, rounds=settings.rounds).items():
         report.add_samples(name, seconds, "s")
     report.add_ratio("all fast options", "indices found", "and defer_npy_index_mmap")
-    report.notes.append(f"each until {_FIRST} samples were read; what the options save on a disk far away is more")
+    report.notes.append(f"each until {_FIRST} samples were read; on a remote disk the options save more")
     return report
 
 
 def _start(config: CorpusConfig, settings: CorpusSettings, number: int = 0) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     corpus = build_corpus(config, 0, (settings.samples, None, None), _VOCABULARY, {})
     for index in range(min(_FIRST, settings.samples)):
         corpus.train[index]
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _write(prefix: str, settings: CorpusSettings, *, seed: int) -> None:

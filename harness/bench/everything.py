@@ -5,14 +5,35 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.bench.figures import BenchReport, list_versions, read_figures
-from harness.bench.output import Bench, Outcome, Say
+from harness.bench.figures import (
+    BenchReport,
+    Figure,
+    Progress,
+    describe_machine,
+    list_versions,
+    read_figures,
+    show_number,
+)
 from harness.errors import HarnessError
 
 _TIMEOUT_S = 7200.0
+_HEAD = """# Benchmarks
+
+Made by `harness bench all`; every section names the command that makes it alone. Figures are medians over rounds in
+which the sides of a comparison take turns, on the same data, in the same run: on another machine the figures change,
+and the ratios should change little. Ranges are of the rounds. A ratio is the first side's figure over the second's,
+and a target is this project's own. Missed targets stay on the page.
+"""
+_NOT_FASTER = """## What is not faster
+
+- **The step of a large model.** At 30 B parameters a published comparison of bin/idx and Parquet saw no difference in
+  step time (104.7 s against 103.8 s): a step waits for the model, and any of these formats is ready long before. The
+  claims are about start-up, memory, balance, safety and proof, not about the step.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,16 +43,16 @@ class Section:
     Attributes:
         title: of the page's section.
         arguments: of `harness bench`.
-        about: what is held against what.
-        peers: packages that the other sides are of.
-        has_data: whether it takes `--dir` and `--keep`, to share data with other sections.
+        about: the sides of the comparison.
+        peers: packages whose code is the other side.
+        shares_data: whether other sections use the same data, which is then made once.
     """
 
     title: str
     arguments: tuple[str, ...]
     about: str
     peers: tuple[str, ...] = ()
-    has_data: bool = False
+    shares_data: bool = False
 
     @property
     def command(self) -> str:
@@ -39,7 +60,7 @@ class Section:
 
 
 def _part(title: str, part: str, about: str, *peers: str) -> Section:
-    return Section(f"Formats: {title}", ("formats", "--part", part), about, peers, has_data=True)
+    return Section(f"Formats: {title}", ("formats", f"parts={part}"), about, peers, shares_data=True)
 
 
 SECTIONS = (
@@ -75,7 +96,7 @@ SECTIONS = (
         "Planning again",
         ("repack",),
         "A plan over stored sequences, written in whole; and packs read through one, against the same packs in rows.",
-        has_data=True,
+        shares_data=True,
     ),
     Section(
         "Token shards",
@@ -93,7 +114,7 @@ SECTIONS = (
         "Loader",
         ("loader",),
         "Finished THD batches from each format, and the wait for the first one.",
-        has_data=True,
+        shares_data=True,
     ),
     Section(
         "A corpus of many files",
@@ -110,40 +131,57 @@ SECTIONS = (
 )
 
 
-def bench_everything(folder: Path, *, quick: bool, failed: list[str]) -> list[Bench]:
-    """A bench for every section; data is shared in `folder`.
+@dataclass(frozen=True)
+class EverythingSettings:
+    """Settings of `harness bench all`.
 
-    One that cannot be measured is a report with a note, and its title is added to `failed`: what the others took an
-    hour to measure is not lost.
+    Attributes:
+        page: file of the page to write.
     """
-    return [_bench(section, folder, quick=quick, failed=failed) for section in SECTIONS]
+
+    page: str = "BENCHMARKS.md"
 
 
-def _bench(section: Section, folder: Path, *, quick: bool, failed: list[str]) -> Bench:
-    shown = (*section.arguments, *(("--quick",) if quick else ()))
+QUICK = EverythingSettings()
 
-    def bench(say: Say) -> Outcome:
-        say(f"{section.title}: harness bench {' '.join(shown)}")
-        data = ("--dir", str(folder), "--keep") if section.has_data else ()
+
+def bench_everything(folder: Path, *, quick: bool, failed: list[str]) -> list[Callable[[Progress], BenchReport]]:
+    """Return a measurement for every section, with data shared in `folder`.
+
+    A section that cannot be measured becomes a report with a note, and its title is added to `failed`, so that an hour
+    of other measurements is not lost.
+    """
+    return [_measurement(section, folder, quick=quick, failed=failed) for section in SECTIONS]
+
+
+def _measurement(
+    section: Section, folder: Path, *, quick: bool, failed: list[str]
+) -> Callable[[Progress], BenchReport]:
+    arguments = (*section.arguments, *(("--quick",) if quick else ()))
+    command = " ".join(("harness", "bench", *arguments))
+
+    def measure(progress: Progress) -> BenchReport:
+        progress(f"{section.title}: {command}")
+        data = ("--dir", str(folder), "--keep") if section.shares_data else ()
         try:
-            report = _measure((*shown, *data, "--json"))
+            report = _measure((*arguments, *data, "--json"))
         except HarnessError as error:
             failed.append(section.title)
             report = BenchReport(section.arguments[0], {}, notes=[f"this could not be measured: {error.what}"])
-        report.command = " ".join(("harness", "bench", *shown))
+        report.command = command
         report.title, report.about = section.title, section.about
         if section.peers:
             versions = list_versions()
             peers = [f"{name} {versions.get(name, '(not installed, not measured)')}" for name in section.peers]
             report.about += f" Measured against {', '.join(peers)}."
-        return report, None
+        return report
 
-    return bench
+    return measure
 
 
 def _measure(arguments: tuple[str, ...]) -> BenchReport:
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cli.app", "bench", *arguments],
+        [sys.executable, "-c", "from harness.cli import main; main()", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -152,9 +190,117 @@ def _measure(arguments: tuple[str, ...]) -> BenchReport:
     try:
         return read_figures(json.loads(done.stdout[done.stdout.index("{") :])["reports"][0])
     except (ValueError, KeyError, IndexError):
-        said = [line for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise HarnessError(
-            f"exit code {done.returncode}: {' '.join(said[-3:])[-500:] or 'nothing was said'}",
+            f"exit code {done.returncode}: {' '.join(lines[-3:])[-500:] or 'no output'}",
             where=" ".join(arguments),
-            fix="run it alone to see all that it says",
+            fix="run it alone to see its whole output",
         ) from None
+
+
+def render_benchmarks(reports: Sequence[BenchReport]) -> str:
+    """Return the page of the sections' reports, in their order."""
+    parts = [_HEAD, _machine(reports), _summary(reports), _not_faster(reports)]
+    return "\n".join([*parts, *map(_section, reports)])
+
+
+def _machine(reports: Sequence[BenchReport]) -> str:
+    machine = describe_machine()
+    began = min((report.began for report in reports), default="")
+    seconds = sum(report.seconds for report in reports)
+    loads = [report.load for report in reports if report.load is not None]
+    lines = [
+        "## The machine",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| measured | {began[:10]}, {seconds / 60:.0f} minutes |",
+        f"| processor | {machine['processor']}, {machine['cores']} cores |",
+        f"| memory | {machine['memory_bytes'] / 1e9:.0f} GB |",
+        f"| system | {machine['system']}, Python {machine['python']} |",
+        f"| packages | {', '.join(f'{name} {version}' for name, version in list_versions().items())} |",
+    ]
+    if loads:
+        lines.append(f"| load when a section ended | {min(loads):.1f} to {max(loads):.1f} processes |")
+    text = "\n".join(lines) + "\n"
+    # Figures of a busy machine stay on the page, with a warning: a bench of one process has a load of one.
+    if loads and max(loads) > machine["cores"] + 1:
+        text += (
+            f"\nThis machine had other work: more processes wanted to run than its {machine['cores']} cores\n"
+            "can. Seconds on the clock are too long and rates too low; ratios, and what is timed by processor time,\n"
+            "suffer less.\n"
+        )
+    return text
+
+
+def _summary(reports: Sequence[BenchReport]) -> str:
+    rows = [
+        f"| {_text(figure.name)} | {_shown(figure)} | {figure.target} | {_verdict(figure)} | {report.title} |"
+        for report in reports
+        for figure in report.figures
+        if figure.met is not None
+    ]
+    met = sum(figure.met is True for report in reports for figure in report.figures)
+    return "\n".join(
+        [
+            "## In short",
+            "",
+            f"{met} of {len(rows)} targets are met.",
+            "",
+            "| | figure | target | | section |",
+            "|---|--:|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _not_faster(reports: Sequence[BenchReport]) -> str:
+    lines = [_NOT_FASTER.rstrip()]
+    for report in reports:
+        # A ratio with a ceiling is a cost, and one without is a speed.
+        slower = [
+            figure
+            for figure in report.figures
+            if figure.unit == "x" and figure.of and (figure.value > 1 if figure.at_most else figure.value < 1)
+        ]
+        if slower:
+            listed = ", ".join(f"{_text(figure.name)} {_shown(figure)}" for figure in slower)
+            lines.append(f"- **{report.title}**: {listed}.")
+    for report in reports:
+        if report.missed:
+            listed = ", ".join(f"{_text(figure.name)} {_shown(figure)} ({figure.target})" for figure in report.missed)
+            lines.append(f"- Targets missed, {report.title}: {listed}.")
+    return "\n".join(lines) + "\n"
+
+
+def _section(report: BenchReport) -> str:
+    lines = [f"## {report.title}", "", report.about, "", "```", report.command, "```", ""]
+    if report.figures:
+        lines += ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"]
+        for figure in report.figures:
+            name = f"**{_text(figure.name)}**" if figure.of and figure.unit == "x" else _text(figure.name)
+            lines.append(f"| {name} | {_shown(figure)} | {_range(figure)} | {figure.target} | {_verdict(figure)} |")
+        lines.append("")
+    lines += [f"- {note}" for note in report.notes]
+    if report.load is not None:
+        lines.append(f"- took {report.seconds:.0f} s; load when it ended {report.load:.1f}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(figure: Figure) -> str:
+    return f"{show_number(figure.value)} {figure.unit}".rstrip()
+
+
+def _range(figure: Figure) -> str:
+    if len(figure.samples) < 2:
+        return ""
+    return f"{show_number(min(figure.samples))} – {show_number(max(figure.samples))}"  # noqa: RUF001
+
+
+def _verdict(figure: Figure) -> str:
+    return {None: "", True: "met", False: "**missed**"}[figure.met]
+
+
+def _text(name: str) -> str:
+    return name.replace("|", "\\|")

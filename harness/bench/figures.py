@@ -1,13 +1,15 @@
-"""Figures of one bench: what was measured, what was hoped for, as a table for people and as JSON for programs."""
+"""Figures of one bench: sides that take turns, medians with their targets, a table for people, JSON for programs."""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +21,54 @@ from rich.text import Text
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "trl", "datasets")
 
+# Logs what a bench is doing now.
+Progress = Callable[[str], None]
+# Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the units of work done.
+Work = Callable[[int], float]
+# Does its part of a round and returns the sample to keep.
+Side = Callable[[int], float]
+
+
+def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[float]]:
+    """Return the samples of each side, one a round.
+
+    All sides run in every round, so that a disturbance hits all of them, and each round starts with another side, so
+    that none always gets the caches that its neighbor warmed. A warm-up round is not counted.
+    """
+    names = list(sides)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-1, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            sample = sides[name](number)
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def measure_rates(works: Mapping[str, Work], *, rounds: int, cpu_time: bool = False) -> dict[str, list[float]]:
+    """Return the units a second of each work in each round, in turns.
+
+    Args:
+        works: the sides.
+        rounds: turns of each.
+        cpu_time: count the seconds that this process spends on a processor, whatever else the machine does. Only for
+            works of one thread that wait for nothing: on a quiet machine it equals time on the clock.
+    """
+    clock = time.process_time if cpu_time else time.perf_counter
+
+    def rate_of(work: Work) -> Side:
+        def side(number: int) -> float:
+            start = clock()
+            units = work(number)
+            # The clock may not have moved for work that takes no time.
+            return units / max(clock() - start, 1e-9)
+
+        return side
+
+    return take_turns({name: rate_of(work) for name, work in works.items()}, rounds=rounds)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -28,10 +78,10 @@ class Figure:
         name: unique in its report.
         value: in `unit`.
         unit: such as `packs/s`; `x` for a ratio.
-        at_least, at_most: the target, where there is one.
-        samples: what `value` is the median of, one a round, in `unit`; empty where it is computed from other figures
-            or counted.
-        of: names of the figures that it is computed from.
+        at_least, at_most: the target; None for no target.
+        samples: one a round, in `unit`, with `value` as their median; empty for a count or a value computed from other
+            figures.
+        of: names of the figures that `value` is computed from.
     """
 
     name: str
@@ -44,7 +94,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """True where the target is met, None without a target."""
         if self.at_least is None and self.at_most is None:
             return None
         above = self.at_least is None or self.value >= self.at_least
@@ -78,11 +128,12 @@ class BenchReport:
 
     Attributes:
         subject: name of the bench.
-        settings: what it was run with.
-        notes: what a reader of the figures must know, such as what could not be measured here.
-        command: that measured them; empty for that of this process.
-        load: processes that ran or waited to run, mean of a minute, when it was done.
-        title, about: on a page of several: what it is called, what is held against what.
+        settings: of the bench.
+        notes: facts that a reader of the figures needs, such as a package that is not installed here.
+        command: the command that measured; empty for the command of this process.
+        load: load average of the last minute when the bench ended.
+        title, about: heading and introduction on the page of all benches.
+        drawing: chart to print below the table.
     """
 
     subject: str
@@ -95,9 +146,10 @@ class BenchReport:
     load: float | None = None
     title: str = ""
     about: str = ""
+    drawing: RenderableType | None = None
 
     def add(self, figure: Figure) -> Figure:
-        """Raises ValueError for a name that is taken."""
+        """Append a figure; raises ValueError for a name that is taken."""
         if any(known.name == figure.name for known in self.figures):
             raise ValueError(f"two figures are named {figure.name!r}")
         self.figures.append(figure)
@@ -129,7 +181,7 @@ class BenchReport:
         return self.add(Figure(name, value, "x", at_least, at_most, of=(over, under)))
 
     def figure(self, name: str) -> Figure:
-        """Raises KeyError where there is none of that name."""
+        """Return the figure of that name; raises KeyError where there is none."""
         for figure in self.figures:
             if figure.name == name:
                 return figure
@@ -137,7 +189,7 @@ class BenchReport:
 
     @property
     def missed(self) -> list[Figure]:
-        """Figures that do not meet their targets."""
+        """Return the figures that do not meet their targets."""
         return [figure for figure in self.figures if figure.met is False]
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,27 +207,19 @@ class BenchReport:
 
 
 def read_figures(values: Mapping[str, Any]) -> BenchReport:
-    """The report that `BenchReport.to_dict` made `values` of, in this process or another.
+    """Return the report that `BenchReport.to_dict` made `values` from, in this process or another.
 
     Raises:
-        KeyError: something is missing.
+        KeyError: a field is missing.
     """
-    figures = [
-        Figure(
-            one["name"],
-            one["value"],
-            one["unit"],
-            one["at_least"],
-            one["at_most"],
-            tuple(one["samples"]),
-            tuple(one["of"]),
-        )
-        for one in values["figures"]
-    ]
+    names = ("name", "value", "unit", "at_least", "at_most")
     return BenchReport(
         values["subject"],
         values["settings"],
-        figures,
+        [
+            Figure(**{name: figure[name] for name in names}, samples=tuple(figure["samples"]), of=tuple(figure["of"]))
+            for figure in values["figures"]
+        ],
         list(values["notes"]),
         values["began"],
         values["seconds"],
@@ -185,26 +229,26 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
 
 
 def render_report(report: BenchReport) -> RenderableType:
-    """A table of figures and targets, and the notes below it."""
+    """Return a table of figures and targets, the notes below it, and the drawing."""
     table = Table(title=f"bench {report.subject}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("measured")
     table.add_column("figure", justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     table.add_column("target", no_wrap=True)
     table.add_column("", no_wrap=True)
-    words = {None: Text(""), True: Text("met", style="green"), False: Text("missed", style="bold red")}
+    verdicts = {None: Text(""), True: Text("met", style="green"), False: Text("missed", style="bold red")}
     for figure in report.figures:
-        table.add_row(figure.name, show_number(figure.value), figure.unit, figure.target, words[figure.met])
+        table.add_row(figure.name, show_number(figure.value), figure.unit, figure.target, verdicts[figure.met])
     machine = describe_machine()
     lines = [
         Text(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']}; took {report.seconds:.0f} s"),
         *(Text(f"- {note}") for note in report.notes),
     ]
-    return Group(table, *lines)
+    return Group(table, *lines, *([] if report.drawing is None else [report.drawing]))
 
 
 def show_number(value: float) -> str:
-    """Three significant digits, four from 1 to 10 (most ratios), all of the whole part above 100."""
+    """Format with three significant digits, four from 1 to 10 (most ratios), and no fraction from 100 on."""
     size = abs(value)
     if size == 0 or size >= 100:
         return f"{value:,.0f}"
@@ -214,7 +258,7 @@ def show_number(value: float) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory in bytes, load, system and Python."""
+    """Return the processor, cores that this process may use, memory in bytes, load, system and Python."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -226,14 +270,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def list_versions() -> dict[str, str]:
-    """Versions of the packages that matter to speed, of those that are installed."""
-    found = {}
+    """Return the versions of the installed packages that matter to speed."""
+    versions = {}
     for name in ("megatron-sft-harness", *_PACKAGES):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _processor() -> str:

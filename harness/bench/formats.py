@@ -1,43 +1,408 @@
-"""`harness bench formats`: what each format reads and writes, held against plain arrays on the same data."""
+"""`harness bench formats`: reading, opening and writing in each format, against plain arrays of the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+import gc
+import itertools
+import os
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from harness.bench.figures import BenchReport
-from harness.bench.formats_reading import measure_checks, measure_order, measure_peer, measure_random
-from harness.bench.formats_settings import FormatsSettings
-from harness.bench.formats_storing import measure_legacy, measure_open, measure_writing
-from harness.bench.workspace import Workspace
-from harness.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-QUICK = FormatsSettings(packs=2000, rounds=3, reads=1000, peer_reads=20, open_packs=50_000, write_packs=2000)
+from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
+from harness.bench.probe import measure_apart
+from harness.bench.readers import BridgeReader, open_arrow, open_unchecked, write_bridge_file
+from harness.bench.workspace import Workspace, make_packs
+from harness.checks import require_choice, require_numbers
+from harness.formats import PackReader, open_dataset, open_writer
+from harness.loader.config import LoaderConfig
+from harness.loader.order import EpochOrder
+from harness.records import Pack
+
+_NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
+_ARROW = "datasets' Arrow, random"
+_RAW = "one plain file"
+_MAPPED = ("memmap", "binidx")
+_ORDERED = ("memmap", "binidx", "parquet")
+_OPENED = ("parquet", "memmap", "binidx", "jsonl")
+_WRITTEN = ("parquet", "memmap", "binidx")
+# A chunk of JSON is a thousand packs by default, and a large dataset of it takes long to write.
+_JSONL_PACKS = 1000
+# Packs that a loader reads at a time.
+_BATCH = 64
+# Processes that open a dataset, in turns.
+_MOST_PROCESSES = 5
+_SHARD_PACKS = 16384
+# More than a row group, so that compression finds no pack twice.
+_DISTINCT_PACKS = 512
+_BYTES_PER_TOKEN = 5
 
 
-def bench_formats(settings: FormatsSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
-    """Measure the parts that the settings name, of `PARTS`.
+@dataclass(frozen=True)
+class FormatsSettings:
+    """Sizes of the bench.
 
-    Raises:
-        ConfigError: there is no such part.
+    Attributes:
+        packs, pack_size: size of the dataset that is read.
+        rounds: turns of each side of a comparison; figures are medians over them.
+        reads: packs that a side reads in a round.
+        peer_reads: packs of a round against the row-group reader, which is slow.
+        open_packs: packs of the dataset that is opened.
+        write_packs, write_pack_size: size of the dataset that is written.
+        parts: measurements to make: random, order, peer, checks, open, write, legacy.
     """
-    for part in settings.parts:
-        if part not in PARTS:
-            raise ConfigError(f"there is no part {part!r}", where="--part", fix=f"choose of {', '.join(PARTS)}")
+
+    packs: int = 20_000
+    pack_size: int = 4096
+    rounds: int = 9
+    reads: int = 4096
+    peer_reads: int = 60
+    open_packs: int = 2_000_000
+    write_packs: int = 50_000
+    write_pack_size: int = 2048
+    parts: tuple[str, ...] = ("random", "order", "peer", "checks", "open", "write", "legacy")
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            require_choice(part, PARTS, setting="parts")
+        require_numbers(self, "", "packs", "rounds", "reads", "peer_reads", "open_packs", "write_packs", lowest=1)
+        require_numbers(self, "", "pack_size", "write_pack_size", lowest=2)
+
+
+def bench_formats(settings: FormatsSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Make the measurements that `settings.parts` names."""
     report = BenchReport("formats", asdict(settings))
     report.notes.append("reading in one thread is timed by its processor time, all else on the clock")
     for part in settings.parts:
-        PARTS[part](settings, workspace, report, say)
+        PARTS[part](settings, workspace, report, progress)
     return report
 
 
-Measure = Callable[[FormatsSettings, Workspace, BenchReport, Callable[[str], None]], None]
-PARTS: dict[str, Measure] = {
-    "random": measure_random,
-    "order": measure_order,
-    "peer": measure_peer,
-    "checks": measure_checks,
-    "open": measure_open,
-    "write": measure_writing,
-    "legacy": measure_legacy,
+class PlainRows:
+    """Ids int32 and mask uint8 in two plain `.npy` arrays of one padded row a pack: nothing to look up or check."""
+
+    def __init__(self, folder: Path, *, packs: int, pack_size: int) -> None:
+        self._pack_size = pack_size
+        paths = [folder / f"plain-{name}-{packs}x{pack_size}.npy" for name in ("ids", "mask")]
+        if not all(path.exists() for path in paths):
+            files = [
+                np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(packs, pack_size))
+                for path, dtype in zip(paths, (np.int32, np.uint8), strict=True)
+            ]
+            for row, pack in enumerate(make_packs(packs, pack_size)):
+                files[0][row, : len(pack)] = pack.input_ids
+                files[1][row, : len(pack)] = pack.loss_mask
+        self._ids, self._mask = (np.lib.format.open_memmap(path, mode="r") for path in paths)
+        self._descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        self._data_starts = [
+            path.stat().st_size - packs * pack_size * size for path, size in zip(paths, (4, 1), strict=True)
+        ]
+
+    def copy_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return ids and mask of a row, copied from the maps."""
+        return np.array(self._ids[row]), np.array(self._mask[row])
+
+    def pread_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return ids and mask of a row, read with one system call each."""
+        size = self._pack_size
+        ids = os.pread(self._descriptors[0], 4 * size, self._data_starts[0] + 4 * size * row)
+        mask = os.pread(self._descriptors[1], size, self._data_starts[1] + size * row)
+        return np.frombuffer(ids, np.int32), np.frombuffer(mask, np.uint8)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _read_each(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Work:
+    """Read the packs that `draw` gives for a round, one at a time."""
+
+    def side(number: int) -> float:
+        ids = draw(number)
+        for index in ids:
+            get(index)
+        return len(ids)
+
+    return side
+
+
+def _read_batches(draw: Callable[[int], list[int]], reader: PackReader) -> Work:
+    """Read the packs that `draw` gives for a round, in lists of the size that a loader asks for."""
+
+    def side(number: int) -> float:
+        ids = draw(number)
+        for start in range(0, len(ids), _BATCH):
+            reader.read(ids[start : start + _BATCH])
+        return len(ids)
+
+    return side
+
+
+def _datasets(names: Iterable[str], settings: FormatsSettings, workspace: Workspace) -> dict[str, Path]:
+    return {name: workspace.dataset(name, packs=settings.packs, pack_size=settings.pack_size) for name in names}
+
+
+def _measure_random(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Read memmap and binidx at random, pack by pack and in lists, against numpy's maps and pread."""
+    progress("random reads: writing the data")
+    readers = {name: open_dataset(path) for name, path in _datasets(_MAPPED, settings, workspace).items()}
+    chunk = min(settings.packs, _JSONL_PACKS)
+    jsonl = open_dataset(workspace.dataset("jsonl", packs=chunk, pack_size=settings.pack_size))
+    rows = PlainRows(workspace.folder, packs=settings.packs, pack_size=settings.pack_size)
+
+    def drawer(packs: int, reads: int) -> Callable[[int], list[int]]:
+        def draw(number: int) -> list[int]:
+            # The warm-up touches every pack, so that no side pays for the pages that it maps first.
+            if number < 0:
+                return list(range(packs))
+            ids: list[int] = np.random.default_rng([7, number]).integers(0, packs, reads).tolist()
+            return ids
+
+        return draw
+
+    progress("random reads")
+    draw = drawer(settings.packs, settings.reads)
+    sides = {_NUMPY: _read_each(draw, rows.copy_row), _PREAD: _read_each(draw, rows.pread_row)}
+    for name, reader in readers.items():
+        sides[f"{name}, random"] = _read_each(draw, reader.__getitem__)
+        sides[f"{name}, random, {_BATCH} at a time"] = _read_batches(draw, reader)
+    sides["jsonl, random"] = _read_each(drawer(chunk, max(1, settings.reads // 16)), jsonl.__getitem__)
+    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
+        report.add_samples(name, rates, "packs/s")
+    for name in readers:
+        report.add_ratio(f"{name} to np.memmap, random", f"{name}, random", _NUMPY, at_least=0.8)
+        report.add_ratio(f"{name} to pread, random", f"{name}, random", _PREAD)
+    rows.close()
+    _close([*readers.values(), jsonl])
+
+
+def _measure_order(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Read each format in the order of a loader with its default block and window, a batch at a time."""
+    progress("the loader's order: writing the data")
+    readers = {name: open_dataset(path) for name, path in _datasets(_ORDERED, settings, workspace).items()}
+    progress("the loader's order")
+    sides = {f"{name}, loader's order": _read_in_order(reader, settings) for name, reader in readers.items()}
+    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
+        report.add_samples(name, rates, "packs/s")
+    report.add_ratio(
+        "parquet to memmap, loader's order", "parquet, loader's order", "memmap, loader's order", at_least=1 / 3
+    )
+    _close(readers.values())
+
+
+def _read_in_order(reader: PackReader, settings: FormatsSettings) -> Work:
+    """Warm up with an epoch, then read the next stretch of an epoch in every round, and the next epoch after it."""
+    config = LoaderConfig().order()
+    reads = min(settings.reads, len(reader))
+    rounds_per_epoch = len(reader) // reads
+    orders: dict[int, EpochOrder] = {}
+
+    def draw(number: int) -> list[int]:
+        if number < 0:
+            ids = EpochOrder(config, len(reader), 0).packs(0, len(reader))
+        else:
+            epoch, part = divmod(number, rounds_per_epoch)
+            if epoch + 1 not in orders:
+                orders.clear()
+                orders[epoch + 1] = EpochOrder(config, len(reader), epoch + 1)
+            ids = orders[epoch + 1].packs(part * reads, (part + 1) * reads)
+        listed: list[int] = ids.tolist()
+        return listed
+
+    return _read_batches(draw, reader)
+
+
+def _measure_peer(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Read at random: Parquet against a reader that keeps one large row group, memmap against mapped Arrow."""
+    progress("fully random Parquet: writing the data")
+    size = f"{settings.packs}x{settings.pack_size}"
+    path = workspace.folder / f"bridge-{size}.idx.parquet"
+    if not path.exists():
+        write_bridge_file(path, make_packs(settings.packs, settings.pack_size))
+    theirs = BridgeReader(path)
+    paths = _datasets(("parquet", "memmap"), settings, workspace)
+    ours, mapped = open_dataset(paths["parquet"]), open_dataset(paths["memmap"])
+    arrow = open_arrow(workspace.folder / f"arrow-{size}", make_packs(settings.packs, settings.pack_size))
+    progress("fully random Parquet")
+
+    def read(get: Callable[[int], object], reads: int = settings.peer_reads) -> Work:
+        def draw(number: int) -> list[int]:
+            ids: list[int] = np.random.default_rng([8, number + 1]).integers(0, settings.packs, reads).tolist()
+            return ids
+
+        return _read_each(draw, get)
+
+    sides = {"parquet, random": read(ours.__getitem__), "Megatron-Bridge's Parquet, random": read(theirs.__getitem__)}
+    if arrow is None:
+        report.notes.append("datasets is not installed; with `pip install datasets` its Arrow is measured too")
+    else:
+        sides["memmap, random, on the clock"] = read(mapped.__getitem__, settings.reads)
+        sides[_ARROW] = read(arrow.__getitem__, settings.reads)
+    # On the clock: Megatron-Bridge's reader decodes in several threads.
+    for name, rates in measure_rates(sides, rounds=settings.rounds).items():
+        report.add_samples(name, rates, "packs/s")
+    report.add_ratio(
+        "parquet to Megatron-Bridge's, random", "parquet, random", "Megatron-Bridge's Parquet, random", at_least=8
+    )
+    if arrow is not None:
+        report.add_ratio("memmap to datasets' Arrow, random", "memmap, random, on the clock", _ARROW)
+        report.add_ratio("parquet to datasets' Arrow, random", "parquet, random", _ARROW)
+    _close((ours, mapped))
+
+
+def _measure_checks(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Read in the loader's order with checksums compared, against the same reader that compares nothing."""
+    progress("cost of checks: writing the data")
+    paths = _datasets(_ORDERED, settings, workspace)
+    progress("cost of checks")
+    for name, path in paths.items():
+        checked, unchecked = open_dataset(path), open_unchecked(path)
+        sides = {
+            f"{name}, checked": _read_in_order(checked, settings),
+            f"{name}, unchecked": _read_in_order(unchecked, settings),
+        }
+        for side, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
+            report.add_samples(side, rates, "packs/s")
+        report.add_ratio(f"{name}, time with checks to without", f"{name}, unchecked", f"{name}, checked", at_most=1.15)
+        _close((checked, unchecked))
+
+
+def _close(readers: Iterable[PackReader]) -> None:
+    for reader in readers:
+        reader.close()
+
+
+def _measure_open(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Open a dataset of millions of packs whose shards are links to one another, each time in a new process."""
+    progress("opening: writing the data")
+    shard_packs = min(_SHARD_PACKS, settings.packs)
+    paths = {
+        name: workspace.large_dataset(
+            name, packs=settings.open_packs, shard_packs=shard_packs, pack_size=settings.pack_size
+        )
+        for name in _OPENED
+    }
+    progress("opening")
+    opened: dict[str, list[dict[str, float]]] = {name: [] for name in _OPENED}
+    for _ in range(min(settings.rounds, _MOST_PROCESSES)):
+        for name, path in paths.items():
+            opened[name].append(measure_apart("open", str(path)))
+    for name, samples in opened.items():
+        report.add_samples(f"{name}, open", [sample["seconds"] for sample in samples], "s", at_most=0.5)
+        megabytes = [sample["megabytes"] for sample in samples]
+        report.add_samples(f"{name}, memory of open", megabytes, "MB", at_most=60)
+        packs, sequences = (int(samples[0][key]) for key in ("packs", "sequences"))
+        report.notes.append(f"{name} opened: {packs:,} packs, {sequences:,} sequences")
+
+
+def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Measure tokens and masks written a second, with index, checksums and fsync, and the peak of Python's heap."""
+    progress("writing")
+    distinct = list(make_packs(min(_DISTINCT_PACKS, settings.write_packs), settings.write_pack_size))
+    folder = workspace.folder / "written"
+    folder.mkdir(exist_ok=True)
+
+    def packs() -> Iterable[Pack]:
+        return itertools.islice(itertools.cycle(distinct), settings.write_packs)
+
+    total = sum(map(len, packs())) * _BYTES_PER_TOKEN / 1e6
+    processor: dict[str, list[float]] = {name: [] for name in _WRITTEN}
+
+    def write(name: str) -> None:
+        path = folder / name
+        with open_writer(path, format=name, pack_size=settings.write_pack_size) as writer:
+            for pack in packs():
+                writer.append(pack)
+        shutil.rmtree(path)
+
+    def side(name: str) -> Work:
+        def work(number: int) -> float:
+            start = time.process_time()
+            write(name)
+            if number >= 0:
+                processor[name].append(total / (time.process_time() - start))
+            return total
+
+        return work
+
+    def plain(number: int) -> float:
+        _write_plain(folder / "plain", packs())
+        return total
+
+    sides = {f"{name}, write": side(name) for name in _WRITTEN} | {f"{_RAW}, write": plain}
+    for name, rates in measure_rates(sides, rounds=min(settings.rounds, 3)).items():
+        target = 150.0 if name in ("parquet, write", "memmap, write") else None
+        report.add_samples(name, rates, "MB/s", at_least=target)
+    for name in _WRITTEN:
+        report.add_samples(f"{name}, write, by processor time", processor[name], "MB/s")
+        report.add_ratio(f"{name} to {_RAW}, write", f"{name}, write", f"{_RAW}, write")
+    progress("memory of writing")
+    for name in _WRITTEN:
+        heap = _peak_heap(lambda: write(name))  # noqa: B023
+        target = 32.0 if name in ("parquet", "memmap") else None
+        report.add(Figure(f"{name}, peak heap of write", heap, "MB", at_most=target))
+    arrow = pa.default_memory_pool().max_memory() / 1e6
+    report.notes.append(f"Arrow, whose memory is not on Python's heap, held {arrow:.0f} MB at most in this process")
+
+
+def _write_plain(path: Path, packs: Iterable[Pack]) -> None:
+    """Write the same bytes to one file and force them to disk, and nothing else."""
+    with path.open("wb") as file:
+        for pack in packs:
+            file.write(pack.input_ids.data)
+            file.write(pack.loss_mask.data)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _peak_heap(work: Callable[[], None]) -> float:
+    """Return the megabytes by which Python's heap, numpy's arrays included, grows at most."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return (tracemalloc.get_traced_memory()[1] - before) / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def _measure_legacy(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+    """Measure the memory of opening Parquet, against `numpy.load` of a pickled `.npy` of the same packs."""
+    progress("the legacy .npy: writing the data")
+    packs, pack_size = settings.write_packs, settings.write_pack_size
+    file = workspace.folder / f"legacy-{packs}x{pack_size}.npy"
+    if not file.exists():
+        with open_writer(file, format="npy", pack_size=pack_size) as writer:
+            for pack in make_packs(packs, pack_size):
+                writer.append(pack)
+    parquet = workspace.dataset("parquet", packs=packs, pack_size=pack_size)
+    progress("the legacy .npy: loading it")
+    loaded = measure_apart("numpy_load", str(file))
+    opened = [measure_apart("open", str(parquet)) for _ in range(min(settings.rounds, _MOST_PROCESSES))]
+    ours, theirs = f"parquet, memory of open, {packs:,} packs", "npy, memory of numpy.load"
+    report.add(Figure(theirs, loaded["megabytes"], "MB"))
+    report.add(Figure("npy, numpy.load", loaded["seconds"], "s"))
+    report.add_samples(ours, [sample["megabytes"] for sample in opened], "MB")
+    report.add_ratio("npy's memory to parquet's", theirs, ours, at_least=500)
+
+
+PARTS: dict[str, Callable[[FormatsSettings, Workspace, BenchReport, Progress], None]] = {
+    "random": _measure_random,
+    "order": _measure_order,
+    "peer": _measure_peer,
+    "checks": _measure_checks,
+    "open": _measure_open,
+    "write": _measure_writing,
+    "legacy": _measure_legacy,
 }
+QUICK = FormatsSettings(packs=2000, rounds=3, reads=1000, peer_reads=20, open_packs=50_000, write_packs=2000)

@@ -1,4 +1,4 @@
-"""`harness bench loader`: finished THD batches a second, where the time goes, and how soon the first one is there."""
+"""`harness bench loader`: THD batches a second, shares of a step's time, and the wait for the first batch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import itertools
 import pickle
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.bench.figures import BenchReport, Figure
+from harness.bench.figures import BenchReport, Figure, Progress, Side, take_turns
 from harness.bench.probe import measure_apart
-from harness.bench.timing import Side, take_turns
 from harness.bench.workspace import Workspace
+from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
-from harness.formats import PackReader, open_dataset
+from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader.config import LoaderConfig
 from harness.loader.layout import RankLayout
 from harness.loader.order import BatchRange, steps_from
@@ -24,9 +23,7 @@ from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import ScheduleConfig
 
-Say = Callable[[str], None]
-
-# Million tokens a second that a format must give with some number of workers.
+# Million tokens a second that a format must reach with some number of workers.
 _TARGETS = {"memmap": 30.0, "parquet": 15.0}
 # Text is slow to read, and a pickled file is held whole by every worker.
 _FEW_PACKS = {"jsonl": 1000, "npy": 1000}
@@ -38,14 +35,14 @@ class LoaderSettings:
     """Sizes of the bench.
 
     Attributes:
-        packs, pack_size: of the dataset.
-        formats: each is measured.
-        workers: numbers of worker processes.
-        scheduler, max_tokens_per_rank: of `harness.schedule.ScheduleConfig`.
+        packs, pack_size: size of the dataset.
+        formats: formats of the dataset; each is measured.
+        workers: numbers of worker processes; each is measured.
+        scheduler, max_tokens_per_rank: as `schedule.name` and `schedule.max_tokens_per_rank` of a recipe.
         global_batch: packs of a global batch.
         steps: global batches of a round.
-        rounds: turns of each side.
-        first_batch_packs: packs of the dataset whose first batch is waited for; 0 leaves that out.
+        rounds: turns of each side of a comparison; figures are medians over them.
+        first_batch_packs: packs of the dataset of which the wait for the first batch is measured; 0 leaves that out.
         first_batch_workers: worker processes for it.
     """
 
@@ -61,13 +58,20 @@ class LoaderSettings:
     first_batch_packs: int = 2_000_000
     first_batch_workers: int = 4
 
+    def __post_init__(self) -> None:
+        for name in self.formats:
+            require_choice(name, FORMATS, setting="formats")
+        require_numbers(self, "", "packs", "global_batch", "max_tokens_per_rank", "steps", "rounds", lowest=1)
+        require_numbers(self, "", "pack_size", lowest=2)
+        require_numbers(self, "", "first_batch_packs", "first_batch_workers", lowest=0)
+
 
 QUICK = LoaderSettings(
     packs=2000, formats=("memmap", "parquet"), workers=(0, 2), steps=20, rounds=1, first_batch_packs=50_000
 )
 
 
-def bench_loader(settings: LoaderSettings, workspace: Workspace, say: Say) -> BenchReport:
+def bench_loader(settings: LoaderSettings, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure all formats.
 
     Raises:
@@ -78,17 +82,17 @@ def bench_loader(settings: LoaderSettings, workspace: Workspace, say: Say) -> Be
     except ImportError:
         raise ConfigError("the loader needs torch", fix="install the extra `train`") from None
     report = BenchReport("loader", asdict(settings))
-    say("the loader: writing the data")
+    progress("the loader: writing the data")
     paths = {
         name: workspace.dataset(name, packs=_packs_of(name, settings), pack_size=settings.pack_size)
         for name in settings.formats
     }
-    _measure_rates(settings, paths, report, say)
+    _measure_rates(settings, paths, report, progress)
     for name, path in paths.items():
-        say(f"stages of a step, {name}")
+        progress(f"stages of a step, {name}")
         _measure_stages(settings, name, path, report)
     if settings.first_batch_packs:
-        _measure_first_batch(settings, workspace, report, say)
+        _measure_first_batch(settings, workspace, report, progress)
     return report
 
 
@@ -101,21 +105,21 @@ def _steps_of(name: str, settings: LoaderSettings, workers: int = 0) -> int:
     return max(1, settings.steps // 20, 4 * workers) if name == "jsonl" else max(settings.steps, 4 * workers)
 
 
-def _measure_rates(settings: LoaderSettings, paths: dict[str, Path], report: BenchReport, say: Say) -> None:
+def _measure_rates(settings: LoaderSettings, paths: dict[str, Path], report: BenchReport, progress: Progress) -> None:
     for workers in settings.workers:
-        say(f"batches with {workers} workers")
+        progress(f"batches with {workers} workers")
         sides = {f"{name}, {workers} workers": _stream(name, path, workers, settings) for name, path in paths.items()}
         for side, rates in take_turns(sides, rounds=settings.rounds).items():
             report.add_samples(side, rates, "M tok/s")
     for name in paths:
         of = tuple(f"{name}, {workers} workers" for workers in settings.workers)
-        best = max(report.figure(one).value for one in of)
+        best = max(report.figure(side).value for side in of)
         title = f"{name}, best of {', '.join(map(str, settings.workers))} workers"
         report.add(Figure(title, best, "M tok/s", at_least=_TARGETS.get(name), of=of))
 
 
 def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Side:
-    """Starts a loader, lets it fill its queue, and counts millions of tokens a second of the steps that follow."""
+    """Start a loader, let it fill its queue, and count millions of tokens a second of the steps that follow."""
     from harness.loader.loader import Loader
 
     config = LoaderConfig(num_workers=workers, global_batch_size=settings.global_batch)
@@ -124,15 +128,15 @@ def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Si
 
     def side(number: int) -> float:
         with warnings.catch_warnings():
-            # Torch's advice about more workers than cores, which is what is measured.
+            # Torch warns about more workers than cores, which this bench measures on purpose.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             with Loader(open_dataset(path), config, schedule=_schedule(settings)) as loader:
                 batches = iter(loader)
                 for _ in range(1 + ahead):
                     next(batches)
-                began = time.perf_counter()
+                start = time.perf_counter()
                 tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
-                return tokens / (time.perf_counter() - began) / 1e6
+                return tokens / (time.perf_counter() - start) / 1e6
 
     return side
 
@@ -142,7 +146,7 @@ def _schedule(settings: LoaderSettings) -> ScheduleConfig:
 
 
 class _TimedSource:
-    """A dataset that counts the seconds that reading its packs takes."""
+    """A dataset that adds up the seconds that reading its packs takes."""
 
     def __init__(self, reader: PackReader) -> None:
         self._reader = reader
@@ -164,14 +168,14 @@ class _TimedSource:
         return len(self._reader)
 
     def read(self, indices: list[int]) -> list[Pack]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         packs = self._reader.read(indices)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
         return packs
 
 
 def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: BenchReport) -> None:
-    """Shares of a step's time in one process; what a worker adds is a round through pickle, as its queue does it."""
+    """Measure shares of a step's time in one process; a round through pickle stands for the queue of a worker."""
     source = _TimedSource(open_dataset(path))
     order = LoaderConfig(global_batch_size=settings.global_batch).order()
     layout = RankLayout()
@@ -191,7 +195,7 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
         build_batch(raw, layout=layout, before=state, num_packs=len(source))
         marks.append(time.perf_counter())
         planned, read, sent, built = (later - sooner for sooner, later in itertools.pairwise(marks))
-        # Reading plans once more, and hands packs on as it reads them.
+        # `read` plans once more, and joins packs as it reads them.
         joined = max(0.0, read - planned - source.seconds)
         for stage, spent in zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True):
             seconds[stage] += spent
@@ -206,19 +210,21 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
         report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
 
 
-def _measure_first_batch(settings: LoaderSettings, workspace: Workspace, report: BenchReport, say: Say) -> None:
-    say(f"the first batch of {settings.first_batch_packs:,} packs: writing the data")
+def _measure_first_batch(
+    settings: LoaderSettings, workspace: Workspace, report: BenchReport, progress: Progress
+) -> None:
+    progress(f"the first batch of {settings.first_batch_packs:,} packs: writing the data")
     workers = settings.first_batch_workers
-    # Not for npy: it unpickles whole the sixteen files that a first batch comes from, 40 s of them when measured.
-    for name in (one for one in settings.formats if one != "npy"):
+    # Not for npy: it unpickles the sixteen whole files of a first batch, which took 40 s.
+    for name in (name for name in settings.formats if name != "npy"):
         path = workspace.large_dataset(
             name,
             packs=settings.first_batch_packs,
             shard_packs=_packs_of(name, settings),
             pack_size=settings.pack_size,
         )
-        say(f"the first batch, {name}")
+        progress(f"the first batch, {name}")
         arguments = (str(path), str(workers), str(settings.global_batch), str(settings.max_tokens_per_rank))
-        found = [measure_apart("first_batch", *arguments) for _ in range(min(settings.rounds, 3))]
-        title = f"{name}, first batch of {int(found[0]['packs']):,} packs, {workers} workers"
-        report.add_samples(title, [one["seconds"] for one in found], "s", at_most=2.0)
+        samples = [measure_apart("first_batch", *arguments) for _ in range(min(settings.rounds, 3))]
+        title = f"{name}, first batch of {int(samples[0]['packs']):,} packs, {workers} workers"
+        report.add_samples(title, [sample["seconds"] for sample in samples], "s", at_most=2.0)

@@ -1,25 +1,25 @@
-"""`harness bench pack`: how long packing takes, how full packs become, and how others compare."""
+"""`harness bench pack` and `harness bench repack`: planning packs, against other packers and over stored sequences."""
 
 from __future__ import annotations
 
 import importlib
+import shutil
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from harness.bench.figures import BenchReport, Figure
-from harness.bench.timing import Work, measure_rates
-from harness.bench.workspace import lognormal_lengths
-from harness.errors import ConfigError
+from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
+from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.checks import require_choice, require_numbers
+from harness.formats import open_dataset
 from harness.prep.packing import PACKERS, plan_packs
+from harness.prep.repack import repack_store
 from harness.records import Int64Array
-
-# Of every capacity that is measured on its own.
-_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class PackSettings:
     Attributes:
         sequences: lengths to pack; lognormal, cut at the pack size.
         median, sigma: of the lengths.
-        pack_sizes: each is measured.
+        pack_sizes: tokens of a pack; each size is measured.
         compared: lengths that the slower packers get.
         algorithms: packers of this project to compare.
-        rounds: turns of each side of a comparison.
+        rounds: turns of each side of a comparison; figures are medians over them.
     """
 
     sequences: int = 13_000_000
@@ -41,39 +41,64 @@ class PackSettings:
     pack_sizes: tuple[int, ...] = (4096, 8192)
     compared: int = 200_000
     algorithms: tuple[str, ...] = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")
-    rounds: int = _ROUNDS
+    rounds: int = 3
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
-            if name not in PACKERS:
-                raise ConfigError(f"there is no packer {name!r}", where="algorithms", fix=f"of {', '.join(PACKERS)}")
+            require_choice(name, PACKERS, setting="algorithms")
+        require_numbers(self, "", "sequences", "compared", "rounds", lowest=1)
+
+
+@dataclass(frozen=True)
+class RepackSettings:
+    """Sizes of the bench.
+
+    Attributes:
+        packs: packs of the store that is planned over, 6.5 sequences each.
+        shard_packs: packs that are really on the disk; the store has links to them.
+        store_pack_size: tokens of a pack of the store.
+        pack_sizes: tokens of a planned pack; each size is measured.
+        read_packs: packs of the dataset that is read.
+        rounds: turns of each side of a comparison; figures are medians over them.
+    """
+
+    packs: int = 2_000_000
+    shard_packs: int = 20_000
+    store_pack_size: int = 4096
+    pack_sizes: tuple[int, ...] = (4096, 8192)
+    read_packs: int = 5_000
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "packs", "shard_packs", "read_packs", "rounds", lowest=1)
 
 
 QUICK = PackSettings(sequences=500_000, compared=50_000)
+QUICK_REPACK = RepackSettings(packs=20_000, shard_packs=2000, read_packs=500, rounds=1)
 
 
-def bench_packing(settings: PackSettings, say: Callable[[str], None]) -> BenchReport:
-    """Time of a whole plan, and what of the capacity it leaves empty beyond the unavoidable."""
+def bench_packing(settings: PackSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure the time of a whole plan, and the capacity that it leaves empty beyond the unavoidable."""
     report = BenchReport("pack", asdict(settings))
     report.notes.append("seconds are processor time, on one core")
     for pack_size in settings.pack_sizes:
-        say(f"packing {settings.sequences:,} sequences to {pack_size:,}")
+        progress(f"packing {settings.sequences:,} sequences to {pack_size:,}")
         _measure_plan(settings, pack_size, report)
     pack_size = settings.pack_sizes[0]
-    say(f"packing {settings.compared:,} sequences to {pack_size:,} in other ways")
-    _compare(settings, pack_size, report)
+    progress(f"packing {settings.compared:,} sequences to {pack_size:,} in other ways")
+    _compare_packers(settings, pack_size, report)
     return report
 
 
 def _measure_plan(settings: PackSettings, pack_size: int, report: BenchReport) -> None:
-    lengths = _lengths(settings, settings.sequences, pack_size)
+    lengths = _draw_lengths(settings, settings.sequences, pack_size)
     seconds, packs = [], 0
     for _ in range(settings.rounds):
-        began = time.process_time()
+        start = time.process_time()
         packs = plan_packs(lengths, pack_size=pack_size).num_packs
-        seconds.append(time.process_time() - began)
+        seconds.append(time.process_time() - start)
     name = f"{settings.sequences:,} in {pack_size:,}"
-    # The target is that of 13 million sequences.
+    # The target is for 13 million sequences.
     target = 4.0 if settings.sequences == PackSettings.sequences else None
     report.add_samples(f"{name}, whole plan", seconds, "s", at_most=target)
     least = lower_bound(lengths, pack_size)
@@ -83,18 +108,18 @@ def _measure_plan(settings: PackSettings, pack_size: int, report: BenchReport) -
 
 
 def lower_bound(lengths: Int64Array, pack_size: int) -> int:
-    """Packs that any packing needs: all tokens over the capacity, or the sequences too long to share, if more."""
+    """Return the packs that any packing needs: all tokens over the capacity, or the sequences too long to share."""
     by_tokens = -(-int(lengths.sum()) // pack_size)
     alone = int(np.count_nonzero(2 * lengths > pack_size))
     return max(by_tokens, alone)
 
 
-def _lengths(settings: PackSettings, count: int, pack_size: int) -> Int64Array:
+def _draw_lengths(settings: PackSettings, count: int, pack_size: int) -> Int64Array:
     return lognormal_lengths(count, median=settings.median, sigma=settings.sigma, longest=pack_size, seed=0)
 
 
-def _compare(settings: PackSettings, pack_size: int, report: BenchReport) -> None:
-    lengths = _lengths(settings, settings.compared, pack_size)
+def _compare_packers(settings: PackSettings, pack_size: int, report: BenchReport) -> None:
+    lengths = _draw_lengths(settings, settings.compared, pack_size)
     packs: dict[str, int] = {}
 
     def side(name: str, pack: Callable[[], int]) -> Work:
@@ -104,34 +129,31 @@ def _compare(settings: PackSettings, pack_size: int, report: BenchReport) -> Non
 
         return run
 
-    def planned(algorithm: str) -> Callable[[], int]:
+    def planner(algorithm: str) -> Callable[[], int]:
         return lambda: plan_packs(lengths, pack_size=pack_size, algorithm=algorithm).num_packs
 
-    plain, others = "plain best-fit decreasing", []
-    sides = {name: side(name, planned(name)) for name in settings.algorithms}
-    sides[plain] = side(plain, lambda: pack_one_by_one(lengths, pack_size))
-    others.append(plain)
-    peer = trl_packer(lengths, pack_size)
-    if peer is None:
+    others: dict[str, Callable[[], int]] = {"plain best-fit decreasing": lambda: pack_one_by_one(lengths, pack_size)}
+    trl = trl_packer(lengths, pack_size)
+    if trl is None:
         report.notes.append("trl is not installed; with `pip install trl` it is measured too")
     else:
-        sides["trl"] = side("trl", peer)
-        others.append("trl")
+        others["trl"] = trl
         report.notes.append(
             "trl gets tokens of type null, which it moves in little time; its slicing of lists is still in its figure"
         )
+    sides = {name: side(name, pack) for name, pack in ({n: planner(n) for n in settings.algorithms} | others).items()}
     least = lower_bound(lengths, pack_size)
     for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
         report.add_samples(f"{name}, {settings.compared:,} sequences", rates, "M seq/s")
         report.add(Figure(f"{name}, packs beyond need", packs[name] - least, "packs"))
-    ours = f"{settings.algorithms[0]}, {settings.compared:,} sequences"
+    ours = settings.algorithms[0]
     for name in others:
-        under = f"{name}, {settings.compared:,} sequences"
-        report.add_ratio(f"{settings.algorithms[0]} to {name}", ours, under)
+        suffix = f", {settings.compared:,} sequences"
+        report.add_ratio(f"{ours} to {name}", ours + suffix, name + suffix)
 
 
 def pack_one_by_one(lengths: Int64Array, pack_size: int) -> int:
-    """Packs of best-fit decreasing written out plainly: sequence by sequence over a sorted list of rooms."""
+    """Count the packs of a plain best-fit decreasing: one sequence at a time over a sorted list of rooms."""
     rooms: list[tuple[int, int]] = []
     packs: list[list[int]] = []
     order = np.argsort(-lengths, kind="stable").tolist()
@@ -150,9 +172,9 @@ def pack_one_by_one(lengths: Int64Array, pack_size: int) -> int:
 
 
 def trl_packer(lengths: Int64Array, pack_size: int) -> Callable[[], int] | None:
-    """Runs trl's `pack_dataset` on sequences of these lengths; None where trl is not installed.
+    """Return a function that packs sequences of these lengths by trl's `pack_dataset`; None where trl is missing.
 
-    The tokens are nulls, because it moves them into packs as it goes, which took most of its time.
+    The tokens are nulls, because trl moves them into packs as it goes, which took most of its time.
     """
     try:
         datasets = importlib.import_module("datasets")
@@ -169,5 +191,57 @@ def trl_packer(lengths: Int64Array, pack_size: int) -> Callable[[], int] | None:
         # In one batch, as ours sees all lengths, and never from trl's cache of earlier results.
         options = {"batch_size": len(lengths), "load_from_cache_file": False, "keep_in_memory": True}
         return len(pack_dataset(data, seq_length=pack_size, strategy="bfd", map_kwargs=options))
+
+    return run
+
+
+def bench_repacking(settings: RepackSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure seconds on the clock of planning and writing a plan, and packs a second of processor time through one."""
+    report = BenchReport("repack", asdict(settings))
+    progress("making a sequence store")
+    store = workspace.large_dataset(
+        "virtual", packs=settings.packs, shard_packs=settings.shard_packs, pack_size=settings.store_pack_size
+    )
+    sequences = open_dataset(store).sequence_lengths.shape[0]
+    plan = workspace.folder / "plan"
+    for pack_size in settings.pack_sizes:
+        progress(f"planning {sequences:,} sequences for {pack_size:,}")
+        seconds = []
+        for seed in range(settings.rounds):
+            start = time.perf_counter()
+            repack_store(str(store), str(plan), pack_size=pack_size, seed=seed, overwrite=True)
+            seconds.append(time.perf_counter() - start)
+        # The target is for 13 million sequences.
+        target = 10 if settings.packs >= RepackSettings.packs else None
+        report.add_samples(f"{sequences:,} in {pack_size:,}, planned and written", seconds, "s", at_most=target)
+    written = sum(path.stat().st_size for path in plan.rglob("*.*"))
+    report.add(Figure("written, a sequence", written / sequences, "bytes"))
+    shutil.rmtree(plan)
+    progress("reading through a plan")
+    _measure_reading(settings, workspace, report)
+    return report
+
+
+def _measure_reading(settings: RepackSettings, workspace: Workspace, report: BenchReport) -> None:
+    memmap, store = (
+        workspace.dataset(name, packs=settings.read_packs, pack_size=settings.store_pack_size)
+        for name in ("memmap", "virtual")
+    )
+    plan = workspace.folder / "plan-to-read"
+    repack_store(str(store), str(plan), pack_size=settings.store_pack_size, seed=1, overwrite=True)
+    sides = {"memmap": _read_all(memmap), "sequence store": _read_all(store), "plan": _read_all(plan)}
+    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
+        report.add_samples(f"{name}, packs at random", rates, "packs/s")
+    report.add_ratio("plan to memmap", "plan, packs at random", "memmap, packs at random")
+
+
+def _read_all(path: Path) -> Work:
+    reader = open_dataset(path)
+    ids = np.random.default_rng(0).integers(0, len(reader), 2 * len(reader)).tolist()
+
+    def run(number: int) -> float:
+        for index in ids:
+            reader[index]
+        return len(ids)
 
     return run

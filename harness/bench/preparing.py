@@ -1,23 +1,22 @@
-"""`harness bench prepare`: tokenising against the tokenizers library alone, and memory as the input grows."""
+"""`harness bench prepare`: tokenizing against the tokenizers library alone, and memory as the input grows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Figure
+from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.checks import require_numbers
 from harness.prep.chat import Conversation
 from harness.prep.reading import cut_shards, read_shard
 from harness.prep.tokenize import train_bpe
 
 _OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
-_MIB = float(1 << 20)
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,12 @@ class PrepareSettings:
     """Sizes of the bench.
 
     Attributes:
-        conversations: of the source that is tokenised.
+        conversations: conversations of the source that is tokenized.
         median: words of a conversation, lognormal.
-        vocab_size: of the tokenizer, trained on the source.
-        memory_conversations: of the source whose preparation's memory is measured.
-        growth: how many times as many are prepared too.
-        rounds: turns of each side.
+        vocab_size: vocabulary of the tokenizer, trained on the source.
+        memory_conversations: conversations of the smallest source of the memory measurement.
+        growth: sizes of the sources of the memory measurement, as multiples of the smallest one.
+        rounds: turns of each side of a comparison; figures are medians over them.
     """
 
     conversations: int = 4_000
@@ -40,68 +39,71 @@ class PrepareSettings:
     growth: tuple[int, ...] = (1, 4, 16)
     rounds: int = 3
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "conversations", "memory_conversations", lowest=10)
+        require_numbers(self, "", "rounds", lowest=1)
+
 
 QUICK = PrepareSettings(conversations=300, vocab_size=1000, memory_conversations=500, growth=(1, 4), rounds=1)
 
 
-def bench_preparing(settings: PrepareSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
-    """MB of text a second of processor time, and megabytes of a preparation's own memory."""
+def bench_preparing(settings: PrepareSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure MB of text a second of processor time, and megabytes of a preparation's own memory."""
     report = BenchReport("prepare", asdict(settings))
-    source = workspace.folder / "chats.jsonl"
+    source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
     _write_chats(source, settings.conversations, settings.median, seed=0)
-    folder = workspace.folder / "tokenizer"
-    say("training a tokenizer")
-    train_bpe(
-        (message.content for one in _read(source) for message in one.messages), folder, vocab_size=settings.vocab_size
-    )
-    say("tokenising")
-    _compare(settings, source, folder, workspace.folder / "shards", report)
-    _measure_memory(settings, workspace.folder, folder, report, say)
-    report.notes.append("both tokenise on one core, in seconds of processor time, with the same tokenizer")
+    progress("training a tokenizer")
+    texts = (message.content for conversation in _read(source) for message in conversation.messages)
+    train_bpe(texts, tokenizer, vocab_size=settings.vocab_size)
+    progress("tokenizing")
+    _compare(settings, source, tokenizer, workspace.folder / "shards", report)
+    _measure_memory(settings, workspace.folder, tokenizer, report, progress)
+    report.notes.append("both tokenize on one core, in seconds of processor time, with the same tokenizer")
     report.notes.append("memory is a preparation's own, above its imports and without mapped files, at its highest")
     return report
 
 
 def _read(source: Path) -> list[Conversation]:
     (shard,) = cut_shards([source], shard_bytes=1 << 40)
-    return [one for chunk in read_shard(shard) for one in chunk.parse() if isinstance(one, Conversation)]
+    return [record for chunk in read_shard(shard) for record in chunk.parse() if isinstance(record, Conversation)]
 
 
-def _compare(settings: PrepareSettings, source: Path, folder: Path, shards: Path, report: BenchReport) -> None:
-    """Each side in processes of its own: in one heap with what the library leaves there, ours took half longer."""
-    found: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
+def _compare(settings: PrepareSettings, source: Path, tokenizer: Path, shards: Path, report: BenchReport) -> None:
+    """Run each side in processes of its own: in one heap with the library's garbage, ours took half longer."""
+    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
     tokens: set[float] = set()
     for number in range(settings.rounds):
         sides = [
-            (_OURS, ("tokenize_shard", str(source), str(folder), str(shards / str(number)))),
-            (_THEIRS, ("tokenizers_alone", str(source), str(folder))),
+            (_OURS, ("tokenize_shard", str(source), str(tokenizer), str(shards / str(number)))),
+            (_THEIRS, ("tokenizers_alone", str(source), str(tokenizer))),
         ]
         for name, arguments in sides if number % 2 == 0 else sides[::-1]:
             measured = measure_apart(*arguments)
-            found[name].append(measured["megabytes_per_s"])
+            rates[name].append(measured["megabytes_per_s"])
             tokens.add(measured["tokens"])
-    # What is compared for its speed has to be the same work.
+    # Speeds compare only where the work is the same.
     assert len(tokens) == 1, tokens
-    for name, rates in found.items():
-        report.add_samples(name, rates, "MB/s")
+    for name, samples in rates.items():
+        report.add_samples(name, samples, "MB/s")
     report.add_ratio("prepare to tokenizers alone", _OURS, _THEIRS, at_least=0.85)
 
 
 def _measure_memory(
-    settings: PrepareSettings, folder: Path, tokenizer: Path, report: BenchReport, say: Callable[[str], None]
+    settings: PrepareSettings, folder: Path, tokenizer: Path, report: BenchReport, progress: Progress
 ) -> None:
-    found = {}
+    megabytes = {}
     for times in settings.growth:
-        say(f"preparing {times} times as much")
+        progress(f"preparing {times} times as much")
         source = folder / f"chats-{times}.jsonl"
         _write_chats(source, settings.memory_conversations * times, settings.median, seed=1)
         measured = measure_apart("prepare", str(source), str(tokenizer), str(folder / f"prepared-{times}"))
-        found[times] = measured["megabytes"]
-        report.add(Figure(f"memory, {times}x: {source.stat().st_size / 1e6:,.0f} MB of source", found[times], "MB"))
+        megabytes[times] = measured["megabytes"]
+        name = f"memory, {times}x: {source.stat().st_size / 1e6:,.0f} MB of source"
+        report.add(Figure(name, megabytes[times], "MB"))
         source.unlink()
-    low, high = min(found), max(found)
+    low, high = min(megabytes), max(megabytes)
     more = settings.memory_conversations * (high - low)
-    report.add(Figure("memory a conversation more", (found[high] - found[low]) * 1e6 / more, "bytes"))
+    report.add(Figure("memory a conversation more", (megabytes[high] - megabytes[low]) * 1e6 / more, "bytes"))
 
 
 def _write_chats(path: Path, count: int, median: float, *, seed: int) -> None:
@@ -110,7 +112,7 @@ def _write_chats(path: Path, count: int, median: float, *, seed: int) -> None:
     lengths = lognormal_lengths(count, median=median, longest=8000, seed=seed)
     with path.open("w") as file:
         for length in lengths.tolist():
-            # As often as Zipf's law has them: the first words make up most of the text.
+            # Words as frequent as Zipf's law has them: the first ones make up most of the text.
             text = " ".join(words[random.zipf(1.3, length) % 5000])
             turns = [{"role": "user", "content": text[: len(text) // 4] or "a"}, {"role": "assistant", "content": text}]
             file.write(json.dumps({"messages": turns}) + "\n")

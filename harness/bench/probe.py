@@ -1,6 +1,6 @@
-"""What a fresh process pays: `python -m harness.bench.probe NAME ARGUMENT...` measures and prints JSON.
+"""Cost in a fresh process: `python -m harness.bench.probe NAME ARGUMENT...` measures and prints JSON.
 
-Everything is imported before the measuring begins, so that the figures are those of the data.
+Everything is imported before the measuring begins, so that the figures are those of the data alone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def measure_apart(probe: str, *arguments: str) -> dict[str, float]:
     """Run a probe of this module in a process of its own.
 
     Returns:
-        seconds and megabytes (of resident memory above what the imports take), as far as the probe measures them.
+        seconds and megabytes (resident memory above that of the imports), as far as the probe measures them.
 
     Raises:
-        ConfigError: this system does not say how much memory a process takes.
-        HarnessError: the probe failed; the error has what it wrote.
+        ConfigError: this system does not report the memory of a process.
+        HarnessError: the probe failed; the error has its output.
     """
     if not _MEMORY_FILE.exists():
         raise ConfigError(
-            "this system does not say what memory a process takes", where=str(_MEMORY_FILE), fix="measure on Linux"
+            "this system does not report the memory of a process", where=str(_MEMORY_FILE), fix="measure on Linux"
         )
     root = str(Path(harness.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -50,32 +50,32 @@ def measure_apart(probe: str, *arguments: str) -> dict[str, float]:
             where=" ".join(arguments),
             fix="run `python -m harness.bench.probe` with these arguments to see it alone",
         )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def resident_megabytes() -> float:
-    """Resident memory of this process, mapped pages of files included."""
+    """Return the resident memory of this process, with mapped pages of files."""
     return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def anonymous_megabytes() -> float:
-    """Memory of this process that is in no file."""
+    """Return the memory of this process that is backed by no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1e3
 
 
 def _probe_open(path: str) -> dict[str, float]:
-    """Opening a dataset, and asking how many packs and sequences it has."""
+    """Open a dataset and count its packs and sequences."""
     from harness.formats import FORMATS, load_format, open_dataset
 
     for name in FORMATS:
         load_format(name)
     before = resident_megabytes()
-    began = time.perf_counter()
+    start = time.perf_counter()
     reader = open_dataset(path)
     packs, sequences = len(reader), int(reader.pack_offsets[-1])
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
         "megabytes": resident_megabytes() - before,
@@ -85,18 +85,18 @@ def _probe_open(path: str) -> dict[str, float]:
 
 
 def _probe_numpy_load(path: str) -> dict[str, float]:
-    """Loading a pickled `.npy` the way that tools do which train from it."""
+    """Load a pickled `.npy` the way tools that train from it do."""
     import numpy as np
 
     before = resident_megabytes()
-    began = time.perf_counter()
+    start = time.perf_counter()
     packs = np.load(path, allow_pickle=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": float(len(packs))}
 
 
 def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
-    """From opening a dataset to holding the first batch."""
+    """Open a dataset and build the first batch."""
     from harness.formats import FORMATS, load_format, open_dataset
     from harness.loader.loader import Loader, LoaderConfig
     from harness.schedule import ScheduleConfig
@@ -104,16 +104,16 @@ def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_pe
     for name in FORMATS:
         load_format(name)
     config = LoaderConfig(num_workers=int(workers), global_batch_size=int(global_batch))
-    began = time.perf_counter()
+    start = time.perf_counter()
     reader = open_dataset(path)
     with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))) as loader:
         batch = next(iter(loader))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     return {"seconds": seconds, "packs": float(len(reader)), "tokens": float(batch.num_tokens)}
 
 
 def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]:
-    """A whole preparation in this process; the most that it held beside mapped files."""
+    """Run a whole preparation in this process; report its highest memory without mapped files."""
     import threading
 
     from rich.console import Console
@@ -125,36 +125,36 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
     load_format("memmap")
-    named = TokenizerConfig(name=tokenizer)
-    ChatTokenizer(named)
+    config_of_tokenizer = TokenizerConfig(name=tokenizer)
+    ChatTokenizer(config_of_tokenizer)
     data = PackingConfig(path=folder, packed_storage="memmap", num_workers=0)
-    config = PrepareConfig(SourceConfig("files", source), named, data)
+    config = PrepareConfig(SourceConfig("files", source), config_of_tokenizer, data)
     before = most = anonymous_megabytes()
-    is_over = threading.Event()
+    is_done = threading.Event()
 
     def watch() -> None:
         nonlocal most
-        while not is_over.wait(0.01):
+        while not is_done.wait(0.01):
             most = max(most, anonymous_megabytes())
 
     watching = threading.Thread(target=watch)
     watching.start()
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with Path(os.devnull).open("w") as nowhere:
             report = prepare(config, console=Console(file=nowhere))
     finally:
-        is_over.set()
+        is_done.set()
         watching.join()
     return {
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - start,
         "megabytes": most - before,
         "conversations": float(sum(split.conversations for split in report.splits.values())),
     }
 
 
 def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
-    """A file of conversations to a shard on disk, once for the caches and once for the clock of this process."""
+    """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
     from harness.prep.engines import Receipt, ShardJob, TokenizeJob, do_shard
     from harness.prep.reading import cut_shards
     from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
@@ -165,16 +165,16 @@ def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str,
     (shard,) = cut_shards([Path(source)], shard_bytes=1 << 40)
     seconds, tokens = 0.0, 0
     for again in range(2):
-        began = time.process_time()
+        start = time.process_time()
         made = do_shard(ShardJob(f"{folder}-{again}", job, "", True), 0, shard, lambda _: loaded)
-        seconds = time.process_time() - began
+        seconds = time.process_time() - start
         assert isinstance(made, Receipt), made
         tokens = made.tokens
     return {"megabytes_per_s": _text_megabytes(source, tokenizer)[1] / seconds, "tokens": float(tokens)}
 
 
 def _probe_tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
-    """The same conversations as text in memory to token ids, by the tokenizers library and nothing else."""
+    """Turn the same conversations, as text in memory, into token ids by the tokenizers library alone."""
     import tokenizers
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -182,14 +182,14 @@ def _probe_tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
     texts, megabytes = _text_megabytes(source, tokenizer)
     seconds, tokens = 0.0, 0
     for _ in range(2):
-        began = time.process_time()
-        tokens = sum(len(one.ids) for one in library.encode_batch(texts, add_special_tokens=False))
-        seconds = time.process_time() - began
+        start = time.process_time()
+        tokens = sum(len(encoding.ids) for encoding in library.encode_batch(texts, add_special_tokens=False))
+        seconds = time.process_time() - start
     return {"megabytes_per_s": megabytes / seconds, "tokens": float(tokens)}
 
 
 def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
-    """Every conversation's text, by the template, and how many megabytes they are."""
+    """Return the text of every conversation by the template, and their megabytes."""
     import transformers
 
     template = transformers.AutoTokenizer.from_pretrained(tokenizer)

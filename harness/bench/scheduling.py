@@ -1,17 +1,20 @@
-"""`harness bench schedule`: how evenly schedulers place a dataset, or simulated batches, on the ranks of a layout."""
+"""`harness bench schedule`: balance of the schedulers on a dataset or simulated batches, without training."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from harness.bench.drawing import Drawing
-from harness.bench.figures import BenchReport, Figure
-from harness.bench.timing import Work, measure_rates
-from harness.bench.workspace import lognormal_lengths
+from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
+from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.checks import require_numbers
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader.order import EpochOrder, OrderConfig, steps_per_epoch
@@ -23,26 +26,31 @@ from harness.schedule.imbalance import Imbalance, measure_imbalance
 from harness.thd import padded_lengths, padding_multiple
 
 NEXT_FIT = "next fit"
-_PLANNED_ON = 64
+_PLANNED_RANKS = 64
+_BAR_CELLS = 48
+_MOST_BARS = 16
+_BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What is placed on what.
+    """Sizes of the bench.
 
     Attributes:
         path: a dataset; empty for simulated batches of lognormal lengths.
-        dp_size, cp_size: the layout.
+        dp_size: data-parallel ranks.
+        cp_size: context-parallel ranks that share a row.
         max_tokens_per_rank: tokens of one rank in one microbatch.
         group_size: the number of microbatches is a multiple of this.
         global_batch: packs of a batch of a dataset, sequences of a simulated one.
         batches: global batches, at most those of one epoch.
         median, sigma: of simulated lengths, in model tokens.
         attention_at: model tokens at which a sequence's attention costs as much as everything else in it.
-        schedulers: names in `SCHEDULERS`.
+        schedulers: names of schedulers; each is measured.
         planned: sequences of the global batch whose planning is timed, on 64 ranks; 0 leaves that out.
         rounds: plans that are timed.
         seed: of the simulated lengths, or of the dataset's order.
+        png: file of a picture of the first batch; empty for none.
     """
 
     path: str = ""
@@ -59,14 +67,15 @@ class ScheduleSettings:
     planned: int = 8192
     rounds: int = 9
     seed: int = 0
+    png: str = ""
 
     def __post_init__(self) -> None:
         for name in self.schedulers:
             ScheduleConfig(name=name)
-        names = ("dp_size", "cp_size", "max_tokens_per_rank", "group_size", "global_batch", "batches", "attention_at")
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1", where="bench schedule")
+        sizes = ("dp_size", "cp_size", "max_tokens_per_rank", "group_size", "global_batch", "batches", "attention_at")
+        require_numbers(self, "", *sizes, "rounds", lowest=1)
+        require_numbers(self, "", "planned", "sigma", lowest=0)
+        require_numbers(self, "", "median", lowest=2)
 
     @property
     def row_tokens(self) -> int:
@@ -78,10 +87,9 @@ class ScheduleSettings:
 
     @property
     def is_reference(self) -> bool:
-        """Whether these are the batches that the targets are set for."""
-        layout = (self.dp_size, self.cp_size, self.max_tokens_per_rank)
-        mine = (self.path, *layout, self.global_batch, self.median, self.sigma)
-        return mine == ("", 8, 1, 8192, 256, 600.0, 1.0) and self.attention_at == 8192 and self.group_size == 1
+        """True for the batches that the targets are set for."""
+        free = {"batches", "schedulers", "planned", "rounds", "seed", "png"}
+        return all(value == getattr(ScheduleSettings, name) for name, value in asdict(self).items() if name not in free)
 
 
 QUICK = ScheduleSettings(batches=5, rounds=3)
@@ -102,12 +110,12 @@ class Batch:
     pack_offsets: Int64Array
 
     def lengths_for(self, scheduler: str) -> Int64Array:
-        """As training would hand them to it: pack by pack where it places whole packs."""
+        """Return the lengths in the order a scheduler gets them: by pack where it places whole packs."""
         return self.lengths[self.pack_order] if scheduler == "as_packed" else self.lengths
 
 
-def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tuple[BenchReport, Drawing]:
-    """Place batches with every scheduler; the drawing is of the first batch.
+def bench_schedule(settings: ScheduleSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Place batches with every scheduler; the report's drawing shows the first batch.
 
     Raises:
         ScheduleError: a sequence is longer than a row.
@@ -123,7 +131,7 @@ def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tu
     )
     ranks: dict[str, Float64Array] = {}
     for name in (*settings.schedulers, NEXT_FIT):
-        say(f"placing {len(batches)} batches: {name}")
+        progress(f"placing {len(batches)} batches: {name}")
         try:
             placed = [_place(name, batch, settings) for batch in batches]
         except ScheduleError as error:
@@ -134,13 +142,17 @@ def bench_schedule(settings: ScheduleSettings, say: Callable[[str], None]) -> tu
         ranks[name] = placed[0].rank_cost / placed[0].rank_cost.mean()
         _add_placement(name, placed, batches, settings, report)
     if settings.planned:
-        say(f"planning {settings.planned:,} sequences")
+        progress(f"planning {settings.planned:,} sequences")
         _measure_planning(settings, report)
-    return report, Drawing(f"cost of each of {settings.dp_size} ranks in the first batch, over their mean", ranks)
+    drawing = Drawing(f"cost of each of {settings.dp_size} ranks in the first batch, over their mean", ranks)
+    report.drawing = drawing
+    if settings.png:
+        save_picture(drawing, Path(settings.png))
+    return report
 
 
 def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
-    """Lognormal sequences, cut at the capacity; packs are what best-fit decreasing makes of each batch."""
+    """Yield batches of lognormal sequences, cut at the length of a row, packed by best-fit decreasing."""
     multiple = padding_multiple(cp_size=settings.cp_size)
     longest = settings.row_tokens // multiple * multiple
     for number in range(settings.batches):
@@ -157,11 +169,11 @@ def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
 
 
 def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
-    """Global batches of a dataset in the loader's order, from its index alone.
+    """Yield global batches of a dataset in the loader's order, from its index alone.
 
     Raises:
         FormatError: there is no such dataset.
-        ConfigError: it has not enough packs for one batch.
+        ConfigError: it has too few packs for one batch.
     """
     reader = open_dataset(settings.path)
     order = OrderConfig(seed=settings.seed, global_batch_size=settings.global_batch, drop_last=True)
@@ -170,7 +182,7 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         raise ConfigError(
             f"{len(reader):,} packs are fewer than the {settings.global_batch:,} of a global batch",
             where=settings.path,
-            fix="lower --global-batch",
+            fix="lower global_batch",
         )
     epoch = EpochOrder(order, len(reader), 0)
     multiple = padding_multiple(cp_size=settings.cp_size)
@@ -198,11 +210,11 @@ def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
     return measure_imbalance(placed, lengths, row_tokens=settings.row_tokens, cost=settings.cost)
 
 
-def _next_fit_offsets(lengths: Int64Array, capacity: int) -> Int64Array:
-    """int64 [rows + 1]: rows filled in order, a new one where the next sequence does not fit."""
+def _next_fit_offsets(lengths: Int64Array, row_tokens: int) -> Int64Array:
+    """Fill rows in order, a new one where the next sequence does not fit; return their offsets, int64 [rows + 1]."""
     starts, used = [0], 0
     for at, length in enumerate(lengths.tolist()):
-        if used + length > capacity:
+        if used + length > row_tokens:
             starts.append(at)
             used = 0
         used += length
@@ -214,14 +226,14 @@ def _add_placement(
 ) -> None:
     targeted = settings.is_reference and name == "cost_balanced"
     sides = (
-        ("step cost", [one.cost_ratio for one in placed], 1.01),
-        ("synchronised cost", [one.sync_ratio for one in placed], 1.10),
-        ("step tokens", [one.token_ratio for one in placed], None),
+        ("step cost", [batch.cost_ratio for batch in placed], 1.01),
+        ("synchronised cost", [batch.sync_ratio for batch in placed], 1.10),
+        ("step tokens", [batch.token_ratio for batch in placed], None),
     )
     for what, ratios, target in sides:
         at_most = target if targeted else None
         report.add(Figure(f"{name}, {what}", statistics.mean(ratios), "x", at_most=at_most, samples=tuple(ratios)))
-    rows = [float(one.num_microbatches) for one in placed]
+    rows = [float(batch.num_microbatches) for batch in placed]
     report.add(Figure(f"{name}, microbatches", statistics.mean(rows), "", samples=tuple(rows)))
     if name == "cost_balanced":
         multiple = settings.dp_size * settings.group_size
@@ -238,9 +250,9 @@ def _best_fit_rows(batch: Batch, settings: ScheduleSettings) -> int:
 
 
 def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
-    """Milliseconds that placing one large global batch takes, in turns."""
+    """Measure the milliseconds that placing one large global batch takes, in turns."""
     planned = ScheduleSettings(
-        dp_size=_PLANNED_ON,
+        dp_size=_PLANNED_RANKS,
         max_tokens_per_rank=settings.max_tokens_per_rank,
         global_batch=settings.planned,
         batches=1,
@@ -267,7 +279,75 @@ def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
         return plan
 
     rates = measure_rates({name: work(name) for name in settings.schedulers}, rounds=settings.rounds, cpu_time=True)
-    for name, each in rates.items():
-        title = f"{name}, {settings.planned:,} sequences on {_PLANNED_ON} ranks"
+    for name, samples in rates.items():
+        title = f"{name}, {settings.planned:,} sequences on {_PLANNED_RANKS} ranks"
         target = 15.0 if settings.planned == ScheduleSettings.planned and name != "as_packed" else None
-        report.add_samples(title, [1e3 / rate for rate in each], "ms", at_most=target)
+        report.add_samples(title, [1e3 / rate for rate in samples], "ms", at_most=target)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """Bar charts of the cost of every rank over the mean, float64 [dp_size], of each scheduler."""
+
+    title: str
+    ranks: Mapping[str, Float64Array]
+
+    def __rich__(self) -> RenderableType:
+        return render_bars(self)
+
+
+def render_bars(drawing: Drawing) -> RenderableType:
+    """Return a bar for each rank, or for the busiest of a few neighbors where there are more than fit a screen."""
+    longest = max(float(costs.max()) for costs in drawing.ranks.values())
+    parts: list[RenderableType] = [Text(drawing.title, style="bold")]
+    for name, costs in drawing.ranks.items():
+        busiest = int(np.argmax(costs))
+        parts.append(Text(f"\n{name}: rank {busiest} is the busiest, {costs[busiest]:.3f} x mean", style="cyan"))
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for label, cost in _bars(costs):
+            style = "red" if cost > 1.1 else "yellow" if cost > 1.02 else "green"
+            table.add_row(label, Text(_bar(cost / longest), style=style), f"{cost:.3f}")
+        parts.append(table)
+    return Group(*parts)
+
+
+def _bars(costs: Float64Array) -> list[tuple[str, float]]:
+    together = -(-costs.shape[0] // _MOST_BARS)
+    if together == 1:
+        return [(f"rank {rank}", float(cost)) for rank, cost in enumerate(costs)]
+    groups = range(0, costs.shape[0], together)
+    return [
+        (f"ranks {first}-{min(first + together, costs.shape[0]) - 1}", float(costs[first : first + together].max()))
+        for first in groups
+    ]
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _BAR_CELLS * 8)
+    return (_BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8]).rstrip()
+
+
+def save_picture(drawing: Drawing, path: Path) -> None:
+    """Write the same bars as a picture, with all ranks.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the picture cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a picture needs matplotlib", where="png", fix="pip install matplotlib") from None
+    figure = Figure(figsize=(9, 2.2 * len(drawing.ranks)), layout="constrained")
+    axes = figure.subplots(len(drawing.ranks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    figure.suptitle(drawing.title)
+    for axis, (name, costs) in zip(axes, drawing.ranks.items(), strict=True):
+        axis.bar(np.arange(costs.shape[0]), costs)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_title(f"{name}: busiest {costs.max():.3f} x mean", fontsize="medium")
+    axes[-1].set_xlabel("data-parallel rank")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the picture cannot be written: {error}", where=str(path), fix="name another file"
+        ) from error

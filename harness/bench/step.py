@@ -1,4 +1,4 @@
-"""`harness bench step`: what the loop costs beside Megatron's own step, the wait for data, tokens a second and MFU."""
+"""`harness bench step`: cost of the loop beside Megatron's own step, the wait for data, tokens a second and MFU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from harness.bench.figures import BenchReport, Figure
+from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.workspace import Workspace, make_packs
+from harness.checks import require_numbers
 from harness.formats import open_dataset, open_writer
 from harness.loader.loader import Loader, LoaderConfig
 from harness.loader.plan import RankBatch
@@ -31,7 +32,7 @@ from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord, train
 
 VOCABULARY = 8192
-# Where the seconds of a step go beyond these shares, the loop is in the way of the model.
+# Above these shares of a step the loop slows the model down.
 MOST_OVERHEAD = 1.03
 MOST_WAIT = 0.01
 
@@ -41,12 +42,14 @@ class StepSettings:
     """Sizes of the bench.
 
     Attributes:
-        layers, hidden: of the model; heads are of 32 tokens' width, the feed-forward is three times as wide.
-        packs, pack_size: of the dataset.
+        layers: layers of the model.
+        hidden: width of the model, a multiple of 64; heads are 32 wide, the feed-forward is three times as wide.
+        packs, pack_size: size of the dataset.
         global_batch: packs of a step.
-        max_tokens_per_rank: of a microbatch.
-        workers: of the loader.
-        steps: measured, after `warm_up` that are not.
+        max_tokens_per_rank: tokens of a microbatch.
+        workers: worker processes of the loader.
+        steps: measured steps.
+        warm_up: steps before them that are not measured.
         device: auto, cpu or cuda; bfloat16 on GPUs.
         peak_tflops: of the device, dense, in the model's dtype (H100 SXM in bfloat16: 989); 0 leaves MFU out.
     """
@@ -63,15 +66,20 @@ class StepSettings:
     device: str = "auto"
     peak_tflops: float = 0.0
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "layers", "packs", "global_batch", "max_tokens_per_rank", "steps", lowest=1)
+        require_numbers(self, "", "workers", "warm_up", "peak_tflops", lowest=0)
+        require_numbers(self, "", "hidden", lowest=32)
+
 
 QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, max_tokens_per_rank=512, steps=4, warm_up=1)
 
 
 def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
-    """FLOPs of one training step on the model tokens of a batch's rows, padding not counted.
+    """Count the FLOPs of one training step on the model tokens of a batch's rows, without padding.
 
     A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
-    a weight and token; causal attention counts half of the L x L square), and the backward pass twice that again:
+    a weight and token; causal attention counts half of the L x L square), and the backward pass costs twice that:
     3 * sum over sequences. MFU is this over seconds times the device's peak. Recomputation is not counted.
     """
     total = 0.0
@@ -81,10 +89,10 @@ def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
     return 3.0 * total
 
 
-def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
-    """Measure one process: the loop and Megatron's bare step take turns on the same batches."""
+def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure in one process: the loop and Megatron's bare step take turns on the same batches."""
     report = BenchReport("step", asdict(settings))
-    say("writing the data")
+    progress("writing the data")
     path = _dataset(settings, workspace)
     with ExitStack() as stack:
         job = stack.enter_context(runtime.start(settings.device))
@@ -120,15 +128,15 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
 
         feed = stack.enter_context(Feed(make, layout, device=job.device))
         batches = iter(feed)
-        say("the loop and the bare step, in turns")
+        progress("the loop and the bare step, in turns")
         loop, bare = _in_turns(batches, step, settings, job.device)
-        say("the loop alone")
+        progress("the loop alone")
         alone = _alone(batches, step, settings)
 
-    report.add_samples("loop, a step", [1e3 * one for one in loop], "ms")
-    report.add_samples("bare Megatron, a step", [1e3 * one for one in bare], "ms")
+    report.add_samples("loop, a step", [1e3 * seconds for seconds in loop], "ms")
+    report.add_samples("bare Megatron, a step", [1e3 * seconds for seconds in bare], "ms")
     # Pairs share the same batch and the same seconds, so a busy machine moves both.
-    ratios = [one / other for one, other in zip(loop, bare, strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(loop, bare, strict=True)]
     report.add(Figure("loop over bare, the same batch", statistics.median(ratios), "x", None, MOST_OVERHEAD))
     seconds = sum(record.step_s for record in alone)
     waited = sum(record.data_wait_s for record in alone)
@@ -145,7 +153,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, say: Callable[[str]
 def _in_turns(
     batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Seconds of every measured step of the loop, and of a bare step on the same batch right after or before it."""
+    """Return the seconds of every measured step of the loop, and of a bare step on the same batch next to it."""
     loop: list[float] = []
     bare: list[float] = []
 
@@ -159,11 +167,11 @@ def _in_turns(
                 run_bare(batch)
             yield batch
 
-    def record(taken: StepRecord) -> None:
-        # The wait for data is measured apart: here it holds bare steps, and workers have their time to read ahead.
-        loop.append(taken.step_s - taken.data_wait_s)
-        if not taken.step % 2:
-            run_bare(taken.batch)
+    def record(step_record: StepRecord) -> None:
+        # The wait for data is measured separately: here it includes bare steps, while workers read ahead.
+        loop.append(step_record.step_s - step_record.data_wait_s)
+        if not step_record.step % 2:
+            run_bare(step_record.batch)
 
     _run(bare_before_every_other(), step, settings, record)
     return loop[settings.warm_up :], bare[settings.warm_up :]
@@ -185,7 +193,7 @@ def _run(
 
 
 def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device) -> float:
-    """Seconds of a step as a Megatron training script makes it, on tensors that are ready."""
+    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready."""
 
     def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         row = next(ready)
@@ -204,7 +212,7 @@ def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, devi
         return output, loss
 
     _wait(device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     for chunk in step.chunks:
         chunk.zero_grad_buffer()
     step.optimizer.zero_grad()
@@ -219,9 +227,9 @@ def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, devi
     )
     step.optimizer.step()
     step.scheduler.step(increment=1)
-    sum(float(one["loss"]) for one in reports)  # a script logs its loss, which waits for the device
+    sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
     _wait(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import BenchReport
-from harness.bench.timing import Work, measure_rates
+from harness.bench.figures import BenchReport, Progress, Work, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.checks import require_numbers
 from harness.indexed import UINT16, IndexedWriter, convert_tokens
 from harness.records import Int64Array
 
@@ -30,11 +30,11 @@ class TokensSettings:
     """Sizes of the bench.
 
     Attributes:
-        tokens: of the shards, about.
-        medians: of the documents' lengths, lognormal; each is measured.
-        sigma: of the logarithm of the lengths.
+        tokens: tokens of the shards, about.
+        medians: medians of the documents' lengths, lognormal; each is measured.
+        sigma: standard deviation of the logarithm of the lengths.
         rows_per_group: documents of a Parquet row group.
-        rounds: turns of each side.
+        rounds: turns of each side of a comparison; figures are medians over them.
     """
 
     tokens: int = 20_000_000
@@ -43,18 +43,22 @@ class TokensSettings:
     rows_per_group: int = 1000
     rounds: int = 3
 
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "tokens", lowest=1000)
+        require_numbers(self, "", "rounds", "rows_per_group", lowest=1)
+
 
 QUICK = TokensSettings(tokens=500_000, rounds=1)
 
 
-def bench_tokens(settings: TokensSettings, workspace: Workspace, say: Callable[[str], None]) -> BenchReport:
-    """Millions of tokens a second of each way on the clock, and by processor time where there is a target."""
+def bench_tokens(settings: TokensSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Measure millions of tokens a second on the clock, and by processor time where there is a target."""
     report = BenchReport("tokens", asdict(settings))
     builder = _find_builder()
     if builder is None:
         report.notes.append("megatron-core is not installed; with `pip install megatron-core` it is measured too")
     for median in settings.medians:
-        say(f"documents of a median of {median:g} tokens")
+        progress(f"documents of a median of {median:g} tokens")
         _measure(settings, median, builder, workspace, report)
     report.notes.append("ours decodes row groups on all cores, and forces its files to the disk")
     report.notes.append("the target is for rows fed as torch tensors made of Python lists")
@@ -72,7 +76,7 @@ def _measure(settings: TokensSettings, median: float, builder: Any, workspace: W
     count = int(settings.tokens / (median * np.exp(settings.sigma**2 / 2)))
     lengths = lognormal_lengths(count, median=median, sigma=settings.sigma, longest=1 << 16, seed=0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    # As skewed as the tokens of text are, so that Parquet compresses as well.
+    # Skewed like the tokens of text, so that Parquet compresses as well.
     tokens = (np.random.default_rng(0).zipf(1.3, int(offsets[-1])) % 50_000).astype(np.int32)
     folder = workspace.folder / f"tokens-{median:g}"
     folder.mkdir(exist_ok=True)
@@ -130,10 +134,10 @@ def _write(tokens: Any, lengths: Int64Array, path: Path) -> None:
 
 
 def _build(builder: Any, rows: Callable[[], Iterable[Any]], path: Path) -> None:
-    made = builder(f"{path}.bin", dtype=np.uint16)
+    theirs = builder(f"{path}.bin", dtype=np.uint16)
     for row in rows():
-        made.add_document(row, [len(row)])
-    made.finalize(f"{path}.idx")
+        theirs.add_document(row, [len(row)])
+    theirs.finalize(f"{path}.idx")
 
 
 def _tensors(shard: Path) -> Iterator[Any]:
@@ -149,7 +153,7 @@ def _lists(shard: Path) -> Iterator[Any]:
 
 
 def _check_same_bytes(folder: Path) -> None:
-    """What is compared for its speed has to be the same work."""
+    """Fail where the sides wrote different files: speeds compare only where the work is the same."""
     for suffix in (".bin", ".idx"):
         written = {path.read_bytes() for path in folder.glob(f"*{suffix}")}
         assert len(written) == 1, f"{len(written)} different {suffix}"

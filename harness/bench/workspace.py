@@ -1,4 +1,4 @@
-"""The data that benches measure with: made once, in a folder that is removed at the end."""
+"""Data of the benches: made once, in a folder that is removed at the end."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Workspace:
     """A folder for a bench's data; a context manager.
 
     Args:
-        parent: where to make it; None for the system's temporary folder.
-        keep: leave it, and use what an earlier run left in it.
+        parent: folder to make it in; None for the system's temporary folder.
+        keep: do not remove it, and reuse the data of earlier runs.
     """
 
     def __init__(self, parent: Path | None = None, *, keep: bool = False) -> None:
@@ -64,7 +64,7 @@ class Workspace:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def dataset(self, format: str, *, packs: int, pack_size: int) -> Path:
-        """A dataset of `packs` full packs in `format`; the same packs for every format."""
+        """Return a dataset of `packs` full packs in `format`; the packs are the same in every format."""
         path = self.folder / f"{format}-{packs}x{pack_size}"
         if not _is_whole(path):
             with open_writer(path, format=format, pack_size=pack_size) as writer:
@@ -73,7 +73,7 @@ class Workspace:
         return path
 
     def large_dataset(self, format: str, *, packs: int, shard_packs: int, pack_size: int) -> Path:
-        """At least `packs` packs that take little disk: hard links to one shard of at most `shard_packs` packs."""
+        """Return at least `packs` packs on little disk: hard links to one shard of at most `shard_packs` packs."""
         shard_packs = min(shard_packs, load_format(format).packs_per_shard)
         path = self.folder / f"{format}-{packs}-links-of-{shard_packs}x{pack_size}"
         if not _is_whole(path):
@@ -87,14 +87,16 @@ def _is_whole(path: Path) -> bool:
 
 
 def lognormal_lengths(count: int, *, median: float, longest: int, seed: int, sigma: float = 1.0) -> Int64Array:
-    """int64 [count]: lengths of conversations, at most `longest` and at least `MIN_SEQUENCE_TOKENS`."""
+    """Return lengths of conversations, int64 [count], from `MIN_SEQUENCE_TOKENS` to `longest`."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
     return np.clip(drawn, MIN_SEQUENCE_TOKENS, longest).astype(np.int64)
 
 
 def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
-    """Packs as full as best-fit decreasing makes them, of Zipf-distributed tokens, with the start of each sequence
-    untrained. Real text compresses better."""
+    """Yield packs as full as best-fit decreasing makes them, of Zipf-distributed tokens.
+
+    The start of each sequence is not trained. Real text compresses better.
+    """
     lengths, offsets = _packed_lengths(count, pack_size, seed)
     table = _zipf_table()
     random = np.random.default_rng(seed)
@@ -110,9 +112,9 @@ def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
 
 
 def _packed_lengths(count: int, pack_size: int, seed: int) -> tuple[Int64Array, Int64Array]:
-    """Lengths of the sequences of `count` packs, end to end, and int64 [count + 1], where each pack's begin."""
+    """Return the lengths of the sequences of `count` packs, end to end, and the offset of each pack in them."""
     median = max(MIN_SEQUENCE_TOKENS, pack_size * _MEDIAN_SHARE)
-    # Drawn until there are packs enough; the mean is above the median, so a few draws do.
+    # Drawn until there are enough packs; the mean is above the median, so a few draws suffice.
     num_sequences = 4 * count + 64
     while True:
         lengths = lognormal_lengths(num_sequences, median=median, longest=pack_size, seed=seed)
@@ -123,19 +125,19 @@ def _packed_lengths(count: int, pack_size: int, seed: int) -> tuple[Int64Array, 
 
 
 def _zipf_table() -> Int32Array:
-    """int32 [_TABLE]: token ids as often as Zipf's law has them; a uniform draw from it is a draw of a token."""
+    """Return int32 [_TABLE] with each token id as often as Zipf's law has it: a uniform draw from it draws a token."""
     frequency = 1 / np.arange(1, _VOCABULARY + 1)
     shares = np.cumsum(frequency) / frequency.sum()
     ids = np.searchsorted(shares, (np.arange(_TABLE) + 0.5) / _TABLE)
-    # Frequent tokens have ids anywhere, as in a tokenizer's vocabulary.
+    # Frequent tokens have ids anywhere, like those of a tokenizer.
     return np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]
 
 
 def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
-    """A dataset of `copies` hard links to the first shard of `source`, with an index and checksums of its own.
+    """Make a dataset of `copies` hard links to the first shard of `source`, with its own index and checksums.
 
     Raises:
-        FormatError: the file system makes no hard links.
+        FormatError: the file system has no hard links.
     """
     manifest = load_manifest(source)
     assert manifest is not None
@@ -169,7 +171,7 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
         num_packs=copies * shard.num_packs,
         num_sequences=copies * num_sequences,
         num_tokens=copies * num_tokens,
-        # The manifest counts the whole source, and nobody reads this one.
+        # The manifest counts the whole source, and nothing reads this count.
         num_trained_tokens=0,
         fingerprint=fingerprint,
         shards=tuple(shards),
@@ -186,5 +188,5 @@ def _link(source: Path, destination: Path) -> None:
         raise FormatError(
             f"a hard link cannot be made: {error.strerror}",
             where=str(destination),
-            fix="name a folder on another file system with --dir",
+            fix="choose a folder on another file system with --dir",
         ) from error

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from harness.cli.bench import bench_app
+from harness.cli.bench import bench
 from harness.cli.indexed import find_check, indexed_app
 from harness.cli.live import live_app
 from harness.cli.parity import parity_app
@@ -48,7 +48,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
+app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=True)(bench)
 app.add_typer(indexed_app, name="indexed")
 app.add_typer(live_app, name="live")
 app.add_typer(parity_app, name="parity")

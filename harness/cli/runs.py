@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from harness.bench.output import Outcome, Output, Say
-from harness.bench.workspace import Workspace
-from harness.cli.bench import bench_app
 from harness.cli.preflight import preflight_app
 from harness.errors import ConfigError
 
@@ -115,73 +111,6 @@ def requeue(
     decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
-
-
-@bench_app.command(name="step")
-def bench_step_command(
-    layers: Annotated[int | None, typer.Option(min=1, help="of the model")] = None,
-    hidden: Annotated[int | None, typer.Option(min=32, help="width of the model, a multiple of 64")] = None,
-    pack_size: Annotated[int | None, typer.Option(min=2, help="tokens of a pack")] = None,
-    max_tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="tokens of a microbatch")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="measured steps")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="worker processes of the loader")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    peak_tflops: Annotated[float | None, typer.Option(help="of the device, dense; shows MFU")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="small sizes: shows that it works")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
-    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
-) -> None:
-    """One step of the training loop against Megatron's bare step, and the wait for data."""
-    given: dict[str, Any] = {
-        "layers": layers,
-        "hidden": hidden,
-        "pack_size": pack_size,
-        "max_tokens_per_rank": max_tokens_per_rank,
-        "steps": steps,
-        "workers": workers,
-        "device": device,
-        "peak_tflops": peak_tflops,
-    }
-
-    def bench(say: Say) -> Outcome:
-        from harness.megatron import prepare_process
-
-        prepare_process()
-        from harness.bench.step import QUICK, StepSettings, bench_step
-
-        settings = replace(QUICK if quick else StepSettings(), **{k: v for k, v in given.items() if v is not None})
-        with Workspace() as workspace:
-            return bench_step(settings, workspace, say), None
-
-    Output(as_json, save, check).show([bench])
-
-
-@bench_app.command(name="corpus")
-def bench_corpus_command(
-    sources: Annotated[int | None, typer.Option(min=2, help="pairs of .bin and .idx in the blend")] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="of each")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="of the training set")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="turns of each side")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="small sizes: shows that it works")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
-    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
-) -> None:
-    """The start of `recipes.pretrain` on a blend of many sources, with and without Megatron's fast options."""
-    given = {"sources": sources, "documents": documents, "samples": samples, "rounds": rounds}
-
-    def bench(say: Say) -> Outcome:
-        from harness.megatron import prepare_process
-
-        prepare_process()
-        from harness.bench.corpus import QUICK, CorpusSettings, bench_corpus
-
-        settings = replace(QUICK if quick else CorpusSettings(), **{k: v for k, v in given.items() if v is not None})
-        with Workspace() as workspace:
-            return bench_corpus(settings, workspace, say), None
-
-    Output(as_json, save, check).show([bench])
 
 
 @preflight_app.command()

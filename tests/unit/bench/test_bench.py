@@ -8,29 +8,32 @@ import statistics
 
 import numpy as np
 import pytest
-import typer
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from harness.bench.bridge_reader import ROWS_PER_GROUP, BridgeReader, write_bridge_file
-from harness.bench.drawing import Drawing, render_bars, save_picture
-from harness.bench.figures import BenchReport, Figure, render_report, show_number
-from harness.bench.formats import bench_formats
-from harness.bench.formats_settings import FormatsSettings
+from harness.bench import BENCHES, figures, packing
+from harness.bench.figures import BenchReport, Figure, measure_rates, render_report, show_number, take_turns
+from harness.bench.formats import FormatsSettings, bench_formats
 from harness.bench.loading import LoaderSettings, bench_loader
-from harness.bench.output import Output
-from harness.bench.packing import PackSettings, bench_packing, lower_bound, pack_one_by_one
+from harness.bench.packing import (
+    PackSettings,
+    RepackSettings,
+    bench_packing,
+    bench_repacking,
+    lower_bound,
+    pack_one_by_one,
+)
 from harness.bench.preparing import PrepareSettings, bench_preparing
 from harness.bench.probe import measure_apart
-from harness.bench.repacking import RepackSettings, bench_repacking
-from harness.bench.scheduling import NEXT_FIT, ScheduleSettings, bench_schedule
-from harness.bench.timing import measure_rates, take_turns
+from harness.bench.readers import ROWS_PER_GROUP, BridgeReader, open_unchecked, write_bridge_file
+from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, render_bars, save_picture
 from harness.bench.tokens import TokensSettings, bench_tokens
-from harness.bench.unchecked import open_unchecked
 from harness.bench.workspace import Workspace, make_packs
-from harness.cli.bench import bench_app
+from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
+from harness.settings import explain_settings
 
 TINY = FormatsSettings(
     packs=96, pack_size=64, rounds=1, reads=32, peer_reads=4, open_packs=300, write_packs=80, write_pack_size=64
@@ -56,7 +59,7 @@ def check(report: BenchReport) -> None:
         elif figure.samples and report.subject != "schedule":
             assert figure.value == statistics.median(figure.samples)
     stored = json.loads(json.dumps(report.to_dict()))
-    assert [one["name"] for one in stored["figures"]] == [figure.name for figure in report.figures]
+    assert [figure["name"] for figure in stored["figures"]] == [figure.name for figure in report.figures]
     assert {"machine", "versions", "command", "settings", "notes", "began"} <= stored.keys()
     assert stored["versions"]["numpy"] == np.__version__
 
@@ -99,10 +102,11 @@ def test_sides_take_turns_and_the_warm_up_is_not_counted():
     assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
-def test_a_rate_is_units_over_seconds():
-    rates = measure_rates({"many": lambda number: 1000.0, "none": lambda number: 0.0}, rounds=3)
-    assert rates["none"] == [0.0] * 3
-    assert min(rates["many"]) > 0
+def test_a_rate_is_units_over_seconds(monkeypatch):
+    clock = iter(range(0, 100, 2))  # two seconds between any two readings
+    monkeypatch.setattr(figures.time, "process_time", lambda: next(clock))
+    rates = measure_rates({"many": lambda number: 1000.0, "none": lambda number: 0.0}, rounds=3, cpu_time=True)
+    assert rates == {"many": [500.0] * 3, "none": [0.0] * 3}
 
 
 def test_made_packs_keep_the_invariants_and_are_the_same_again():
@@ -196,19 +200,19 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_part_is_refused(tmp_path):
-    with Workspace(tmp_path) as workspace, pytest.raises(ConfigError, match="sideways"):
-        bench_formats(FormatsSettings(parts=("sideways",)), workspace, silent)
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ConfigError, match="sideways"):
+        FormatsSettings(parts=("sideways",))
 
 
-def test_a_probe_that_fails_says_why(tmp_path):
+def test_a_failed_probe_reports_its_error(tmp_path):
     with pytest.raises(Exception, match="no dataset there"):
         measure_apart("open", str(tmp_path / "nothing"))
 
 
 def test_packing_is_measured_against_plain_best_fit():
     settings = PackSettings(sequences=3000, compared=1000, pack_sizes=(512,), median=60, rounds=2)
-    report = bench_packing(settings, silent)
+    report = bench_packing(settings, None, silent)
     check(report)
     packs, needed = (report.figure(f"3,000 in 512, {what}").value for what in ("packs", "packs needed"))
     assert packs >= needed
@@ -243,7 +247,9 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
 
 
 def test_planning_again_is_measured_over_links_to_one_shard(tmp_path):
-    settings = RepackSettings(packs=400, shard_packs=40, pack_size=64, pack_sizes=(64, 128), read_packs=20, rounds=2)
+    settings = RepackSettings(
+        packs=400, shard_packs=40, store_pack_size=64, pack_sizes=(64, 128), read_packs=20, rounds=2
+    )
     with Workspace(tmp_path) as workspace:
         report = bench_repacking(settings, workspace, silent)
     check(report)
@@ -285,13 +291,13 @@ def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
 
 
 def test_schedulers_are_compared_on_simulated_batches():
-    report, drawing = bench_schedule(ScheduleSettings(batches=3, planned=300, rounds=2), silent)
+    report = bench_schedule(ScheduleSettings(batches=3, planned=300, rounds=2), None, silent)
     check(report)
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
     assert report.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
-    assert drawing.ranks["cost_balanced"].max() == ours.samples[0]
+    assert report.drawing.ranks["cost_balanced"].max() == ours.samples[0]
 
 
 def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
@@ -302,10 +308,10 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
     settings = ScheduleSettings(
         path=str(path), dp_size=2, cp_size=2, max_tokens_per_rank=64, global_batch=8, batches=9, planned=0
     )
-    report, drawing = bench_schedule(settings, silent)
+    report = bench_schedule(settings, None, silent)
     check(report)
     assert "means over 3 batches" in report.notes[0]
-    assert [cost.shape for cost in drawing.ranks.values()] == [(2,)] * 4
+    assert [cost.shape for cost in report.drawing.ranks.values()] == [(2,)] * 4
     assert all(figure.met is None for figure in report.figures)
 
 
@@ -314,11 +320,11 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
         path = workspace.dataset("memmap", packs=8, pack_size=64)
     # Packs of 64 tokens, whose longest sequence has 33.
     settings = ScheduleSettings(path=str(path), dp_size=2, max_tokens_per_rank=40, global_batch=8, planned=0)
-    report, drawing = bench_schedule(settings, silent)
+    report = bench_schedule(settings, None, silent)
     assert any("as_packed cannot" in note for note in report.notes)
-    assert list(drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]
+    assert list(report.drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]
     with pytest.raises(ConfigError, match="fewer than the 9"):
-        bench_schedule(ScheduleSettings(path=str(path), global_batch=9), silent)
+        bench_schedule(ScheduleSettings(path=str(path), global_batch=9), None, silent)
 
 
 def test_bars_show_every_rank_or_the_busiest_of_neighbours(tmp_path):
@@ -335,36 +341,64 @@ def test_bars_show_every_rank_or_the_busiest_of_neighbours(tmp_path):
 
 
 def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
-    arguments = ["schedule", "--batches", "2", "--rounds", "1", "--dp", "4", "--scheduler", "cost_balanced"]
+    arguments = ["bench", "schedule", "batches=2", "rounds=1", "dp_size=4", "schedulers=cost_balanced"]
     run = CliRunner()
-    shown = run.invoke(bench_app, [*arguments, "--png", str(tmp_path / "a.png")])
-    assert shown.exit_code == 0
-    assert "cost_balanced, step cost" in shown.stdout
-    assert "rank 3" in shown.stdout
+    printed = run.invoke(app, [*arguments, f"png={tmp_path / 'a.png'}"])
+    assert printed.exit_code == 0
+    assert "cost_balanced, step cost" in printed.stdout
+    assert "rank 3" in printed.stdout
     assert (tmp_path / "a.png").exists()
-    printed = run.invoke(bench_app, [*arguments, "--json", "--save", str(tmp_path / "new" / "a.json")])
+    printed = run.invoke(app, [*arguments, "--json", "--save", str(tmp_path / "new" / "a.json")])
     reports = json.loads(printed.stdout)["reports"]
     assert [report["subject"] for report in reports] == ["schedule"]
     assert reports[0]["settings"]["dp_size"] == 4
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"reports": reports}
 
 
-def test_a_missed_target_is_told_where_that_is_asked_for(capsys):
-    def bench(say):
-        say("measuring nothing")
+def test_flags_of_earlier_versions_are_the_same_settings():
+    def settings_of(*words):
+        printed = CliRunner().invoke(app, ["bench", *words, "--cfg"])
+        assert printed.exit_code == 0, printed.exception
+        return yaml.safe_load(printed.stdout)
+
+    new = settings_of("schedule", "data", "dp_size=4", "max_tokens_per_rank=64", "schedulers=as_packed,cost_balanced")
+    old = settings_of(
+        *("schedule", "data", "--dp", "4", "--capacity=64", "--scheduler", "as_packed", "--scheduler", "cost_balanced")
+    )
+    assert new == old
+    assert (new["path"], new["dp_size"], new["max_tokens_per_rank"]) == ("data", 4, 64)
+    assert settings_of("repack", "--quick", "--pack-size", "64")["pack_sizes"] == [64]
+
+
+def test_an_unknown_setting_names_the_nearest():
+    done = CliRunner().invoke(app, ["bench", "loader", "wokers=2"])
+    assert isinstance(done.exception, ConfigError)
+    assert "did you mean workers?" in str(done.exception)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_explains_its_settings_and_has_quick_sizes(name):
+    pytest.importorskip("megatron.core" if name in ("step", "corpus") else "numpy")
+    schema = type(BENCHES[name].quick)
+    assert all(setting.text for setting in explain_settings(schema))
+    assert callable(BENCHES[name].measure)
+
+
+def test_a_missed_target_is_exit_code_1_only_with_check(monkeypatch):
+    def measure(settings, workspace, progress):
+        progress("measuring nothing")
         report = BenchReport("subject", {})
         report.add(Figure("speed", 3.0, "packs/s", at_least=4))
-        return report, None
+        return report
 
-    Output(as_json=True, save=None, check=False).show([bench, bench])
-    assert len(json.loads(capsys.readouterr().out)["reports"]) == 2
-    with pytest.raises(typer.Exit) as stop:
-        Output(as_json=False, save=None, check=True).show([bench])
-    assert stop.value.exit_code == 1
-    assert "subject: speed" in capsys.readouterr().err
+    monkeypatch.setattr(packing, "bench_packing", measure)
+    assert CliRunner().invoke(app, ["bench", "pack"]).exit_code == 0
+    done = CliRunner().invoke(app, ["bench", "pack", "--check"])
+    assert done.exit_code == 1
+    assert "subject: speed" in done.stderr
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(bench_app, ["schedule", "--save", str(tmp_path / "file" / "a.json")])
+    done = CliRunner().invoke(app, ["bench", "schedule", "--save", str(tmp_path / "file" / "a.json")])
     assert isinstance(done.exception, ConfigError)

@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from harness.bench.arrow_reader import open_arrow
-from harness.bench.everything import SECTIONS, Section, _bench
+from harness.bench import BENCHES, everything
+from harness.bench.everything import SECTIONS, Section, bench_everything, render_benchmarks
 from harness.bench.figures import BenchReport, read_figures
-from harness.bench.output import Output
-from harness.bench.page import render_benchmarks
+from harness.bench.readers import open_arrow
 from harness.bench.workspace import make_packs
-from harness.cli.bench import bench_app
+from harness.cli.app import app
 from harness.errors import ConfigError
 
 
 def a_report() -> BenchReport:
-    report = BenchReport("formats", {"packs": 3}, notes=["told beside it"], seconds=61.0)
+    report = BenchReport("formats", {"packs": 3}, notes=["a note"], seconds=61.0)
     report.title, report.about = "Formats: reading", "Against numpy 2.4.6."
-    report.command, report.load = "harness bench formats --part random", 1.25
+    report.command, report.load = "harness bench formats parts=random", 1.25
     report.add_samples("ours", [2.0, 3.0, 4.0], "packs/s", at_least=5)
     report.add_samples("theirs", [6.0, 6.0], "packs/s")
     report.add_samples("cost", [1.0], "s", at_most=2)
@@ -39,11 +38,11 @@ def silent(text: str) -> None:
 
 def test_every_figure_is_on_the_page_with_its_range_target_and_command():
     page = render_benchmarks([a_report()])
-    assert "```\nharness bench formats --part random\n```" in page
+    assert "```\nharness bench formats parts=random\n```" in page
     assert "| ours | 3.000 packs/s | 2.000 – 4.000 | at least 5.000 | **missed** |" in page  # noqa: RUF001
     assert "| **theirs to ours** | 2.000 x |  |  |  |" in page
     assert "2 of 3 targets are met." in page
-    assert "- told beside it" in page
+    assert "- a note" in page
     assert "Against numpy 2.4.6." in page
 
 
@@ -79,39 +78,41 @@ def test_a_report_of_another_process_is_the_same():
     assert (again.settings, again.seconds, again.command) == (report.settings, report.seconds, report.command)
 
 
-def test_a_section_is_measured_by_the_command_that_the_page_names(tmp_path):
-    section = next(one for one in SECTIONS if one.arguments == ("schedule",))
+def test_a_section_is_measured_by_the_command_that_the_page_names(monkeypatch, tmp_path):
+    section = next(section for section in SECTIONS if section.arguments == ("schedule",))
+    monkeypatch.setattr(everything, "SECTIONS", [section])
     failed: list[str] = []
-    report, _ = _bench(section, tmp_path, quick=True, failed=failed)(silent)
+    (measure,) = bench_everything(tmp_path, quick=True, failed=failed)
+    report = measure(silent)
     assert failed == []
     assert report.command == "harness bench schedule --quick"
     assert report.figure("cost_balanced, step cost").samples
     assert f"```\n{report.command}\n```" in render_benchmarks([report])
 
 
-def test_a_section_that_fails_says_why_and_loses_no_other(tmp_path):
-    failed: list[str] = []
-    broken = Section("Broken", ("formats", "--part", "nonsense"), "", has_data=True)
+def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_path):
+    broken = Section("Broken", ("formats", "parts=nonsense"), "", shares_data=True)
+    whole = Section("Scheduling", ("schedule", "schedulers=as_packed"), "")
+    monkeypatch.setattr(everything, "SECTIONS", [broken, whole])
     page = tmp_path / "BENCHMARKS.md"
-    Output(as_json=True, save=None, check=False, page=page).show(
-        [_bench(broken, tmp_path, quick=True, failed=failed), lambda say: (a_report(), None)]
-    )
-    assert failed == ["Broken"]
+    done = CliRunner().invoke(app, ["bench", "all", f"page={page}", "--quick", "--dir", str(tmp_path)])
+    assert "1 benches could not be measured: Broken" in str(done.exception)
     assert "this could not be measured: exit code 2" in page.read_text()
-    assert "there is no part 'nonsense'" in page.read_text()
-    assert "## Formats: reading" in page.read_text()
+    assert "'nonsense' is not known" in page.read_text()
+    assert "## Scheduling" in page.read_text()
+    assert "as_packed, step cost" in page.read_text()
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(bench_app, ["all", "--page", str(tmp_path / "file" / "page.md"), "--dir", str(tmp_path)])
+    page = tmp_path / "file" / "page.md"
+    done = CliRunner().invoke(app, ["bench", "all", "--page", str(page), "--dir", str(tmp_path)])
     assert isinstance(done.exception, ConfigError)
 
 
-def test_sections_are_commands_that_exist_and_have_titles_of_their_own():
+def test_sections_are_benches_that_exist_and_have_their_own_titles():
     assert len({section.title for section in SECTIONS}) == len(SECTIONS)
-    names = {command.name for command in bench_app.registered_commands}
-    assert {section.arguments[0] for section in SECTIONS} - {"step"} <= names
+    assert {section.arguments[0] for section in SECTIONS} == set(BENCHES) - {"all"}
 
 
 def test_mapped_arrow_holds_the_same_packs(tmp_path):

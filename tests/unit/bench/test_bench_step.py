@@ -1,7 +1,8 @@
-"""The step bench measures what it says: the same batches on both sides, and FLOPs by their formula."""
+"""The step bench measures the same batches on both sides, and counts FLOPs by their formula."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -38,14 +39,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_bench_gives_its_figures_on_a_small_model(tmp_path) -> None:
-    said: list[str] = []
+    progress: list[str] = []
     settings = replace(QUICK, packs=8, global_batch=4, steps=3, workers=0)
     with Workspace(tmp_path) as workspace:
-        report = bench_step(settings, workspace, said.append)
+        report = bench_step(settings, workspace, progress.append)
     figures = {figure.name: figure for figure in report.figures}
-    assert len(figures["loop, a step"].samples) == len(figures["bare Megatron, a step"].samples) == 3
-    assert 0 < figures["loop over bare, the same batch"].value < 20
-    assert 0 <= figures["waiting for data, share of step time"].value < 1
-    assert figures["tokens"].value > 0
-    assert figures["model FLOPs"].value > 0
-    assert said[-1] == "the loop alone"
+    loop, bare = figures["loop, a step"].samples, figures["bare Megatron, a step"].samples
+    assert len(loop) == len(bare) == 3
+    ratios = [ours / theirs for ours, theirs in zip(loop, bare, strict=True)]
+    assert figures["loop over bare, the same batch"].value == pytest.approx(statistics.median(ratios))
+    assert {"waiting for data, share of step time", "tokens", "model FLOPs"} <= figures.keys()
+    assert progress[-1] == "the loop alone"
