@@ -1,8 +1,8 @@
-"""A real Slurm cluster on one machine: a login node with slurmctld, and nodes with a slurmd each.
+"""Start a real Slurm cluster on one machine: a login node with slurmctld, and nodes with one slurmd each.
 
-Every node is a process in network, host name and mount namespaces of its own: it has an address, a loopback, a host
-name and a /dev/shm of its own, and files that others have not where a test mounts some. Nothing listens outside of
-them. It takes root and the Debian packages slurm-wlm, munge and iproute2.
+Every node has its own network, host name and mount namespaces: its own address, loopback, host name and /dev/shm, and
+files that no other node has if a test mounts some. Nothing listens outside of these namespaces. Needs root and the
+Debian packages slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _NET = "10.79.0"
 
 
 def missing() -> list[str]:
-    """What this machine lacks for a cluster; empty where it can be started."""
-    found = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-    return found if os.geteuid() == 0 else [*found, "root"]
+    """Return the programs that this machine lacks to start a cluster, and `root` if the user is another."""
+    names = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    return names if os.geteuid() == 0 else [*names, "root"]
 
 
 class Cluster:
-    """Nodes `node1`, `node2`, ..., partitions `batch` (which is preempted) and `urgent` (which preempts).
+    """A cluster of nodes `node1`, `node2`, ... in two partitions; jobs of `urgent` preempt jobs of `batch`.
 
     Attributes:
-        root: its configuration, logs and state.
-        nodes: their names.
+        root: folder of its configuration, logs and state.
+        nodes: names of the nodes.
     """
 
     def __init__(self, num_nodes: int = 2) -> None:
@@ -55,21 +55,21 @@ class Cluster:
         self._connect()
         self._start_munge()
         self._daemon("slurmctld", "login", "slurmctld", "-D", "-c")
-        # A node's registration is lost where the controller does not answer yet, and comes again after seconds only.
+        # A registration is lost if the controller does not answer yet, and is repeated only after seconds.
         wait_for(lambda: "is UP" in self.on("login", "scontrol", "ping"), "slurmctld", timeout_s=20)
         for node in self.nodes:
             self.start_slurmd(node)
         self.wait_idle()
 
     def stop(self) -> None:
-        """End what was started, and only that."""
+        """End the processes that this object has started, and no others."""
         if "slurmctld" in self._daemons:
             self.on("login", "scancel", "--full", "--signal=KILL", "--user=root")
             self.on("login", "scancel", "--user=root")
-            ends = time.monotonic() + 8
-            while self.on("login", "squeue", "--noheader").strip() and time.monotonic() < ends:
+            deadline = time.monotonic() + 8
+            while self.on("login", "squeue", "--noheader").strip() and time.monotonic() < deadline:
                 time.sleep(0.1)
-        for name in sorted(self._daemons):  # munged, slurmctld, then the nodes'
+        for name in sorted(self._daemons):  # munged, slurmctld, then the daemons of the nodes
             self.end_daemon(name)
         for holder in self._holders.values():
             holder.kill()
@@ -77,12 +77,12 @@ class Cluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def command(self, node: str, *words: str | Path) -> list[str]:
-        """`words` as a command line that runs on a node, or on `login`."""
+        """Return the command line that runs `words` on a node, or on `login`."""
         inside = ["nsenter", f"--target={self._holders[node].pid}", "--net", "--uts", "--mount", f"--wd={Path.cwd()}"]
         return [*inside, "--", *map(str, words)]
 
     def on(self, node: str, *words: str | Path, check: bool = False, cwd: Path | None = None) -> str:
-        """Run a command on a node, or on `login`; gives all that it printed."""
+        """Run a command on a node, or on `login`, and return its output and errors."""
         done = subprocess.run(
             self.command(node, *(["env", "-C", cwd] if cwd else []), *words),
             env=self._environment,
@@ -107,23 +107,23 @@ class Cluster:
             daemon.wait()
 
     def kill_node(self, node: str) -> None:
-        """What a power failure does: slurmd and every process of the node's steps are gone at once."""
+        """Simulate a power failure: kill slurmd and every process of the node at once."""
         self.end_daemon(f"slurmd-{node}", signal.SIGKILL)
         for pid in self.processes(node):
             os.kill(pid, signal.SIGKILL)
 
     def processes(self, node: str) -> list[int]:
-        """Ids of all that runs on a node, but what keeps its namespaces."""
+        """Return the ids of the processes on a node, without the one that holds its namespaces."""
         holder = self._holders[node].pid
         inside = Path(f"/proc/{holder}/ns/net").stat().st_ino
-        found = []
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if (process / "ns/net").stat().st_ino == inside:
-                    found.append(int(process.name))
+                    pids.append(int(process.name))
             except OSError:  # just ended
                 continue
-        return [pid for pid in found if pid != holder]
+        return [pid for pid in pids if pid != holder]
 
     def wait_idle(self) -> None:
         def all_idle() -> bool:
@@ -145,7 +145,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job may not start again before its credential has expired; 120 s where nothing is said.
+# A requeued job starts only after its credential has expired, by default 120 s.
 AuthInfo=socket={root}/munge/socket,cred_expire=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={root}/state
@@ -168,10 +168,10 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,sched_min_interval=0,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# A job that is preempted gets its --signal first.
+# A preempted job gets its --signal first.
 SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
-# A node that is silent so long is down; 300 s where nothing is said.
+# Seconds until a silent node counts as down; 300 by default.
 SlurmdTimeout=10
 KillWait=5
 MinJobAge=3600
@@ -184,7 +184,7 @@ PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier
         )
 
     def _hold(self, name: str) -> None:
-        """Make the namespaces of a node and a process that keeps them."""
+        """Create the namespaces of a node, and a process that holds them."""
         ready = self.root / f"{name}.ready"
         script = (
             f"hostname {name} && ip link set lo up && mount --bind {self.root}/hosts /etc/hosts && "
@@ -227,8 +227,8 @@ PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier
             )
 
 
-def wait_for(happens: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-    ends = time.monotonic() + timeout_s
+def wait_for(happens: Callable[[], bool], event: str, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not happens():
-        assert time.monotonic() < ends, f"no {what} within {timeout_s:g} s"
+        assert time.monotonic() < deadline, f"no {event} within {timeout_s:g} s"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Jobs on a real cluster of two nodes, submitted as a user does."""
+"""Submit jobs to a real cluster of two nodes, as a user does."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def slurm() -> Iterator[Cluster]:
     if lacking:
         pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
     cluster = Cluster()
-    # Ended politely, as by a time limit, the tests end their daemons too.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("ended by SIGTERM", 128 + number))
+    # Tests that a time limit ends with SIGTERM end their daemons too.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("ended by SIGTERM", 128 + number))
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job in the queue, or out of it."""
+    """A submitted job, running or ended."""
 
     cluster: Cluster
     job_id: str
@@ -64,12 +64,12 @@ class SlurmJob:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.on("login", "scontrol", "show", "job", self.job_id)))
 
     @property
     def log(self) -> str:
-        """Of the batch script, then of the ranks."""
+        """The logs of the batch script, then those of the ranks."""
         paths = sorted((self.run_dir / "logs").glob("*.out"), key=lambda path: ("-rank" in path.name, path.name))
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
 
@@ -81,47 +81,47 @@ class SlurmJob:
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics]
 
-    def wait_for(self, happens: Callable[[], bool], what: str, *, timeout_s: float = 120) -> None:
-        """Until it happens, or the job has ended, which is a failure."""
-        ends = time.monotonic() + timeout_s
+    def wait_for(self, happens: Callable[[], bool], event: str, *, timeout_s: float = 120) -> None:
+        """Wait until it happens; fail if the job ends before."""
+        deadline = time.monotonic() + timeout_s
         while not happens():
             state = self.facts.get("JobState", "")
-            assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", ""), f"{state} before {what}:\n{self.log}"
-            assert time.monotonic() < ends, f"no {what} in {timeout_s:g} s, {state}:\n{self.log}"
+            assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", ""), f"{state} before {event}:\n{self.log}"
+            assert time.monotonic() < deadline, f"no {event} in {timeout_s:g} s, {state}:\n{self.log}"
             time.sleep(0.3)
 
     def wait(self, *, timeout_s: float = 240) -> str:
-        """Until it has ended; gives its state."""
-        ends = time.monotonic() + timeout_s
+        """Wait until the job has ended and return its state."""
+        deadline = time.monotonic() + timeout_s
         while True:
             state = self.facts.get("JobState", "")
             if state and state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"):
                 return state
-            assert time.monotonic() < ends, f"still {state} after {timeout_s:g} s:\n{self.log}"
+            assert time.monotonic() < deadline, f"still {state} after {timeout_s:g} s:\n{self.log}"
             time.sleep(0.3)
 
     def signal(self, name: str) -> None:
-        """To its batch script alone, as Slurm does before a time limit."""
+        """Send a signal to the batch script only, as Slurm does before the time limit."""
         self.cluster.on("login", "scancel", "--batch", f"--signal={name}", self.job_id, check=True)
 
 
 @pytest.fixture
 def submit(slurm: Cluster, data: Path, tmp_path: Path) -> Iterator[Callable[..., SlurmJob]]:
-    """submit(*overrides, nodes=2, run_dir=None): `harness submit sft` with small settings, below `tmp_path`."""
+    """submit(*overrides, nodes=2, run_dir=None): `harness submit sft` with small settings and runs in `tmp_path`."""
     slurm.wait_idle()
     jobs: list[SlurmJob] = []
 
     def start(*overrides: str, nodes: int = 2, run_dir: Path | None = None) -> SlurmJob:
-        told = slurm.on(
+        printed = slurm.on(
             "login",
             *(*HARNESS, "submit", "sft", f"--nodes={nodes}", *([f"--run-dir={run_dir}"] if run_dir else [])),
             *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=25", *overrides),
             check=True,
             cwd=ROOT,
         )
-        found = re.search(r"job (\d+), script (\S+)/job.sbatch", told)
-        assert found, told
-        jobs.append(SlurmJob(slurm, found[1], Path(found[2])))
+        match = re.search(r"job (\d+), script (\S+)/job.sbatch", printed)
+        assert match, printed
+        jobs.append(SlurmJob(slurm, match[1], Path(match[2])))
         return jobs[-1]
 
     yield start

@@ -1,4 +1,4 @@
-"""What is wrong with a node is told by name within a minute, and the job ends before its first step."""
+"""A faulty node is named within a minute, and the job ends before its first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_RANK = "cluster.ranks_per_node=1"
 
 @pytest.fixture
 def refused(submit) -> Callable[..., str]:
-    """refused(*overrides): the log of a job that did not start; it took less than a minute."""
+    """refused(*overrides): the log of a job whose preflight failed within a minute."""
 
     def run(*overrides: str) -> str:
         began = time.monotonic()
@@ -39,7 +39,7 @@ def refused(submit) -> Callable[..., str]:
 
 @contextmanager
 def mounted(slurm: Cluster, node: str, source: str | Path, target: str | Path, *options: str) -> Iterator[None]:
-    """`source` in the place of `target`, on one node alone."""
+    """Mount `source` over `target` on one node only."""
     slurm.on(node, "mount", *(options or ["--bind"]), source, target, check=True)
     try:
         yield
@@ -47,13 +47,13 @@ def mounted(slurm: Cluster, node: str, source: str | Path, target: str | Path, *
         slurm.on(node, "umount", "--lazy", target, check=True)
 
 
-def test_an_address_that_is_every_nodes_own_is_refused(refused):
+def test_a_loopback_address_is_refused(refused):
     log = refused("cluster.master_addr=127.0.0.1")
-    assert "preflight: node2: first node: MASTER_ADDR 127.0.0.1 is every node's own loopback" in log
-    assert "fix:   cluster.master_addr=" in log
+    assert "preflight: node2: first node: MASTER_ADDR 127.0.0.1 is the loopback of each node, not the first node" in log
+    assert "fix:   set cluster.master_addr=" in log
 
 
-def test_an_address_that_is_another_nodes_is_refused(refused):
+def test_the_address_of_another_node_is_refused(refused):
     log = refused("cluster.master_addr=login", "cluster.preflight.timeout_s=8")
     assert "preflight: node2: first node: the first node does not answer at MASTER_ADDR login (10.79.0.1)" in log
 
@@ -66,7 +66,7 @@ def test_a_node_without_the_dataset_is_named(refused, slurm, data, tmp_path):
     assert "preflight: node1" not in log
 
 
-def test_a_node_of_another_version_another_dataset_and_little_shared_memory_is_told_of_each(
+def test_a_node_with_another_version_another_dataset_and_little_shared_memory_is_reported_for_each(
     refused, slurm, data, tmp_path
 ):
     reader = open_dataset(data / "train")
@@ -93,7 +93,7 @@ def test_a_node_of_another_version_another_dataset_and_little_shared_memory_is_t
     assert "preflight: node1" not in log
 
 
-def test_folders_that_are_not_shared_are_told(refused, slurm, tmp_path):
+def test_folders_that_are_not_shared_are_reported(refused, slurm, tmp_path):
     for name in ("runs", "weights", "streams/live", "own"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "weights" / "model.safetensors").write_text("never read")
@@ -109,8 +109,8 @@ def test_folders_that_are_not_shared_are_told(refused, slurm, tmp_path):
     assert f"preflight: node2: live chunks {live}: folder is missing, on node1 it is there" in log
 
 
-def test_a_port_that_was_taken_after_it_was_chosen_is_told(refused, slurm):
-    """A listener on the node's own address alone is not seen by the script, which asks at the loopback."""
+def test_a_port_that_was_taken_after_it_was_chosen_is_reported(refused, slurm):
+    """The script probes the loopback, and so misses a listener that is on the node's own address only."""
     port = (
         20000
         + (1 + int(slurm.on("login", "sbatch", "--parsable", "--output=/dev/null", "--wrap=true", check=True))) % 12000
@@ -125,9 +125,9 @@ def test_a_port_that_was_taken_after_it_was_chosen_is_told(refused, slurm):
     assert f"preflight: node1: first node: rank 0 cannot listen on port {port}" in log
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])  # on the first one it is judged what the nodes say
-def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path, node):
-    """Its Python hangs, as one does whose file system is gone."""
+@pytest.mark.parametrize("node", ["node1", "node2"])  # the first node judges the answers
+def test_a_node_that_does_not_answer_is_named(refused, slurm, tmp_path, node):
+    """Its Python hangs, as on a file system that does not answer."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 300\n")
     python.chmod(0o755)
@@ -137,4 +137,4 @@ def test_a_node_that_says_nothing_is_named(refused, slurm, tmp_path, node):
     real.chmod(0o755)
     with mounted(slurm, node, python, real):
         log = refused(f"cluster.python={real}", "cluster.preflight.timeout_s=10")
-    assert f"preflight: {node}: the node has said nothing" in log
+    assert f"preflight: {node}: no answer from the node" in log

@@ -1,4 +1,4 @@
-"""Hydra's `--multirun` with the submitit launcher: a Slurm job for each of a sweep's settings."""
+"""Hydra's `--multirun` with the submitit launcher: one Slurm job per combination of settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .conftest import SETTINGS
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
-def test_a_sweep_of_learning_rates_is_two_jobs_of_two_ranks(slurm, data, tmp_path):
+def test_a_sweep_of_two_learning_rates_runs_two_jobs_of_two_ranks(slurm, data, tmp_path):
     slurm.wait_idle()
     command = [sys.executable, "-m", "recipes.sft", "--multirun", "hydra/launcher=submitit_slurm"]
     launcher = ["tasks_per_node=2", "cpus_per_task=1", "timeout_min=5", "partition=batch"]
     slurm.on(
         "login",
-        *("env", "OMP_NUM_THREADS=1", *command, *(f"hydra.launcher.{one}" for one in launcher)),
+        *("env", "OMP_NUM_THREADS=1", *command, *(f"hydra.launcher.{option}" for option in launcher)),
         *(f"hydra.sweep.dir={tmp_path}/sweep", f"data.path={data}", *SETTINGS),
         *("trainer.steps=3", "optimizer.lr=1e-3,4e-3"),
         check=True,

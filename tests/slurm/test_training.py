@@ -1,4 +1,4 @@
-"""Runs on two nodes train what a run on one machine does."""
+"""Runs on two nodes have the losses of a run on one machine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_two_nodes_of_two_ranks_have_the_losses_of_one_machine(submit, local, ki
     assert "preflight: 2 nodes, 0 GPUs each" in job.log
     assert "all-reduce by gloo over 2 ranks" in job.log
     logs = sorted(path.name for path in (job.run_dir / "logs").glob(f"sft-{job.job_id}-*"))
-    own = {"srun": [f"rank{rank}" for rank in range(4)], "torchrun": ["node0", "node1"]}[kind]
-    assert logs == [f"sft-{job.job_id}-{name}.out" for name in own]
+    expected = {"srun": [f"rank{rank}" for rank in range(4)], "torchrun": ["node0", "node1"]}[kind]
+    assert logs == [f"sft-{job.job_id}-{name}.out" for name in expected]
     assert job.facts["NodeList"] == "node[1-2]"
 
 
-def test_a_job_that_sbatch_refuses_is_told_and_leaves_no_folder(slurm, data, tmp_path):
-    told = slurm.on(
+def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data, tmp_path):
+    printed = slurm.on(
         "login",
         *HARNESS,
         "submit",
@@ -48,13 +48,13 @@ def test_a_job_that_sbatch_refuses_is_told_and_leaves_no_folder(slurm, data, tmp
         f"runs={tmp_path}/runs",
         cwd=ROOT,
     )
-    assert "sbatch refuses the job: sbatch: error:" in told
+    assert "sbatch refuses the job: sbatch: error:" in printed
     assert not list((tmp_path / "runs").glob("*"))
 
 
-def test_a_job_in_a_container_runs_every_step_in_it(submit, tmp_path):
-    """With an srun that takes Pyxis's options away, notes them, and runs on the node: there is no Pyxis here."""
-    noted = tmp_path / "noted"
+def test_every_step_of_a_job_with_an_image_runs_in_the_container(submit, tmp_path):
+    """With an srun that records and removes the options of Pyxis, which is not installed, and runs on the node."""
+    recorded = tmp_path / "recorded"
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text(
@@ -67,7 +67,7 @@ for word in "$@"; do
     *) kept+=("$word") ;;
   esac
 done
-echo "${{container[*]}} ${{kept[*]}}" >>{noted}
+echo "${{container[*]}} ${{kept[*]}}" >>{recorded}
 exec /usr/bin/srun "${{kept[@]}}"
 """
     )
@@ -78,8 +78,8 @@ exec /usr/bin/srun "${{kept[@]}}"
         f"cluster.setup=['export PATH={srun.parent}:$PATH']",
     )
     assert job.wait() == "COMPLETED", job.log
-    steps = [line for line in noted.read_text().splitlines() if line.startswith("--container-image")]
-    # Two of the preflight on the nodes, both judged on the first one, and the ranks.
+    steps = [line for line in recorded.read_text().splitlines() if line.startswith("--container-image")]
+    # Two steps of the preflight on all nodes, each judged on the first node, and the ranks.
     assert len(steps) == 5
     assert [step for step in steps if "preflight judge" in step] == [steps[1], steps[3]]
     assert all("--relative=0 --overlap" in steps[number] for number in (1, 3))

@@ -1,4 +1,4 @@
-"""Jobs that are told to stop, lose a node, or fail: they go on by themselves, with the losses of an undisturbed run."""
+"""Jobs that are asked to stop, lose a node, or fail: they requeue and resume with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..distributed.conftest import launcher, read_metrics, run_command
 from .conftest import SETTINGS, SlurmJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
-# Long enough to be disturbed in the middle, on any machine.
+# Long enough to be disturbed in the middle on any machine.
 LONG = (
     *("trainer.steps=150", "trainer.checkpoint_interval=20"),
-    # Which costs as much as these runs do, and has tests of its own.
+    # The preflight takes as long as these runs and has tests of its own.
     *("cluster.ranks_per_node=1", "cluster.preflight.enabled=false"),
 )
 
 
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory) -> list[float]:
-    """The losses of two ranks on this machine."""
+    """The losses of two ranks on this machine, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     code, output = run_command(
         [*launcher(2), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *LONG[:2]]
@@ -39,8 +39,8 @@ def attempts(job: SlurmJob) -> list[dict]:
     return [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
 
 
-def went_on_behind(job: SlurmJob) -> int:
-    """The step whose checkpoint the last attempt began with."""
+def resumed_step(job: SlurmJob) -> int:
+    """Return the step of the checkpoint that the last attempt resumed from."""
     return int(re.findall(r"goes on behind step (\d+), from", job.log)[-1])
 
 
@@ -49,7 +49,7 @@ def wait_for_step(job: SlurmJob, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["srun", "torchrun"])
-def test_a_job_told_to_stop_checkpoints_requeues_and_goes_on(submit, undisturbed, kind):
+def test_a_job_asked_to_stop_checkpoints_requeues_and_resumes(submit, undisturbed, kind):
     job = submit(*LONG, f"cluster.launcher={kind}")
     wait_for_step(job, 25)
     job.signal("USR2")
@@ -58,25 +58,25 @@ def test_a_job_told_to_stop_checkpoints_requeues_and_goes_on(submit, undisturbed
     assert job.losses == undisturbed
     (stopped,) = attempts(job)
     assert (stopped["reason"], stopped["step"] > 24) == ("signal", True)
-    # It checkpointed where it stood, off the interval: not a step is made twice.
-    assert f"asked to stop after step {stopped['step']}" in job.log
-    assert went_on_behind(job) == stopped["step"]
+    # It checkpointed at that step, between two intervals: no step is repeated.
+    assert f"stopped as asked after step {stopped['step']}" in job.log
+    assert resumed_step(job) == stopped["step"]
     assert "attempt 2 on node[1-2]" in job.log
 
 
-def test_a_job_that_is_cancelled_stays_down(submit, slurm):
+def test_a_cancelled_job_is_not_requeued(submit, slurm):
     job = submit(*LONG, "trainer.steps=100000")
     wait_for_step(job, 5)
     slurm.on("login", "scancel", job.job_id, check=True)
     assert job.wait() == "CANCELLED", job.log
-    # Slurm would take it back into the queue even now, and start it after a while.
+    # Even now Slurm would requeue it, and start it after a while.
     time.sleep(15)
     assert job.facts["JobState"] == "CANCELLED"
     assert job.facts["Restarts"] == "0"
-    assert "cancelled: the job does not go on by itself" in job.log
+    assert "cancelled: the job is not requeued" in job.log
 
 
-def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit, slurm, undisturbed):
+def test_a_preempted_job_checkpoints_and_resumes_after_the_urgent_one(submit, slurm, undisturbed):
     job = submit(*LONG)
     wait_for_step(job, 25)
     urgent = SlurmJob(
@@ -95,11 +95,11 @@ def test_a_job_of_a_higher_partition_takes_the_nodes_and_gives_them_back(submit,
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
     (stopped,) = attempts(job)
     assert stopped["reason"] == "signal"
-    assert went_on_behind(job) == stopped["step"]
+    assert resumed_step(job) == stopped["step"]
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])  # the first has the batch script
-def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed, node):
+@pytest.mark.parametrize("node", ["node1", "node2"])  # the batch script runs on the first
+def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed, node):
     job = submit(*LONG)
     wait_for_step(job, 45)
     slurm.kill_node(node)
@@ -108,18 +108,18 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(submit, slur
     assert job.wait() == "COMPLETED", job.log
     assert int(job.facts["Restarts"]) >= 1
     assert len(attempts(job)) == int(job.facts["Restarts"])
-    assert went_on_behind(job) in range(20, 150, 20)
+    assert resumed_step(job) in range(20, 150, 20)
     assert job.losses == undisturbed
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         (signal.SIGKILL, "srun: error: node2: task 1: Killed"),
         (signal.SIGSTOP, "rank 1 is gone or stopped (host node2, process"),
     ],
 )
-def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_goes_on(submit, slurm, undisturbed, how, said):
+def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slurm, undisturbed, how, message):
     job = submit(*LONG, "trainer.timeout_s=25")
     wait_for_step(job, 45)
     (rank_1,) = [
@@ -130,13 +130,13 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_goes_on(submit, slu
     os.kill(rank_1, how)
     assert job.wait() == "COMPLETED", job.log
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
-    assert said in job.log
+    assert message in job.log
     (failed,) = attempts(job)
     assert f"failed after step {failed['step']}" in job.log
-    assert went_on_behind(job) in range(20, 150, 20)
+    assert resumed_step(job) in range(20, 150, 20)
 
 
-def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
+def test_a_run_resumes_on_another_number_of_nodes(submit, undisturbed):
     job = submit(*LONG, "cluster.ranks_per_node=2")
     wait_for_step(job, 25)
     job.signal("USR2")
@@ -149,12 +149,12 @@ def test_a_run_goes_on_with_another_number_of_nodes(submit, undisturbed):
     assert stopped["reason"] == "signal"
     assert [line["step"] for line in job.metrics] == list(range(1, 151))
     assert 25 <= stopped["step"] < 150
-    assert went_on_behind(job) == stopped["step"]
-    # Sums over four ranks, and over one, are rounded in another order than over two.
+    assert resumed_step(job) == stopped["step"]
+    # Sums over four ranks or one are rounded in another order than sums over two.
     assert job.losses == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_a_job_that_fails_in_the_same_way_stops_requeueing(submit, tmp_path):
+def test_a_job_that_keeps_failing_in_the_same_way_is_not_requeued(submit, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncase $2 in recipes.*) exit 9 ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -169,7 +169,7 @@ def test_a_job_that_fails_in_the_same_way_stops_requeueing(submit, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["srun", "torchrun"])
-def test_a_run_that_refuses_its_settings_is_not_started_again(submit, kind):
+def test_a_run_that_refuses_its_settings_is_not_requeued(submit, kind):
     job = submit(
         *("trainer.steps=2", "cluster.ranks_per_node=1", "model.max_sequence_length=100"),
         *(f"cluster.launcher={kind}", "cluster.preflight.enabled=false"),
