@@ -36,7 +36,7 @@ from harness.prep.pipeline import PrepareConfig
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("harness",)
+FOLDERS = ("docker", "harness", "tests")
 READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 LANGUAGES = ("shell", "python", "text", "json", "yaml", "mermaid")
