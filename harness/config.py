@@ -1,11 +1,13 @@
-"""The one place that knows Hydra: composes `configs/`, checks it against dataclasses, and reports errors plainly."""
+"""Compose the files of `configs/` into settings dataclasses with Hydra; the only module that imports Hydra."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,80 +23,207 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch import become_rank_of_slurm
-from harness.settings import to_yaml
+from harness.plan import PretrainConfig, RunConfig, SftConfig
+from harness.settings import CONFIGS, explain_settings, nearest_name, render_settings
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+__all__ = ["CONFIGS", "TRAINING", "ComposedRun", "Options", "compose_config", "compose_run", "hydra_entry"]
+
 T = TypeVar("T")
-# Lines of Hydra's messages that help nobody here; no key can be appended.
-_HYDRAS_OWN = ("full_key", "object_type", "To append to your config")
+# Recipes that train, and their settings.
+TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig}
+# Lines of Hydra's messages that help nobody here: no key can be appended.
+_NOISE = ("full_key", "object_type", "To append to your config")
+_OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w./@]*)=?.*", re.DOTALL)
+_MISSING_FILE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
+# Handed to Hydra's own command line, with all other arguments.
+_HYDRA_FLAGS = {
+    *("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"),
+    *("--experimental-rerun", "--package", "-p", "--resolve"),
+}
 
 
-def compose_config(name: str, schema: type[T], overrides: list[str] | None = None, *, fix: str | None = None) -> T:
+@dataclass(frozen=True)
+class Options:
+    """Arguments of a recipe: settings, and the flags that say where to compose them from.
+
+    Attributes:
+        overrides: `key=value` settings, as Hydra takes them.
+        config_dir: a user's own folder of YAML files, searched after `configs/`.
+        config_name: a file of either folder to compose in place of the recipe's own.
+        show: print the settings instead of running.
+        help: print how to change settings.
+        is_hydras: arguments that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    config_dir: Path | None = None
+    config_name: str | None = None
+    show: bool = False
+    help: bool = False
+    is_hydras: bool = False
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str], *, where: str) -> Options:
+        """Split a command line into settings and flags.
+
+        Raises:
+            ConfigError: a flag is unknown, or `--config-dir` names no folder.
+        """
+        overrides: list[str] = []
+        values: dict[str, Any] = {}
+        rest = list(arguments)
+        while rest:
+            name, equals, value = rest.pop(0).partition("=")
+            if name in _HYDRA_FLAGS or name == "--config-path":
+                values["is_hydras"] = name != "--config-path"
+                if name == "--config-path":
+                    raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
+            elif name in ("--cfg", "-c"):
+                takes_value = bool(equals) or (rest and rest[0] in ("job", "hydra", "all"))
+                values["is_hydras" if takes_value else "show"] = True
+                if takes_value and not equals:
+                    rest.pop(0)
+            elif name in ("-h", "--help"):
+                values["help"] = True
+            elif name in ("--config-dir", "-cd", "--config-name", "-cn"):
+                if not equals and not rest:
+                    raise ConfigError(f"{name} has no value", where=where, fix=f"{name} VALUE")
+                is_dir = name in ("--config-dir", "-cd")
+                value = value if equals else rest.pop(0)
+                values["config_dir" if is_dir else "config_name"] = Path(value) if is_dir else value
+            elif name.startswith("-"):
+                fix = "settings are key=value; flags are --cfg, --help, --config-dir, --config-name and --multirun"
+                raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
+            else:
+                overrides.append(name + equals + value)
+        folder = values.get("config_dir")
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(
+                "there is no such folder", where=str(folder), fix="--config-dir names a folder of YAML files"
+            )
+        return cls(overrides=overrides, **values)
+
+
+@dataclass(frozen=True)
+class ComposedRun:
+    """A training run as a command and as its settings.
+
+    Attributes:
+        module: the recipe, such as `recipes.sft`.
+        arguments: its command line.
+        config: the settings that these compose to.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    config: RunConfig
+
+
+def compose_config(
+    name: str,
+    schema: type[T],
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: Path | None = None,
+    config_name: str | None = None,
+    command: str | None = None,
+) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
-    Only the root is registered (as `<name>_schema`), so that a misspelt key anywhere is refused.
+    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused.
 
     Args:
-        fix: where the keys are shown; None where `name` is a recipe, which prints them.
+        config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
+        config_name: the file to compose in place of `<name>.yaml`.
+        command: the command whose `--cfg` prints the settings; omit for `python -m recipes.<name>`.
 
     Raises:
-        ConfigError: unknown key or group, a value of another type or one that a dataclass refuses, or a file that is no
-            YAML.
+        ConfigError: an unknown key or group, a value of another type or one that a dataclass refuses, or a file that
+            is not YAML.
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
+    search = [] if config_dir is None else [f"hydra.searchpath=['file://{config_dir.resolve()}']"]
     try:
         with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-            return cast(T, OmegaConf.to_object(compose(name, overrides=overrides or [])))
+            composed = compose(config_name or name, overrides=[*search, *overrides])
+            return cast(T, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         cause = error.__cause__
         if isinstance(cause, HarnessError):
             raise cause from None
-        said = str(error).strip().splitlines()
-        # Where Hydra looked is of no use here: there is one folder, and it is named below.
-        said = list(itertools.takewhile(lambda line: "Config search path" not in line, said))
-        told = [line.strip() for line in said if line.strip() and not any(word in line for word in _HYDRAS_OWN)]
+        # The search path is left out: its folders are named below.
+        message = list(itertools.takewhile(lambda line: "search path" not in line, str(error).strip().splitlines()))
+        lines = [line.strip() for line in message if line.strip() and not any(word in line for word in _NOISE)]
         if cause is not None and str(cause) not in str(error):
-            told.append(str(cause).splitlines()[0])
-        keys = [line.split(":", 1)[1].strip() for line in said if "full_key" in line]
+            lines.append(str(cause).splitlines()[0])
+        keys = [line.split(":", 1)[1].strip() for line in message if "full_key" in line]
+        near = _nearest(str(error), keys, schema, overrides, config_dir)
         raise ConfigError(
-            "; ".join(told) or type(error).__name__,
-            where=f"configs/{name}.yaml" + (f", key {keys[0]}" if keys and keys[0] else "") + _shown(overrides),
-            fix=fix or f"`python -m recipes.{name} --cfg` prints every key with its value",
+            "; ".join(lines) or type(error).__name__,
+            where=f"configs/{config_name or name}.yaml"
+            + (f", key {keys[0]}" if keys and keys[0] else "")
+            + (f" with {' '.join(overrides)}" if overrides else ""),
+            fix=(f"did you mean {near}? " if near else "")
+            + f"`{command or f'python -m recipes.{name}'} --cfg` prints every setting with its value",
         ) from error
 
 
-def _shown(overrides: list[str] | None) -> str:
-    return f" with {' '.join(overrides)}" if overrides else ""
+def compose_run(experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None) -> ComposedRun:
+    """Compose the settings of an experiment, which `recipes.sft` runs, or of a recipe that trains.
+
+    Args:
+        experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
+
+    Raises:
+        ConfigError: there is no such experiment, or its settings are refused.
+    """
+    name, arguments = experiment, list(overrides)
+    if experiment not in TRAINING:
+        names = _names("experiment", config_dir)
+        if experiment not in names:
+            near = nearest_name(experiment, [*names, *TRAINING])
+            raise ConfigError(
+                f"there is no experiment {experiment!r}",
+                where=" and ".join(str(folder / "experiment") for folder in _folders(config_dir)),
+                fix=(f"did you mean {near}? " if near else "") + f"one of {', '.join([*names, *TRAINING])}",
+            )
+        name, arguments = "sft", [f"experiment={experiment}", *arguments]
+    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir)
+    own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
+    return ComposedRun(f"recipes.{name}", (*own, *arguments), config)
 
 
 def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:
-    """Make `main(config)` the entry point of `python -m recipes.<name> [overrides]`.
+    """Make `main(config)` the entry point of `python -m recipes.<name> [KEY=VALUE]...`.
 
-    `--cfg` prints the composed configuration and `--help` how to change it; `--multirun` hands over to Hydra's sweepers
-    and launchers. A HarnessError ends the process with
-    exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the traceback.
+    `--cfg` prints every setting with its value and its explanation, `--help` how to change settings; `--config-dir`
+    adds a folder of YAML files. `--multirun`, `--info` and `--cfg job|hydra|all` are carried out by Hydra's own command
+    line. A HarnessError ends the process with exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the
+    traceback.
     """
 
     def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def entry() -> None:
-            arguments = sys.argv[1:]
-            if {"-h", "--help"} & set(arguments):
-                print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
-                print(
-                    f"\nSettings: `key=value` ..., groups: {', '.join(_groups())}; "
-                    f"`python -m recipes.{name} --cfg` prints them all."
-                )
-                return
-            show = "--cfg" in arguments
             with exit_on_error():
-                if {"-m", "--multirun"} & set(arguments):
-                    _sweep(name, schema, main)
+                options = Options.parse(sys.argv[1:], where=f"recipes.{name}")
+                if options.help:
+                    print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
+                    print(_usage(name, options.config_dir))
                     return
-                config = compose_config(name, schema, [a for a in arguments if a != "--cfg"])
-                if show:
-                    print(to_yaml(config), end="")
+                if options.is_hydras:
+                    _run_hydra(name, schema, main)
+                    return
+                config = compose_config(
+                    name,
+                    schema,
+                    options.overrides,
+                    config_dir=options.config_dir,
+                    config_name=options.config_name,
+                )
+                if options.show:
+                    print(render_settings(config), end="")
                     return
                 code = main(config)
                 if code:
@@ -105,10 +234,11 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
     return decorate
 
 
-def _sweep(name: str, schema: type[T], main: Callable[[T], int | None]) -> None:
-    """Run `main` for every combination of settings, in a job each where `hydra/launcher=submitit_slurm` says so.
+def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None]) -> None:
+    """Run Hydra's command line: a sweep runs `main` for every combination of settings, each as a job of its own.
 
-    A run's folder, where its settings have one, is `run` in the output folder that Hydra gives the job.
+    With `hydra/launcher=submitit_slurm` these are jobs of Slurm. A run's folder, where its settings have one, is `run`
+    in the output folder that Hydra gives the job.
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
 
@@ -127,9 +257,36 @@ def _sweep(name: str, schema: type[T], main: Callable[[T], int | None]) -> None:
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
-def _groups() -> list[str]:
-    return sorted(
-        f"{folder.name}={{{','.join(sorted(f.stem for f in folder.glob('*.yaml')))}}}"
-        for folder in CONFIGS.iterdir()
-        if folder.is_dir()
+def _nearest(
+    message: str, keys: Sequence[str], schema: type[Any], overrides: Sequence[str], config_dir: Path | None
+) -> str | None:
+    """Find what a misspelled key, group or file was meant to be."""
+    missing = _MISSING_FILE.search(message)
+    if missing is not None:
+        near = nearest_name(missing[2], _names(missing[1], config_dir))
+        return None if near is None else f"{missing[1]}={near}"
+    groups = [folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()]
+    known = {setting.key for setting in explain_settings(schema)}
+    known |= {key[: match.start()] for key in known for match in re.finditer(r"\.", key)}
+    given = [match[1] for text in overrides if (match := _OVERRIDE.fullmatch(text)) and not text.startswith("hydra")]
+    unknown = [key for key in (*keys, *given) if key and key not in known and key not in groups]
+    return nearest_name(unknown[0], sorted(known | set(groups))) if unknown else None
+
+
+def _usage(name: str, config_dir: Path | None) -> str:
+    groups = sorted({folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()})
+    files = "\n".join(f"  {group}=  {', '.join(_names(group, config_dir))}" for group in groups)
+    return (
+        f"\nSettings are key=value; `python -m recipes.{name} --cfg` prints each with its value and its explanation.\n"
+        f"Groups of settings, one file each:\n{files}\n"
+        "Flags: --config-dir DIR (your own YAML files), --config-name NAME, --cfg [job|hydra|all], --info, --multirun"
     )
+
+
+def _folders(config_dir: Path | None) -> list[Path]:
+    return [CONFIGS, *([] if config_dir is None else [config_dir])]
+
+
+def _names(group: str, config_dir: Path | None) -> list[str]:
+    """List the files of a group, without their suffix."""
+    return sorted({file.stem for folder in _folders(config_dir) for file in (folder / group).glob("*.yaml")})

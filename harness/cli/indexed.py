@@ -1,183 +1,193 @@
-"""`harness indexed`: Megatron's indexed datasets (.bin and .idx) from token shards.
+"""Commands on Megatron's indexed datasets (.bin and .idx), made from token shards.
 
-What imports pyarrow is imported by the command that needs it: other commands of `harness` start sooner.
+What imports pyarrow is imported by the command that needs it, so that other commands of `harness` start sooner.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
-from harness.formats.binidx import LOSS_BIN
-from harness.indexed import (
-    BIN,
-    IDX,
-    count_sequences,
-    merge_indexed,
-    prefix_of,
-    save_counts,
-    verify_indexed,
-    with_suffix,
-)
 
 if TYPE_CHECKING:
-    from harness.indexed import IndexedReport
+    from harness.indexed import IndexedReport, TokenSource
 
 indexed_app = typer.Typer(
     name="indexed",
     help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]
 Pairs = Annotated[list[str], typer.Argument(metavar="PREFIX...", help="pairs: X, X.bin or X.idx")]
-Prefix = Annotated[str, typer.Option("--to", metavar="PREFIX", help="the pair to write: X of X.bin and X.idx")]
-Column = Annotated[str, typer.Option(help="of token ids: lists, lists of lists, or ids as text")]
-Eod = Annotated[int | None, typer.Option(min=0, help="token to append to every document")]
-VocabSize = Annotated[int | None, typer.Option(min=1, help="of the tokenizer: fixes the dtype, bounds the ids")]
-Empty = Annotated[str, typer.Option(help="drop or refuse rows without tokens")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what is at the destination")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X of X.bin and X.idx")]
 
 
-@indexed_app.command()
+@dataclass
+class TokenRows:
+    """Rows of the token shards.
+
+    Attributes:
+        column: name of the column of token ids: lists, lists of lists, or ids as text.
+        eod: token to append to every document; null for none.
+        empty: drop or refuse rows without tokens.
+    """
+
+    column: str = "input_ids"
+    eod: int | None = None
+    empty: str = "drop"
+
+
+@dataclass
+class Vocabulary:
+    """The tokenizer that made the ids.
+
+    Attributes:
+        vocab_size: size of the vocabulary: fixes the dtype and bounds the ids; null takes the dtype from the ids.
+    """
+
+    vocab_size: int | None = None
+
+
+@dataclass
+class TokenSettings:
+    """Settings of `harness indexed convert`."""
+
+    data: TokenRows = field(default_factory=TokenRows)
+    tokenizer: Vocabulary = field(default_factory=Vocabulary)
+
+    def source(self) -> TokenSource:
+        from harness.indexed import TokenSource
+
+        rows = self.data
+        return TokenSource(column=rows.column, eod=rows.eod, vocab_size=self.tokenizer.vocab_size, empty=rows.empty)
+
+
+@dataclass
+class FamilySettings(TokenSettings):
+    """Settings of `harness indexed family`.
+
+    Attributes:
+        split: share of each split, as split.train=98 split.valid=1 split.test=1; none puts all into train.
+        shards: shards of each split, as shards.valid=PATH; in place of SRC and of split.
+    """
+
+    split: dict[str, float] = field(default_factory=dict)
+    shards: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class CountSettings:
+    """Settings of `harness indexed counts`."""
+
+    tokenizer: Vocabulary = field(default_factory=Vocabulary)
+
+
+@indexed_app.command(cls=class_of(TokenSettings, {"--to": -1}))
 def convert(
-    sources: Shards,
-    to: Prefix,
-    column: Column = "input_ids",
-    eod: Eod = None,
-    vocab_size: VocabSize = None,
-    empty: Empty = "drop",
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
 ) -> None:
     """Write token shards as one pair, byte for byte as Megatron's own builder would; a row is a document."""
-    from harness.indexed import TokenSource, convert_tokens
+    from harness.indexed import convert_tokens
 
-    source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
-    with _bar("converting", quiet=as_json) as progress:
-        report = convert_tokens(sources, to, source=source, overwrite=overwrite, progress=progress)
-    _say([report], as_json=as_json)
+    settings: TokenSettings = context.obj
+    with progress_bar("converting", quiet=as_json) as advance:
+        report = convert_tokens(sources, to, source=settings.source(), overwrite=overwrite, progress=_counted(advance))
+    _print_reports([report], as_json=as_json)
 
 
-@indexed_app.command()
+@indexed_app.command(
+    cls=class_of(FamilySettings, {"--out": 0, "--name": 1, "--split": "split.", "--shards": "shards."})
+)
 def family(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder of the family")],
-    name: Annotated[str, typer.Option(help="part of every file's name")],
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the family")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="part of the name of every file")],
     sources: Annotated[list[str] | None, typer.Argument(metavar="[SRC]...", help="shards to split by hash")] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(metavar="SPLIT=PART", help="train=98, valid=1, test=1; default: all is train")
-    ] = None,
-    shards: Annotated[
-        list[str] | None, typer.Option(metavar="SPLIT=SRC", help="shards of one split; instead of SRC and --split")
-    ] = None,
-    column: Column = "input_ids",
-    eod: Eod = None,
-    vocab_size: VocabSize = None,
-    empty: Empty = "drop",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as named pairs, one a split, with the JSON files that Megatron reads beside them."""
-    from harness.indexed import TokenFamily, TokenSource, write_family
+    from harness.indexed import TokenFamily, write_family
 
-    source = TokenSource(column=column, eod=eod, vocab_size=vocab_size, empty=empty)
-    if bool(sources) == bool(shards) or (shards and split):
-        raise ConfigError("the shards of each split are not clear", where="SRC", fix="give SRC, or --shards SPLIT=SRC")
-    named = _named_shards(shards or [])
-    parts = dict.fromkeys(named, 1.0) or _parts(split or ["train=1"])
-    made = TokenFamily(name=name, splits=parts, source=source)
-    with _bar("converting", quiet=as_json) as progress:
-        report = write_family(named or sources or [], out, made, overwrite=overwrite, progress=progress)
-    _say(list(report.splits.values()), as_json=as_json)
-
-
-@indexed_app.command()
-def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
-    """Join pairs end to end as one."""
-    with _bar("merging", quiet=as_json) as progress:
-        report = merge_indexed(
-            pairs, to, overwrite=overwrite, progress=lambda done, total: progress(0, completed=done, total=total)
+    settings: FamilySettings = context.obj
+    if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
+        raise ConfigError("the shards of each split are not clear", where="SRC", fix="give SRC, or shards.SPLIT=SRC")
+    splits = dict.fromkeys(settings.shards, 1.0) or settings.split or {"train": 1.0}
+    made = TokenFamily(name=name, splits=splits, source=settings.source())
+    with progress_bar("converting", quiet=as_json) as advance:
+        report = write_family(
+            settings.shards or sources or [], out, made, overwrite=overwrite, progress=_counted(advance)
         )
-    _say([report], as_json=as_json)
+    _print_reports(list(report.splits.values()), as_json=as_json)
 
 
-@indexed_app.command()
+@indexed_app.command(cls=class_of(CountSettings, {"--to": -1}))
 def counts(
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as they stand in --data-path")],
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="the JSON to write")],
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="of the tokenizer: refuses pairs that Megatron would then misread")
-    ] = None,
+    context: typer.Context,
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="the JSON to write")],
 ) -> None:
     """Write the numbers of sequences of many prefixes for Megatron's --per-dataset-sequences-path."""
-    found = count_sequences(prefixes, vocab_size=vocab_size)
-    save_counts(found, to)
+    from harness.indexed import count_sequences, save_counts
+
+    vocab_size = context.obj.tokenizer.vocab_size
+    by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
+    save_counts(by_prefix, to)
     if vocab_size is None:
-        print("dtypes were not checked: Megatron will take them from the tokenizer's vocabulary (--vocab-size checks)")
-    print(f"{to}: {len(found):,} prefixes, {sum(count for count, _ in found.values()):,} sequences")
+        print("dtypes were not checked: Megatron takes them from the vocabulary (tokenizer.vocab_size=N checks them)")
+    print(f"{to}: {len(by_prefix):,} prefixes, {sum(count for count, _ in by_prefix.values()):,} sequences")
+
+
+@dataclass
+class MergeSettings:
+    """`harness indexed merge` has no settings."""
+
+
+@indexed_app.command(cls=class_of(MergeSettings, {"--to": -1}))
+def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
+    """Join pairs end to end as one."""
+    from harness.indexed import merge_indexed
+
+    with progress_bar("merging", quiet=as_json) as advance:
+        report = merge_indexed(pairs, to, overwrite=overwrite, progress=advance)
+    _print_reports([report], as_json=as_json)
 
 
 def find_check(path: str) -> Callable[..., list[Problem]] | None:
-    """What verifies a path that names a family's record or a pair without packs; None where it is something else."""
-    if path.endswith(".json"):
-        from harness.indexed import is_family, verify_family
+    """Return the function that verifies a family's record or a pair without packs; None for any other path."""
+    from harness.formats.binidx import LOSS_BIN
+    from harness.indexed import BIN, IDX, is_family, prefix_of, verify_family, verify_indexed, with_suffix
 
+    if path.endswith(".json"):
         return verify_family if is_family(path) else None
     prefix = prefix_of(path)
     there = [with_suffix(prefix, suffix).is_file() for suffix in (BIN, IDX, LOSS_BIN)]
     return verify_indexed if any(there[:2]) and not there[2] else None
 
 
-def _named_shards(given: list[str]) -> dict[str, list[str]]:
-    named: dict[str, list[str]] = {}
-    for one in given:
-        name, _, source = one.partition("=")
-        if not source:
-            raise ConfigError(f"{one!r} names no shards", where="--shards", fix="write --shards valid=PATH")
-        named.setdefault(name, []).append(source)
-    return named
+def _counted(advance: Callable[..., None]) -> Callable[[int], None]:
+    """Turn numbers of further documents into the total that a progress bar shows."""
+    done = 0
+
+    def add(documents: int) -> None:
+        nonlocal done
+        done += documents
+        advance(done, None)
+
+    return add
 
 
-def _parts(given: list[str]) -> dict[str, float]:
-    parts = {}
-    for one in given:
-        name, _, part = one.partition("=")
-        try:
-            parts[name] = float(part)
-        except ValueError:
-            raise ConfigError(f"{one!r} names no part", where="--split", fix="write --split train=98") from None
-    return parts
-
-
-@contextmanager
-def _bar(what: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields advance(documents) that also takes what `Progress.update` takes."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-
-        def advance(step: int, **others: Any) -> None:
-            progress.update(task, advance=None if others else step, **others)
-
-        yield advance
-
-
-def _say(reports: list[IndexedReport], *, as_json: bool) -> None:
+def _print_reports(reports: list[IndexedReport], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(report) for report in reports], indent=2))
+        print_json([asdict(report) for report in reports])
         return
     for report in reports:
         left_out = f", {report.empty_documents:,} empty rows left out" if report.empty_documents else ""

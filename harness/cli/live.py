@@ -1,118 +1,198 @@
-"""`harness live`: make chunks while training goes on, and see how both get along."""
+"""Commands on live data: write chunks into a folder while training reads them, and show both sides."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from harness.checks import require_choice, require_numbers
+from harness.cli.settings import AsJson, class_of, stdout_console
 from harness.errors import ConfigError
 
 live_app = typer.Typer(
     name="live",
-    help="Train while data is being made: write chunks into a folder, see who writes and who reads.",
+    help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks")]
 
 
-@live_app.command()
+@dataclass
+class ChunkSettings:
+    """The input and the chunks made from it.
+
+    Attributes:
+        kind: content of the input: chat (conversations) or packs (a dataset).
+        format: jsonl or parquet.
+        rows: rows of one chunk.
+        flush_s: seconds after which a chunk with fewer rows is written.
+        max_waiting: pause while this many chunks wait to be read.
+        keep: newest completed chunks that are not deleted.
+    """
+
+    kind: str = "chat"
+    format: str = "jsonl"
+    rows: int = 1000
+    flush_s: float = 60.0
+    max_waiting: int = 16
+    keep: int = 4
+
+    def __post_init__(self) -> None:
+        require_choice(self.kind, ("chat", "packs"), setting="chunks.kind")
+        require_choice(self.format, ("jsonl", "parquet"), setting="chunks.format")
+        require_numbers(self, "chunks", "rows", "max_waiting", lowest=1)
+        require_numbers(self, "chunks", "keep", "flush_s", lowest=0)
+
+
+@dataclass
+class LivePacks:
+    """Packs made from the conversations.
+
+    Attributes:
+        pack_size: maximum number of tokens of a pack.
+        over_long: conversations above the pack size: drop or truncate.
+    """
+
+    pack_size: int = 4096
+    over_long: str = "drop"
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "data", "pack_size", lowest=2)
+        require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
+
+
+@dataclass
+class LiveTokenizer:
+    """The tokenizer of the packs.
+
+    Attributes:
+        name: tokenizer folder or hub id; empty writes conversations, which the ranks tokenize.
+        mask: which tokens are trained, as in `harness prepare`.
+    """
+
+    name: str = ""
+    mask: str = "generation"
+
+
+@dataclass
+class LiveSource:
+    """The conversations.
+
+    Attributes:
+        on_bad: conversations that cannot be used: refuse or skip.
+    """
+
+    on_bad: str = "refuse"
+
+    def __post_init__(self) -> None:
+        require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+
+
+@dataclass
+class ProduceSettings:
+    """Settings of `harness live produce`."""
+
+    chunks: ChunkSettings = field(default_factory=ChunkSettings)
+    data: LivePacks = field(default_factory=LivePacks)
+    tokenizer: LiveTokenizer = field(default_factory=LiveTokenizer)
+    source: LiveSource = field(default_factory=LiveSource)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.name and self.chunks.kind == "packs":
+            raise ConfigError(
+                "packs are tokenized already", where="tokenizer.name", fix="omit it, or set chunks.kind=chat"
+            )
+
+
+@live_app.command(cls=class_of(ProduceSettings, {"--tokenizer": "tokenizer.name", "--to": "chunks.format"}))
 def produce(
+    context: typer.Context,
     folder: Folder,
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="file, folder or glob; - for standard input")],
-    kind: Annotated[str, typer.Option(help="what SOURCE holds: chat (conversations) or packs (a dataset)")] = "chat",
-    tokenizer: Annotated[str, typer.Option(help="pack conversations here, with this tokenizer folder or hub id")] = "",
-    pack_size: Annotated[int, typer.Option(min=2, help="most tokens of a pack that is made here")] = 4096,
-    mask: Annotated[str, typer.Option(help="which tokens of packs are trained: see tokenizer.mask")] = "generation",
-    over_long: Annotated[str, typer.Option(help="conversations above the pack size: drop or truncate")] = "drop",
-    on_bad: Annotated[str, typer.Option(help="conversations that cannot be used: refuse or skip")] = "refuse",
-    to: Annotated[str, typer.Option(help="jsonl or parquet chunks")] = "jsonl",
-    rows: Annotated[int, typer.Option(min=1, help="of one chunk")] = 1000,
-    flush_s: Annotated[float, typer.Option(min=0, help="write a chunk of fewer rows after so many seconds")] = 60.0,
-    max_waiting: Annotated[int, typer.Option(min=1, help="pause while so many chunks wait to be read")] = 16,
-    keep: Annotated[int, typer.Option(min=0, help="newest completed chunks that are not deleted")] = 4,
-    append: Annotated[bool, typer.Option("--append", help="SOURCE comes behind what the folder was given")] = False,
+    source: Annotated[str, typer.Argument(metavar="INPUT", help="file, folder or glob; - for standard input")],
+    append: Annotated[bool, typer.Option("--append", help="INPUT follows what is in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: even if that was not added to its end")
+        bool, typer.Option("--leave-rest", help="with --append: even if the input before was not read to its end")
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
 ) -> None:
-    """Write live chunks. Started again with the same SOURCE after a crash, it goes on where it stopped."""
-    from harness.checks import require_choice
-    from harness.loader.live.folder import CHAT, PACKS
-    from harness.loader.live.produce import STDIN, Packing, read_conversations, read_packs
-    from harness.loader.live.produce import produce_chunks as add_all
+    """Write live chunks. Started again with the same INPUT after a crash, it continues where it stopped."""
+    from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
     from harness.loader.live.producer import LiveProducer
     from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
-    for value, choices, option in (
-        (kind, (CHAT, PACKS), "--kind"),
-        (to, ("jsonl", "parquet"), "--to"),
-        (on_bad, ("refuse", "skip"), "--on-bad"),
-        (over_long, ("drop", "truncate"), "--over-long"),
-    ):
-        require_choice(value, choices, setting=option)
-    if tokenizer and kind == PACKS:
-        raise ConfigError("packs are tokenised already", where="--tokenizer", fix="leave it out, or use --kind chat")
-    packing = None
-    if tokenizer:
-        made = ChatTokenizer(TokenizerConfig(kind="huggingface", name=tokenizer, mask=mask))
-        packing = Packing(made, pack_size, over_long, block=1 if source == STDIN else 64)
+    settings: ProduceSettings = context.obj
+    chunks, packing = settings.chunks, None
+    if settings.tokenizer.name:
+        tokenizer = ChatTokenizer(
+            TokenizerConfig(kind="huggingface", name=settings.tokenizer.name, mask=settings.tokenizer.mask)
+        )
+        packing = Packing(
+            tokenizer, settings.data.pack_size, settings.data.over_long, block=1 if source == STDIN else 64
+        )
     with LiveProducer(
         folder,
-        kind=PACKS if packing is not None else kind,
-        suffix=f".{to}",
-        rows_per_chunk=rows,
-        max_waiting=max_waiting,
-        keep=keep,
-        flush_s=flush_s,
-        say=_say,
+        kind="packs" if packing is not None else chunks.kind,
+        suffix=f".{chunks.format}",
+        rows_per_chunk=chunks.rows,
+        max_waiting=chunks.max_waiting,
+        keep=chunks.keep,
+        flush_s=chunks.flush_s,
+        say=_print_line,
     ) as producer:
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
-            _say(f"goes on after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
-        items = read_conversations(source) if kind == CHAT else read_packs(source)
-        add_all(producer, items, packing=packing, append=append, leave_rest=leave_rest, on_bad=on_bad, say=_say)
+            _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
+        items = read_conversations(source) if chunks.kind == "chat" else read_packs(source)
+        produce_chunks(
+            producer,
+            items,
+            packing=packing,
+            append=append,
+            leave_rest=leave_rest,
+            on_bad=settings.source.on_bad,
+            say=_print_line,
+        )
         if not leave_open:
             producer.end()
         total = f"{producer.num_rows:,} rows in {producer.num_chunks:,} chunks"
-        _say(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
+        _print_line(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
 
 
 @live_app.command()
 def end(folder: Folder) -> None:
-    """Say that there will be no more chunks, for a producer that did not: training ends after what is there."""
+    """End a stream whose producer did not: training stops after the chunks that are there."""
     from harness.loader.live.producer import LiveProducer
 
     if not Path(folder).is_dir():
-        raise ConfigError("there is no folder of live chunks", where=str(folder), fix="name the one that is trained on")
+        raise ConfigError(
+            "there is no folder of live chunks", where=str(folder), fix="name the folder of the run's data.live.path"
+        )
     with LiveProducer(folder) as producer:
         producer.end()
-        _say(f"{folder}: ends after {producer.num_chunks:,} chunks")
+        _print_line(f"{folder}: ends after {producer.num_chunks:,} chunks")
 
 
 @live_app.command()
 def status(
     folder: Folder,
     watch: Annotated[bool, typer.Option("--watch", help="refresh until interrupted")] = False,
-    every_s: Annotated[float, typer.Option(min=0.1, help="with --watch, seconds between two looks")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    every_s: Annotated[float, typer.Option(min=0.1, help="with --watch, seconds between updates")] = 1.0,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the producer, what waits to be read, rates, and the ranks that read."""
+    """Show the producer, the chunks that wait to be read, rates, and the reading ranks."""
     from rich.console import Group
     from rich.live import Live
 
     from harness.loader.live.status import live_status, now, render_status
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = stdout_console(width=120)
     if as_json:
         print(json.dumps(live_status(folder).to_dict(), indent=2))
     elif not watch:
@@ -128,6 +208,6 @@ def status(
                 live.update(look(), refresh=True)
 
 
-def _say(line: str) -> None:
-    # Of a producer in a pipe or a log, each line is there when it is said.
+def _print_line(line: str) -> None:
+    # Flushed: a log shows the progress of the producer.
     print(line, flush=True)

@@ -10,17 +10,16 @@ from __future__ import annotations
 from harness.launch.cluster import ClusterConfig, SubmitConfig
 from harness.launch.ranks import become_rank_of_slurm, place_in_slurm
 from harness.launch.script import Job, render
-from harness.launch.submit import plan_job, recipe_settings, split_overrides, submit_job
+from harness.launch.submit import check_arguments, plan_job, submit_job
 
 __all__ = [
     "ClusterConfig",
     "Job",
     "SubmitConfig",
     "become_rank_of_slurm",
+    "check_arguments",
     "place_in_slurm",
     "plan_job",
-    "recipe_settings",
     "render",
-    "split_overrides",
     "submit_job",
 ]

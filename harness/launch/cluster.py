@@ -137,9 +137,17 @@ class SubmitConfig:
 
     Attributes:
         cluster: the cluster, a file of `configs/cluster/`.
+        nodes: number of nodes of the job.
+        run_dir: folder of a run to resume, on any number of nodes; null starts a new run.
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    nodes: int = 1
+    run_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ConfigError(f"nodes is {self.nodes}", where="nodes", fix="set it to 1 or more")
 
 
 def check_directive(text: str, where: str) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
 from harness.launch.preflight import code_digest
@@ -33,76 +31,64 @@ class Submitted:
     script: Path
 
 
-def split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Settings of the cluster (`cluster.time=...`), and those of the recipe.
-
-    Raises:
-        ConfigError: a setting of several lines, or one of those that the job's script sets.
-    """
-    for text in overrides:
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a setting of several lines, and for one that the job sets itself."""
+    for text in arguments:
         check_one_line(text, "settings")
-        if text.startswith(("run_dir=", "resume=")):
+        if text.startswith("resume="):
             raise ConfigError(
                 f"{text} is set by the job itself",
                 where="settings",
-                fix="runs=FOLDER says where runs are kept; each submission is a run of its own, kept over requeues",
+                fix="leave it out; run_dir=DIR resumes a run, and each other submission is a run of its own",
             )
-    cluster = [text for text in overrides if text.startswith("cluster.")]
-    return cluster, [text for text in overrides if text not in cluster]
 
 
 def plan_job(
-    experiment: str,
-    overrides: list[str],
+    module: str,
+    arguments: Sequence[str],
+    settings: dict[str, Any],
     *,
     nodes: int,
     cluster: ClusterConfig,
-    experiments: Path,
-    run_dir: Path | None = None,
+    run_dir: str | None = None,
 ) -> Job:
-    """The job that runs an experiment, or a recipe, with these settings.
+    """Plan the job that runs a recipe on a cluster.
 
     Args:
-        experiment: a file of `experiments`, which `recipes.sft` runs, or the name of a recipe.
-        overrides: settings of the recipe.
-        run_dir: of a run to go on with, None for a new one.
+        module: the recipe, such as `recipes.sft`.
+        arguments: its command line.
+        settings: what these compose to, as plain values.
+        run_dir: folder of a run to resume; omit for a new one.
 
     Raises:
-        HarnessError: there is no such run, the recipe refuses its settings, or they are planned for another number of
-            ranks.
+        ConfigError: there is no such run, a path is not one of the container's, or the settings are planned for another
+            number of ranks.
     """
-    is_file = (experiments / f"{experiment}.yaml").exists()
-    module = "recipes.sft" if is_file else f"recipes.{experiment}"
-    settings = [f"experiment={experiment}", *overrides] if is_file else overrides
-    told = recipe_settings(module, settings)
-    ranks, wanted = nodes * cluster.ranks_per_node, told.get("parallel", {}).get("ranks")
-    if wanted not in (None, ranks):
+    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
+    if planned not in (None, ranks):
+        name = settings["name"]
         raise ConfigError(
-            f"{experiment} is planned for {wanted} ranks, and {nodes} nodes of {cluster.ranks_per_node} have {ranks}",
-            where="--nodes",
-            fix=f"--nodes {wanted // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node}; or "
-            f"parallel.ranks={ranks}, once `harness plan {experiment} parallel.ranks={ranks}` says that it fits",
+            f"{name} is planned for {planned} ranks, and {nodes} nodes of {cluster.ranks_per_node} have {ranks}",
+            where="nodes",
+            fix=f"nodes={planned // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node}; or "
+            f"parallel.ranks={ranks}, if `harness plan {name} parallel.ranks={ranks}` finds that it fits",
         )
-    if wanted is None:  # what does not fit so many ranks is told here, too
-        recipe_settings(module, [*settings, f"parallel.ranks={ranks}"])
-    weights = told.get("model", {}).get("init_from")
+    weights = settings["model"]["init_from"]
     weights = weights if weights and Path(weights).is_dir() else None  # else a name on a hub
-    live = told["data"].get("live", {}).get("path")
+    live = settings["data"].get("live", {}).get("path")
     if cluster.image:
-        _check_absolute([*dataset_paths(told), weights, live])
-    if run_dir is not None and not run_dir.is_dir():
-        raise ConfigError(
-            "there is no run to go on with", where=str(run_dir), fix="leave --run-dir out to start a new one"
-        )
+        _check_absolute([*dataset_paths(settings), weights, live])
+    if run_dir is not None and not Path(run_dir).is_dir():
+        raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     return Job(
-        name=told["name"],
+        name=settings["name"],
         nodes=nodes,
         module=module,
-        overrides=tuple(settings),
-        run_dir=str(run_dir.absolute() if run_dir else next_run_dir(Path(told["runs"]), told["name"])),
+        overrides=tuple(arguments),
+        run_dir=str(Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])),
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
-        data=dataset_paths(told),
+        data=dataset_paths(settings),
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
@@ -117,29 +103,6 @@ def _check_absolute(paths: Sequence[str | None]) -> None:
                 where="data.path, model.init_from",
                 fix=f"{Path(path).absolute()}, with a folder above it among cluster.mounts",
             )
-
-
-def recipe_settings(module: str, overrides: list[str]) -> dict[str, Any]:
-    """All settings of a recipe that trains; a mistake is told here, and not after hours in a queue.
-
-    Raises:
-        HarnessError: what the recipe says against them, or that it cannot be started here.
-    """
-    command = [sys.executable, "-m", module, "--cfg", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        settings: dict[str, Any] = yaml.safe_load(done.stdout)
-        if "run_dir" in settings and "data" in settings:
-            return settings
-    words = done.stderr.strip().splitlines()
-    if words and words[0].startswith("ConfigError: "):
-        where, fix = (next((one[9:] for one in words if one.startswith(f"  {name}")), "") for name in ("where", "fix"))
-        raise ConfigError(words[0].partition(": ")[2], where=where, fix=fix)
-    raise HarnessError(
-        f"`{' '.join(command)}` does not give the settings of a run" + (f": {words[-1]}" if words else ""),
-        where=module,
-        fix="name a file of configs/experiment, or sft; pip install '.[train]' where packages are missing",
-    )
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

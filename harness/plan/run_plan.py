@@ -44,7 +44,7 @@ class AssumedPacks:
         if not 2 <= self.sequence_tokens <= self.pack_size:
             raise ConfigError(
                 f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}",
-                where="--sequence-tokens, --pack-size",
+                where="sequence_tokens, pack_size",
                 fix="sequences of 2 tokens up to a whole pack",
             )
 

@@ -28,7 +28,7 @@ from harness.parity.processes import free_ports
 from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
-from harness.plan.settings import to_plain
+from harness.settings import to_plain
 
 from .conftest import command, launcher, run_command
 

@@ -28,6 +28,7 @@ from harness.indexed import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader.datasets import DataConfig, open_datasets
+from harness.settings import CONFIGS
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")
 Facts = dict[str, Any]
@@ -91,12 +92,12 @@ def read_versions() -> Facts:
 
 
 def code_digest() -> str:
-    """Return a digest of the code and the configs of this installation."""
+    """Return a digest of the code and the configs of this installation; a checkout and its wheel have the same."""
     code = xxhash.xxh3_64()
     root = Path(harness.__file__).parents[1]
-    for folder, pattern in (("harness", "*.py"), ("recipes", "*.py"), ("configs", "*.yaml")):
-        for path in sorted((root / folder).rglob(pattern)):
-            code.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for folder, pattern in ((root / "harness", "*.py"), (root / "recipes", "*.py"), (CONFIGS, "*.yaml")):
+        for path in sorted(folder.rglob(pattern)):
+            code.update(f"{folder.name}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return code.hexdigest()
 
 

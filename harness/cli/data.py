@@ -1,0 +1,257 @@
+"""Commands on datasets: inspect, verify, convert, diff, import, repack."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.cli.indexed import find_check
+from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
+from harness.formats import (
+    CONVENTIONS,
+    FORMATS,
+    convert_dataset,
+    diff_datasets,
+    find_datasets,
+    find_tokenizer,
+    import_dataset,
+    inspect_dataset,
+    open_dataset,
+    render_pack,
+    render_summary,
+    verify_dataset,
+)
+from harness.loader.inspect_blend import SUFFIXES, render_blend, summarize_blend
+from harness.storage import is_uri
+
+data_app = typer.Typer(pretty_exceptions_enable=False)
+
+DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")]
+Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
+Format = Annotated[str, typer.Argument(metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")]
+
+
+@dataclass
+class StoredPacks:
+    """How packs are written.
+
+    Attributes:
+        pack_size: pack size of the result, if the source does not record one.
+        packs_per_shard: packs of one shard; null for the default of the format.
+    """
+
+    pack_size: int | None = None
+    packs_per_shard: int | None = None
+
+
+@dataclass
+class ConvertSettings:
+    """Settings of `harness convert`."""
+
+    data: StoredPacks = field(default_factory=StoredPacks)
+
+
+@dataclass
+class ImportSettings:
+    """Settings of `harness import`.
+
+    Attributes:
+        split: the split to import, if the tool keeps several.
+    """
+
+    split: str = "train"
+    data: StoredPacks = field(default_factory=StoredPacks)
+
+
+@dataclass
+class PlannedPacks:
+    """How sequences become packs.
+
+    Attributes:
+        pack_size: maximum number of tokens of a pack.
+        algorithm: as in `harness prepare`.
+        seed: chooses which of equal sequences share a pack, and the order of the packs.
+    """
+
+    pack_size: int
+    algorithm: str = "best_fit_decreasing"
+    seed: int = 0
+
+
+@dataclass
+class RepackSettings:
+    """Settings of `harness repack`."""
+
+    data: PlannedPacks
+
+
+@data_app.command()
+def inspect(
+    path: DatasetPath,
+    pack: Annotated[int | None, typer.Option(min=0, help="print this pack's text, trained tokens in color")] = None,
+    tokenizer: Annotated[str, typer.Option(help="tokenizer folder, if the dataset does not name one")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the counts of a dataset, the text of one pack, or the blend that a YAML file configures."""
+    console = stdout_console()
+    if path.endswith(SUFFIXES):
+        blend = summarize_blend(path)
+        if as_json:
+            print_json(blend.to_dict())
+        else:
+            console.print(render_blend(blend))
+        return
+    if pack is not None:
+        reader = open_dataset(find_datasets(path)[0])
+        if as_json:
+            fields = ("input_ids", "loss_mask", "seq_start_id")
+            shown = reader[pack]
+            print_json({"pack": pack, **{name: getattr(shown, name).tolist() for name in fields}})
+            return
+        console.print(render_pack(reader, pack, find_tokenizer(reader, tokenizer)))
+        return
+    summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
+    if as_json:
+        print_json([summary.to_dict() for summary in summaries])
+        return
+    for summary in summaries:
+        console.print(render_summary(summary))
+
+
+@data_app.command()
+def verify(path: DatasetPath, as_json: AsJson = False) -> None:
+    """Check every byte and every invariant of a dataset; exit code 1 if something is wrong.
+
+    Megatron's indexed datasets are checked too: X.idx, or the NAME.json of a family of them.
+    """
+    problems, num_packs, check = [], 0, None
+    if not is_uri(path):
+        check = find_check(path)
+        if check is None and not Path(path).exists():
+            # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
+            open_dataset(path).close()
+    for dataset in [path] if check is not None else find_datasets(path):
+        with progress_bar(f"verifying {dataset}", quiet=as_json) as advance:
+            problems += (check or verify_dataset)(dataset, progress=advance)
+        num_packs += _num_packs(dataset) if not problems and check is None else 0
+    if as_json:
+        print_json({"path": path, "problems": [asdict(problem) for problem in problems]})
+    else:
+        for problem in problems:
+            print(f"{problem.what}\n  where: {problem.where}")
+        counted = f"{num_packs:,} packs, " if check is None else ""
+        plural = "s" if len(problems) > 1 else ""
+        print(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
+    raise typer.Exit(1 if problems else 0)
+
+
+@data_app.command(cls=class_of(ConvertSettings, {"--to": -1}))
+def convert(
+    context: typer.Context,
+    source: Source,
+    destination: Destination,
+    format: Format,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a dataset in another format and compare both. An interrupted conversion is continued when started again.
+
+    Memory does not grow with the dataset, except for npy: a pickled file is read and written as a whole.
+    """
+    settings: ConvertSettings = context.obj
+    with progress_bar("", quiet=as_json) as advance:
+        manifest = convert_dataset(
+            source,
+            destination,
+            format=format,
+            pack_size=settings.data.pack_size,
+            packs_per_shard=settings.data.packs_per_shard,
+            overwrite=overwrite,
+            progress=lambda stage, done, total: advance(done, total, stage),
+        )
+    _print_written(destination, manifest, {}, as_json=as_json)
+
+
+@data_app.command(name="import", cls=class_of(ImportSettings, {"--from": 2, "--to": 3}))
+def import_(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SRC", help="what the other tool wrote")],
+    destination: Destination,
+    convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(CONVENTIONS)}")],
+    format: Format = "parquet",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Import packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and printed."""
+    settings: ImportSettings = context.obj
+    with progress_bar(f"importing {source}", quiet=as_json) as advance:
+        report = import_dataset(
+            source,
+            destination,
+            convention=convention,
+            format=format,
+            split=settings.split,
+            pack_size=settings.data.pack_size,
+            packs_per_shard=settings.data.packs_per_shard,
+            overwrite=overwrite,
+            progress=advance,
+        )
+    _print_written(destination, report.manifest, dict(report.counts), as_json=as_json)
+
+
+@data_app.command(cls=class_of(RepackSettings))
+def repack(
+    context: typer.Context,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="folder to write")],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan packs again over sequences that are stored once: takes seconds, copies no token."""
+    from harness.prep.repack import repack_store
+
+    packs: PlannedPacks = context.obj.data
+    manifest = repack_store(
+        store, destination, pack_size=packs.pack_size, algorithm=packs.algorithm, seed=packs.seed, overwrite=overwrite
+    )
+    _print_written(destination, manifest, {}, as_json=as_json)
+
+
+@data_app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two datasets pack by pack and name the first difference; exit code 1 if there is one."""
+    difference = diff_datasets(a, b)
+    if as_json:
+        print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})
+    else:
+        print(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
+    raise typer.Exit(0 if difference is None else 1)
+
+
+def _num_packs(path: str) -> int:
+    reader = open_dataset(path)
+    try:
+        return len(reader)
+    finally:
+        reader.close()
+
+
+def _print_written(destination: str, manifest: Any, changes: dict[str, int], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"path": destination, "manifest": asdict(manifest), "changes": changes})
+        return
+    print(
+        f"{destination}: {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences, "
+        f"{manifest.num_tokens:,} tokens as {manifest.format}"
+        + (f", fingerprint {manifest.fingerprint}" if manifest.fingerprint else "")
+    )
+    for name, count in changes.items():
+        print(f"  {name.replace('_', ' ')}: {count:,}")
