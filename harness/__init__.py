@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.errors import HarnessError
     from harness.formats import open_dataset, open_writer
-    from harness.loader.config import LoaderConfig
-    from harness.loader.loader import Loader
+    from harness.loader import Loader, LoaderConfig
     from harness.prep.packing import plan_packs
     from harness.records import Pack
 
 _HOMES = {
     "HarnessError": "harness.errors",
-    "Loader": "harness.loader.loader",
-    "LoaderConfig": "harness.loader.config",
+    "Loader": "harness.loader",
+    "LoaderConfig": "harness.loader",
     "Pack": "harness.records",
     "open_dataset": "harness.formats",
     "open_writer": "harness.formats",

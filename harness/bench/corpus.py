@@ -13,7 +13,7 @@ from harness.bench.figures import BenchReport, Figure, Progress, take_turns
 from harness.bench.workspace import Workspace
 from harness.checks import require_numbers
 from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
-from harness.loader.corpus import CorpusConfig, CorpusSource, SplitSources
+from harness.loader import CorpusConfig, CorpusSource, SplitSources
 from harness.megatron.data import build_corpus
 
 _VOCABULARY = 50_000

@@ -23,8 +23,7 @@ from harness.bench.readers import BridgeReader, open_arrow, open_unchecked, writ
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import require_choice, require_numbers
 from harness.formats import PackReader, open_dataset, open_writer
-from harness.loader.config import LoaderConfig
-from harness.loader.order import EpochOrder
+from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Pack
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"

@@ -15,11 +15,7 @@ from harness.bench.workspace import Workspace
 from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.formats import FORMATS, PackReader, open_dataset
-from harness.loader.config import LoaderConfig
-from harness.loader.layout import RankLayout
-from harness.loader.order import BatchRange, steps_from
-from harness.loader.plan import BatchReader, build_batch
-from harness.loader.state import LoaderState
+from harness.loader import BatchRange, BatchReader, LoaderConfig, LoaderState, RankLayout, build_batch, steps_from
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import ScheduleConfig
 
@@ -120,7 +116,7 @@ def _measure_rates(settings: LoaderSettings, paths: dict[str, Path], report: Ben
 
 def _stream(name: str, path: Path, workers: int, settings: LoaderSettings) -> Side:
     """Start a loader, let it fill its queue, and count millions of tokens a second of the steps that follow."""
-    from harness.loader.loader import Loader
+    from harness.loader import Loader
 
     config = LoaderConfig(num_workers=workers, global_batch_size=settings.global_batch)
     steps = _steps_of(name, settings, workers)

@@ -98,7 +98,7 @@ def _probe_numpy_load(path: str) -> dict[str, float]:
 def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
     """Open a dataset and build the first batch."""
     from harness.formats import FORMATS, load_format, open_dataset
-    from harness.loader.loader import Loader, LoaderConfig
+    from harness.loader import Loader, LoaderConfig
     from harness.schedule import ScheduleConfig
 
     for name in FORMATS:

@@ -17,7 +17,7 @@ from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
-from harness.loader.order import EpochOrder, OrderConfig, steps_per_epoch
+from harness.loader import EpochOrder, OrderConfig, steps_per_epoch
 from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array
 from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule

@@ -19,9 +19,7 @@ from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import require_numbers
 from harness.formats import open_dataset, open_writer
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
+from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime

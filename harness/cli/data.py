@@ -24,7 +24,7 @@ from harness.formats import (
     render_summary,
     verify_dataset,
 )
-from harness.loader.inspect_blend import SUFFIXES, render_blend, summarize_blend
+from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.storage import is_uri
 
 data_app = typer.Typer(pretty_exceptions_enable=False)
@@ -98,7 +98,7 @@ def inspect(
 ) -> None:
     """Show the counts of a dataset, the text of one pack, or the blend that a YAML file configures."""
     console = stdout_console()
-    if path.endswith(SUFFIXES):
+    if path.endswith(BLEND_SUFFIXES):
         blend = summarize_blend(path)
         if as_json:
             print_json(blend.to_dict())

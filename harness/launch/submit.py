@@ -15,7 +15,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import ClusterConfig, check_one_line
 from harness.launch.preflight import code_digest
 from harness.launch.script import Job
-from harness.loader.corpus import corpus_paths
+from harness.loader import corpus_paths
 
 SCRIPT = "job.sbatch"
 # Of docker/Dockerfile.

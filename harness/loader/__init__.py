@@ -1,1 +1,77 @@
-"""Which packs a rank trains on and when, and the worker processes that read them."""
+"""Reads the packs of each step, on each rank, in worker processes that never change a batch.
+
+Which packs make up a global batch is a pure function of seed and epoch (`order`, and `blend` for several datasets). How
+their sequences become rows is planned from lengths alone, the same on every rank (`plan`); a rank reads only its own
+sequences, in `workers`. The whole state is a few integers and a fingerprint (`state`). `live` reads data that is still
+being written. Read `order` first, then `plan` and `loader`.
+
+Importing this package imports no PyTorch; opening a `Loader` does.
+"""
+
+from __future__ import annotations
+
+from harness.loader.blend import Blend, BlendOrder
+from harness.loader.config import LoaderConfig
+from harness.loader.corpus import SPLITS, CorpusConfig, CorpusSource, SplitSources, corpus_paths
+from harness.loader.datasets import (
+    BlendSource,
+    DataConfig,
+    JoinedReader,
+    LiveData,
+    RunData,
+    open_datasets,
+    open_live,
+    open_train,
+)
+from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
+from harness.loader.layout import RankLayout
+from harness.loader.loader import Loader
+from harness.loader.order import (
+    BatchRange,
+    EpochOrder,
+    OrderConfig,
+    packs_of_global_batch,
+    steps_from,
+    steps_per_epoch,
+)
+from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch, build_rows
+from harness.loader.state import LoaderState
+from harness.loader.workers import BatchStream
+
+__all__ = [
+    "BLEND_SUFFIXES",
+    "SPLITS",
+    "BatchRange",
+    "BatchReader",
+    "BatchStream",
+    "Blend",
+    "BlendOrder",
+    "BlendSource",
+    "CorpusConfig",
+    "CorpusSource",
+    "DataConfig",
+    "EpochOrder",
+    "JoinedReader",
+    "LiveData",
+    "Loader",
+    "LoaderConfig",
+    "LoaderState",
+    "OrderConfig",
+    "PackSource",
+    "RankBatch",
+    "RankLayout",
+    "RawBatch",
+    "RunData",
+    "SplitSources",
+    "build_batch",
+    "build_rows",
+    "corpus_paths",
+    "open_datasets",
+    "open_live",
+    "open_train",
+    "packs_of_global_batch",
+    "render_blend",
+    "steps_from",
+    "steps_per_epoch",
+    "summarize_blend",
+]

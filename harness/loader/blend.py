@@ -1,4 +1,4 @@
-"""Several datasets interleaved by weight: which packs of each make up which global batch, as a pure function."""
+"""Several datasets interleaved by weight: a pure function from position to packs of each source."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from harness.records import Int64Array
 
 @dataclass(frozen=True)
 class Blend:
-    """How packs of several sources, stored one after the other, are drawn.
+    """Rule by which packs of several sources are drawn.
 
-    The next pack always comes from the source that is furthest behind its share, so that after any number of packs no
-    source is a whole pack ahead of it; behind it is less than one pack with two sources and less than two with more.
-    Each source goes through its own shuffled epochs. With weights the stream has no end but that of a source whose
-    `epochs` are used up; all of it is one epoch. Without weights one epoch holds every source `epochs` times, each in
-    proportion to its packs.
+    The next pack always comes from the source that lags its share most. After any number of packs no source is a
+    whole pack ahead of its share; it lags by less than one pack with two sources and by less than two with more.
+    Each source runs through its own shuffled epochs. With weights the stream is one epoch that ends only when the
+    `epochs` of a source are used up. Without weights one epoch holds every source `epochs` times, in proportion to its
+    packs.
 
     Attributes:
         names: of the sources, for messages.
-        sizes: packs of each.
-        weights: of each, any positive scale; None draws in proportion to sizes times epochs.
-        epochs: how often each is read; with weights at most, and None is without limit. Without weights None is once.
+        sizes: packs of each source.
+        weights: of each source, on any positive scale; None draws in proportion to sizes times epochs.
+        epochs: passes over each source; with weights an upper limit (None for no limit), without weights exact (None
+            for one).
         shares: the weights, scaled to a sum of 1.
 
     Raises:
@@ -44,12 +45,12 @@ class Blend:
         check_sources(self.names, self.weights, self.epochs)
         for name, size in zip(self.names, self.sizes, strict=True):
             if size < 1:
-                raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="leave it out")
+                raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="remove it")
         if self.weights is None:
             limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
             shares = [limit / float(sum(limits)) for limit in limits]
         else:
-            # In numpy, as Megatron-Core scales its weights: sums of another order differ in their last bit.
+            # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
             scaled = np.asarray(self.weights, dtype=np.float64)
             shares = (scaled / np.sum(scaled)).tolist()
         object.__setattr__(self, "shares", tuple(shares))
@@ -63,26 +64,26 @@ class Blend:
 
     @property
     def signature(self) -> str:
-        """What fixes the draws beside the sources' content."""
+        """Text that, with the content of the sources, fixes the draws."""
         weights = "sizes" if self.weights is None else ",".join(repr(float(weight)) for weight in self.weights)
         return f"weights={weights} epochs={','.join(str(epochs) for epochs in self.epochs)}"
 
     def limit(self, source: int) -> int | None:
-        """Packs that may be drawn from a source in one epoch of the blend; None is without end."""
+        """Return the packs that may be drawn from a source in one epoch of the blend; None for no limit."""
         epochs = self.epochs[source]
         if epochs is None and self.weights is not None:
             return None
         return self.sizes[source] * (epochs or 1)
 
     def draw(self, counts: list[int], num_packs: int) -> Int64Array:
-        """int64 [packs]: the source of each of the next packs; fewer than asked for at the end.
+        """Return the source of each of the next packs, int64 [packs]; fewer than requested at the end.
 
-        Measured: 0.3 microseconds a pack with three sources. A run that goes on after 10 million packs draws them
+        Measured: 0.3 microseconds a pack with three sources. A run that resumes after 10 million packs draws them
         again, once, in 3.3 s.
 
         Args:
-            counts: packs drawn so far from each source; brought up to date.
-            num_packs: how many more.
+            counts: packs drawn so far from each source; updated in place.
+            num_packs: packs to draw.
 
         Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
         `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.
@@ -98,24 +99,24 @@ class Blend:
             at = float(position) if position else 1.0
             most, chosen = -math.inf, -1
             for source, share in unspent:
-                behind = share * at - counts[source]
-                if behind > most:
-                    most, chosen = behind, source
+                lag = share * at - counts[source]
+                if lag > most:
+                    most, chosen = lag, source
             if is_weighted and counts[chosen] == limits[chosen]:
                 break
             counts[chosen] += 1
             drawn.append(chosen)
             if not is_weighted and counts[chosen] == limits[chosen]:
-                unspent = [one for one in unspent if one[0] != chosen]
+                unspent = [pair for pair in unspent if pair[0] != chosen]
         return np.asarray(drawn, dtype=np.int64)
 
     def steps(self, config: OrderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-        """Global batches from a position on, as `harness.loader.order.steps_from`; they end where `draw` does."""
+        """Yield global batches from a position on, as `harness.loader.steps_from` does, until `draw` ends."""
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             raise ConfigError(
                 f"the {self.num_packs:,} packs of the blend never fill a global batch of {size:,}, and drop_last "
-                "leaves out what does not",
+                "drops the rest",
                 where="loader.global_batch_size",
                 fix="lower global_batch_size, or set drop_last to false",
             )
@@ -135,8 +136,8 @@ class Blend:
             epoch, start, counts = epoch + 1, 0, [0] * len(self.sizes)
 
     def check_lasts(self, num_packs: int) -> None:
-        """Raise ConfigError where `num_packs` cannot be drawn because the epochs of a source are used up before."""
-        # Only a source that is not ahead is drawn from, so none is ever one ahead: most blends need no drawing here.
+        """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
+        # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
         for source, share in enumerate(self.shares):
             limit = self.limit(source)
             if self.weights is not None and limit is not None and share * num_packs + 1 > limit:
@@ -146,22 +147,22 @@ class Blend:
         counts = self.counts_after(num_packs)
         if sum(counts) < num_packs:
             what, where, fix = self._used_up(counts)
-            raise ConfigError(f"{num_packs:,} packs are to be trained, and {what}", where=where, fix=fix)
+            raise ConfigError(f"the run trains {num_packs:,} packs, but {what}", where=where, fix=fix)
 
     def counts_after(self, num_packs: int) -> list[int]:
-        """Packs of each source among the first `num_packs`, or all that there are."""
+        """Return the packs of each source among the first `num_packs`, or among all where there are fewer."""
         counts = [0] * len(self.sizes)
         self.draw(counts, num_packs)
         return counts
 
     def ends_after(self) -> int | None:
-        """Packs after which the epochs of a source are used up; None where the blend does not end so."""
+        """Return the packs after which the epochs of a source are used up; None where no source is limited."""
         if self.weights is None or all(self.limit(source) is None for source in range(len(self.sizes))):
             return None
         return sum(self._counts_at_end())
 
     def used_up(self) -> LoaderError:
-        """The error for a blend with weights that came to its end."""
+        """Return the error for a blend with weights that reached its end."""
         what, where, fix = self._used_up(self._counts_at_end())
         return LoaderError(what, where=where, fix=fix)
 
@@ -172,11 +173,11 @@ class Blend:
         return counts
 
     def _used_up(self, counts: Sequence[int]) -> tuple[str, str, str]:
-        behind = [
+        lag = [
             (share * max(sum(counts), 1) - count if count == self.limit(source) else -math.inf, source)
             for source, (share, count) in enumerate(zip(self.shares, counts, strict=True))
         ]
-        source = max(behind)[1]
+        source = max(lag)[1]
         epochs, size = self.epochs[source], self.sizes[source]
         return (
             f"the {epochs} epochs of {size:,} packs of {self.names[source]} are used up after {sum(counts):,} packs "
@@ -191,9 +192,9 @@ def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, 
     for name, weight, times in zip(names, weights or [None] * len(names), epochs, strict=True):
         where = f"data.blend, {name}"
         if weight is not None and not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"the weight is {weight}", where=where, fix="give a number above 0, or leave it out")
+            raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
         if times is not None and times < 1:
-            raise ConfigError(f"epochs is {times}", where=where, fix="give 1 or more")
+            raise ConfigError(f"epochs is {times}", where=where, fix="set it to 1 or more")
     if (
         weights is not None
         and any(weight is None for weight in weights)
@@ -201,34 +202,34 @@ def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, 
     ):
         missing = next(name for name, weight in zip(names, weights, strict=True) if weight is None)
         raise ConfigError(
-            "some sources have a weight and this one has none",
+            "some sources have a weight, and this one has none",
             where=f"data.blend, {missing}",
-            fix="give every source a weight, or none: then each is read its epochs, once by default",
+            fix="give every source a weight, or none of them: then each is read `epochs` times, once by default",
         )
 
 
 class BlendOrder:
-    """The packs of a blend's steps; as `harness.loader.order.EpochOrder`, with an epoch of its own for each source."""
+    """The packs of a blend's batches, as `EpochOrder` gives those of one dataset; each source has epochs of its own."""
 
     def __init__(self, config: OrderConfig, blend: Blend) -> None:
         self._blend = blend
-        # Sources of one length would be shuffled alike: translations of one text would stand beside each other.
+        # With one seed, sources of equal length would be shuffled alike, and translations of one text would meet.
         self._configs = [replace(config, seed=derive_seed(config.seed, source)) for source in range(len(blend.sizes))]
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
-    def packs(self, step: BatchRange) -> Int64Array:
-        """int64 [packs]: ids of the packs of a step, counted through all sources."""
-        sources = self._blend.draw(list(step.drawn), step.stop - step.start)
+    def packs(self, batch: BatchRange) -> Int64Array:
+        """Return the ids of the packs of a batch, counted through all sources, int64 [packs]."""
+        sources = self._blend.draw(list(batch.drawn), batch.stop - batch.start)
         packs = np.zeros(sources.shape[0], dtype=np.int64)
         for source in np.unique(sources).tolist():
             places = np.flatnonzero(sources == source)
-            first = step.drawn[source] + step.epoch * (self._blend.limit(source) or 0)
+            first = batch.drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
             packs[places] = self._starts[source] + self._drawn_from(source, first, first + places.shape[0])
         return packs
 
     def _drawn_from(self, source: int, start: int, stop: int) -> Int64Array:
-        """Packs that a source gives as its numbers start to stop, over the ends of its epochs."""
+        """Return draws number start to stop of a source, across its epochs."""
         size = self._blend.sizes[source]
         parts = []
         while start < stop:

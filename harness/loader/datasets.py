@@ -1,20 +1,27 @@
-"""The datasets of a run: opened, and refused where they do not go together, before anything is started."""
+"""The datasets of a run: opened, joined, and refused where they do not go together, before anything is started."""
 
 from __future__ import annotations
 
+import bisect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
 
 from harness.errors import ConfigError
 from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
-from harness.loader.joined import JoinedReader
 from harness.loader.live.config import LiveConfig
 from harness.prep.tokenize import ChatTokenizer, tokenizer_hash
+from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_INDEX = ("_sequence_lengths", "_pack_offsets")
 
 
 @dataclass
@@ -23,8 +30,8 @@ class BlendSource:
 
     Attributes:
         path: as `DataConfig.path`.
-        weight: its share of the packs, on any scale; all sources have one, or none has.
-        epochs: how often it is read at most, null for no limit; without weights exactly, null for once.
+        weight: share of the packs, on any scale; either all sources have one or none has.
+        epochs: passes over it; with weights an upper limit (null for no limit), without weights exact (null for one).
     """
 
     path: str = ""
@@ -45,17 +52,17 @@ class BlendSource:
 
 @dataclass
 class DataConfig:
-    """What to train on.
+    """Settings of the data to train on.
 
     Attributes:
-        path: the folder that `recipes.prepare` wrote (with `train` and `validation` in it), or any dataset that
-            `harness.formats.open_dataset` takes. Not used where there is a blend.
-        live: chunks that are still being made; where `live.path` is set it is what is trained on.
-        blend: several datasets, their packs interleaved by weight (`harness.loader.blend`); their formats may differ.
-        validation_path: another validation set; None for the `validation` beside `train`, where there is one; of a
-            blend, all of these one after the other.
-        evaluation: more validation sets, by name; their losses and perplexities are told beside that of the first.
-        tokenizer: a tokenizer folder or hub id that the datasets must have been made with; empty asks nothing.
+        path: the folder that `harness prepare` wrote (with `train` and `validation` in it), or any dataset that
+            `harness.formats.open_dataset` takes. Ignored where there is a blend.
+        live: chunks that are still being written; a run with `live.path` trains on them.
+        blend: several datasets of any formats, their packs interleaved by weight (`harness.loader.Blend`).
+        validation_path: another validation set; null for the `validation` beside `train`, if there is one, or for a
+            blend all of these one after the other.
+        evaluation: more validation sets, by name; their losses and perplexities are reported beside that of the first.
+        tokenizer: folder or hub id of the tokenizer that must have made the datasets; empty to accept any.
     """
 
     path: str = "data/pydoc"
@@ -71,13 +78,13 @@ class DataConfig:
                 raise ConfigError(
                     f"{name!r} cannot name a validation set",
                     where="data.evaluation",
-                    fix="lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
+                    fix="use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
                 )
         if self.live.path and self.blend:
             raise ConfigError(
-                "live chunks are not blended with datasets",
+                "live chunks cannot be blended with datasets",
                 where="data.live, data.blend",
-                fix="leave one of them empty; blend the conversations where chunks are made",
+                fix="leave one of them empty, and blend conversations where chunks are written",
             )
         for number, source in enumerate(self.blend):
             if not source.path:
@@ -86,9 +93,104 @@ class DataConfig:
         check_sources(names, weights, [source.epochs for source in self.blend])
 
 
+class JoinedReader:
+    """Several datasets read as one: the packs of the first, then those of the second, and so on.
+
+    Picklable as its readers are. Its index is a copy of theirs: 8 bytes a pack and 4 a sequence, in every process that
+    is not forked.
+
+    Attributes:
+        path: of all datasets, for messages.
+        pack_size: the largest.
+        readers: of the datasets, in order.
+
+    Raises:
+        ConfigError: the datasets differ in pack size or tokenizer, or one is empty.
+    """
+
+    def __init__(self, readers: Sequence[PackReader]) -> None:
+        _check_alike(readers)
+        self.readers = tuple(readers)
+        self.path = ", ".join(reader.path for reader in readers)
+        self.pack_size = max(reader.pack_size for reader in readers)
+        self._starts = [0, *np.cumsum([len(reader) for reader in readers]).tolist()]
+        self._join_index()
+
+    @property
+    def pack_offsets(self) -> Int64Array:
+        """int64 [packs + 1], as of `PackReader`."""
+        return self._pack_offsets
+
+    @property
+    def sequence_lengths(self) -> Int32Array:
+        """int32 [sequences], as of `PackReader`."""
+        return self._sequence_lengths
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the datasets' fingerprints, in order: equal for any formats."""
+        return xxhash.xxh3_128_hexdigest(" ".join(reader.fingerprint for reader in self.readers).encode())
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def place(self, pack_id: int) -> tuple[PackReader, int]:
+        """Return the dataset that holds a pack, and the pack's number in it."""
+        if not 0 <= pack_id < len(self):
+            raise IndexError(f"pack {pack_id} of {len(self)} in {self.path}")
+        source = bisect.bisect_right(self._starts, pack_id) - 1
+        return self.readers[source], pack_id - self._starts[source]
+
+    def where(self, pack_id: int) -> str:
+        """Return the file and position of a pack, for error messages."""
+        reader, inside = self.place(pack_id)
+        return reader.where(inside)
+
+    def __getitem__(self, index: int) -> Pack:
+        return self.read([index])[0]
+
+    def read(self, indices: list[int]) -> list[Pack]:
+        """Return packs in the requested order, with one read of each dataset.
+
+        Raises:
+            IndexError: past the end.
+            FormatError: as the reader of the dataset does.
+        """
+        places = [self.place(index) for index in indices]
+        packs: dict[int, Pack] = {}
+        for reader in self.readers:
+            numbers = [number for number, (owner, _) in enumerate(places) if owner is reader]
+            if numbers:
+                packs.update(zip(numbers, reader.read([places[number][1] for number in numbers]), strict=True))
+        return [packs[number] for number in range(len(indices))]
+
+    def close(self) -> None:
+        """Close all files; reading opens them again."""
+        for reader in self.readers:
+            reader.close()
+
+    def _join_index(self) -> None:
+        counts = np.cumsum([0, *(reader.sequence_lengths.shape[0] for reader in self.readers)])
+        self._sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in self.readers])
+        self._pack_offsets: Int64Array = np.concatenate(
+            [np.zeros(1, dtype=np.int64)]
+            + [reader.pack_offsets[1:] + before for reader, before in zip(self.readers, counts[:-1], strict=True)]
+        )
+        for array in (self._sequence_lengths, self._pack_offsets):
+            array.flags.writeable = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Joining the mapped files again is faster than sending the copy.
+        return {name: value for name, value in self.__dict__.items() if name not in _INDEX}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._join_index()
+
+
 @dataclass(frozen=True)
 class LiveData:
-    """What a run on live chunks reads, as RunData for stored datasets; `tokenizer` is None where they hold packs."""
+    """The data of a run on live chunks, as RunData of one on datasets; `tokenizer` is None for chunks of packs."""
 
     train: LiveConfig
     tokenizer: ChatTokenizer | None
@@ -100,7 +202,7 @@ class LiveData:
         return self.tokenizer.vocab_size if self.tokenizer is not None else None
 
     def describe(self) -> str:
-        """What is trained on, in words."""
+        """Return one line about the training data."""
         return f"live chunks in {self.train.path}, packs of up to {self.train.pack_size:,} tokens"
 
 
@@ -109,11 +211,11 @@ class RunData:
     """Open datasets of a run.
 
     Attributes:
-        train: what is trained on.
-        validation: None where there is none.
-        vocab_size: of the tokenizer, None where the datasets do not say.
-        tokenizer_hash: of what made `train`; empty where it does not say.
-        blend: how the packs of `train`, which then is a JoinedReader, are drawn; None where they are one dataset.
+        train: the training set.
+        validation: its validation set, if any.
+        vocab_size: of the tokenizer; None where the datasets do not record it.
+        tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
+        blend: rule by which packs are drawn from `train`, then a JoinedReader; None for a single dataset.
         evaluation: more validation sets by name.
     """
 
@@ -125,7 +227,7 @@ class RunData:
     evaluation: dict[str, PackReader] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """What is trained on, in words."""
+        """Return one line about the training data."""
         return (
             f"{self.train.path} ({len(self.train):,} packs of up to {self.train.pack_size:,} tokens, "
             f"fingerprint {self.train.fingerprint})"
@@ -136,9 +238,8 @@ def open_datasets(config: DataConfig) -> RunData:
     """Open the datasets of a run.
 
     Raises:
-        FormatError: there is none, or it is damaged.
-        ConfigError: training and validation sets, the sources of a blend, or the tokenizer asked for, are not of one
-            kind.
+        FormatError: a dataset is missing or damaged.
+        ConfigError: training and validation sets, the sources of a blend, or the required tokenizer do not match.
     """
     paths = [source.path for source in config.blend] or [config.path]
     opened = [open_train(path) for path in paths]
@@ -151,21 +252,21 @@ def open_datasets(config: DataConfig) -> RunData:
     validations = [open_dataset(path) for path in besides]
     evaluation = _open_evaluation(config)
     for validation in (*validations, *evaluation.values()):
-        for one in trains:
-            _check_same_tokenizer(one, validation)
+        for reader in trains:
+            _check_same_tokenizer(reader, validation)
     if config.tokenizer:
-        for one in trains:
-            _check_tokenizer(one, config.tokenizer)
-    sizes = [one.manifest.provenance.counts.get("vocab_size") for one in trains if one.manifest is not None]
+        for reader in trains:
+            _check_tokenizer(reader, config.tokenizer)
+    sizes = [train.manifest.provenance.counts.get("vocab_size") for train in trains if train.manifest is not None]
     vocab_size = max((size for size in sizes if size is not None), default=None)
     joined = JoinedReader(validations) if len(validations) > 1 else None
-    tokenizer_hash = next((hash for hash, _ in map(_hashes, trains) if hash), "")
+    tokenizer_hash = next((hash_ for hash_, _ in map(_hashes, trains) if hash_), "")
     validation_set = joined or (validations[0] if validations else None)
     return RunData(train, validation_set, vocab_size, tokenizer_hash, blend, evaluation)
 
 
 def open_live(config: DataConfig) -> LiveData:
-    """What a run on live chunks needs; the chunks need not be there yet.
+    """Open the data of a run on live chunks, which need not exist yet.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded, or the validation set was made with another one.
@@ -175,14 +276,14 @@ def open_live(config: DataConfig) -> LiveData:
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(config.validation_path) if config.validation_path is not None else None
     evaluation = _open_evaluation(config)
-    for one in (validation, *evaluation.values()):
-        if one is not None and name:
-            _check_tokenizer(one, name)
+    for reader in (validation, *evaluation.values()):
+        if reader is not None and name:
+            _check_tokenizer(reader, name)
     return LiveData(config.live, tokenizer, validation, evaluation)
 
 
 def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
-    """Validation sets by name; of a folder with several splits, its `validation`."""
+    """Open the named validation sets; of a folder with several splits, its `validation`."""
     opened = {}
     for name, path in config.evaluation.items():
         inner = join_path(path, "validation")
@@ -191,7 +292,7 @@ def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
 
 
 def open_train(path: str) -> tuple[PackReader, str | None]:
-    """The training set at a path, and where its validation set is."""
+    """Open the training set at a path; also return the path of its validation set, if there is one."""
     inner, beside = join_path(path, "train"), join_path(path, "validation")
     if not _is_folder(inner) or holds_manifest(path):
         return open_dataset(path), None
@@ -209,7 +310,7 @@ def _blend_of(sources: list[BlendSource], readers: list[PackReader]) -> Blend:
 
 
 def _is_folder(path: str) -> bool:
-    # Object storage has no folders; there a dataset of ours is told by its manifest.
+    # Object storage has no folders: there the manifest marks a dataset.
     return holds_manifest(path) if is_uri(path) else Path(path).is_dir()
 
 
@@ -221,10 +322,10 @@ def _hashes(reader: PackReader) -> tuple[str, str]:
 
 
 def _check_same_tokenizer(train: PackReader, validation: PackReader) -> None:
-    (one, one_name), (other, other_name) = _hashes(train), _hashes(validation)
-    if one and other and one != other:
+    (hash_, name), (other, other_name) = _hashes(train), _hashes(validation)
+    if hash_ and other and hash_ != other:
         raise ConfigError(
-            f"the training set was made with tokenizer {one_name} ({one}), the validation set with "
+            f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
             f"{other_name} ({other})",
             where=f"{train.path} and {validation.path}",
             fix="prepare both with one tokenizer",
@@ -235,14 +336,40 @@ def _check_tokenizer(train: PackReader, name: str) -> None:
     stored, stored_name = _hashes(train)
     if not stored:
         raise ConfigError(
-            f"the dataset does not say which tokenizer made it, so it cannot be held against {name}",
+            f"the dataset does not record its tokenizer, so it cannot be compared with {name}",
             where=str(train.path),
             fix="leave data.tokenizer empty, or prepare the dataset again",
         )
-    asked = tokenizer_hash(name)
-    if asked != stored:
+    required = tokenizer_hash(name)
+    if required != stored:
         raise ConfigError(
-            f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {asked}",
+            f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}",
             where=str(train.path),
             fix="name the dataset's own tokenizer in data.tokenizer, or prepare the data with this one",
         )
+
+
+def _check_alike(readers: Sequence[PackReader]) -> None:
+    if not readers:
+        raise ConfigError("the blend is empty", where="data.blend", fix="name at least one dataset")
+    first: dict[str, tuple[str, PackReader]] = {}
+    for reader in readers:
+        if len(reader) == 0:
+            raise ConfigError("the source has no packs", where=f"data.blend, {reader.path}", fix="remove it")
+        if reader.manifest is None:  # bare files have no provenance
+            continue
+        provenance = reader.manifest.provenance
+        known = {
+            "pack_size": (str(reader.pack_size), "prepare all sources with one data.pack_size"),
+            "tokenizer": (provenance.tokenizer_hash, "prepare all sources with one tokenizer"),
+        }
+        for name, (value, fix) in known.items():
+            if not value:
+                continue
+            before, owner = first.setdefault(name, (value, reader))
+            if before != value:
+                raise ConfigError(
+                    f"sources of a blend must have one {name}: {owner.path} has {before}, {reader.path} has {value}",
+                    where=f"data.blend, {reader.path}",
+                    fix=fix,
+                )

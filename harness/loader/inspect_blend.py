@@ -1,4 +1,4 @@
-"""What a blend will train: of each source its packs, its share, and how often it is read."""
+"""A summary of a blend: the packs and the share of each source, and how often it is read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import ConfigError
-from harness.loader.datasets import BlendSource, DataConfig, open_datasets
-from harness.loader.joined import JoinedReader
+from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
 
-SUFFIXES = (".yaml", ".yml")
+BLEND_SUFFIXES = (".yaml", ".yml")
 _FIX = "name the config.yaml of a run, or a file with `blend:` as configs/data/train_blend.yaml"
 
 
@@ -26,10 +25,10 @@ class SourceSummary:
     Attributes:
         path, format, packs, tokens: of the dataset.
         weight: as configured; None where packs are drawn in proportion to sizes.
-        pack_share: of the packs that are trained.
-        token_share: of the stored tokens that are trained, on average.
+        pack_share: share of the trained packs.
+        token_share: share of the trained tokens, as stored, on average.
         drawn: its packs among the blend's first `BlendSummary.packs`.
-        passes: how often it is read for them.
+        passes: drawn packs over all packs of the source.
     """
 
     path: str
@@ -49,8 +48,8 @@ class BlendSummary:
 
     Attributes:
         path: of the settings.
-        packs: of the run, or one epoch, or with weights as many as all sources together hold.
-        of_run: whether `packs` is what the settings' steps train.
+        packs: of the run; without one, of an epoch, or with weights as many as all sources hold.
+        of_run: `packs` is the number that the steps of the settings train.
         ends_after: packs after which a source's epochs are used up; None where none are limited.
         sources: in order.
     """
@@ -71,17 +70,17 @@ def summarize_blend(path: str) -> BlendSummary:
 
     Raises:
         ConfigError: the file configures no blend, or one that cannot be drawn.
-        FormatError: a source is not there or damaged.
+        FormatError: a source is missing or damaged.
     """
     settings = _read(path)
     data = settings.get("data", settings)
     listed = data.get("blend") if isinstance(data, dict) else None
     if not listed or not isinstance(listed, list):
         raise ConfigError("the file configures no blend", where=path, fix=_FIX)
-    known = {one.name for one in fields(BlendSource)}
+    known = {field.name for field in fields(BlendSource)}
     for source in listed:
         if not isinstance(source, dict) or not set(source) <= known:
-            raise ConfigError(f"{str(source)[:100]} is no source", where=path, fix=f"keys are {', '.join(known)}")
+            raise ConfigError(f"{str(source)[:100]} is not a source", where=path, fix=f"keys are {', '.join(known)}")
     opened = open_datasets(DataConfig(path="", blend=[BlendSource(**source) for source in listed]))
     blend, train = opened.blend, opened.train
     assert blend is not None
@@ -111,27 +110,27 @@ def summarize_blend(path: str) -> BlendSummary:
 
 
 def render_blend(summary: BlendSummary) -> RenderableType:
-    """A blend for people: a table of its sources, and how far it reaches."""
+    """Return a table of the sources of a blend, and the packs until it ends."""
     table = Table(box=SIMPLE, padding=(0, 1))
     for name in ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"):
         table.add_column(name, justify="right", no_wrap=True)
-    # Paths are long: in the table they would be cut, or fold it to a letter a line; and one that wraps is no path.
+    # Paths are long: in the table they would be cut or folded to a letter a line, and a wrapped path cannot be copied.
     paths = []
-    for number, one in enumerate(summary.sources, start=1):
-        paths.append(Text(f"{number}  {one.format}  {one.path}", no_wrap=True, overflow="ignore"))
+    for number, source in enumerate(summary.sources, start=1):
+        paths.append(Text(f"{number}  {source.format}  {source.path}", no_wrap=True, overflow="ignore"))
         table.add_row(
             str(number),
-            f"{one.packs:,}",
-            f"{one.tokens:,}",
-            "by size" if one.weight is None else f"{one.weight:g}",
-            f"{one.pack_share:.2%}",
-            f"{one.token_share:.2%}",
-            f"{one.drawn:,}",
-            f"{one.passes:.2f}",
+            f"{source.packs:,}",
+            f"{source.tokens:,}",
+            "by size" if source.weight is None else f"{source.weight:g}",
+            f"{source.pack_share:.2%}",
+            f"{source.token_share:.2%}",
+            f"{source.drawn:,}",
+            f"{source.passes:.2f}",
         )
     reach = "packs that the run trains" if summary.of_run else "packs"
-    told = f"drawn, and times read: in the first {summary.packs:,} {reach}"
-    lines: list[RenderableType] = [Text(summary.path, style="bold"), *paths, table, Text(told)]
+    note = f"drawn, and times read: in the first {summary.packs:,} {reach}"
+    lines: list[RenderableType] = [Text(summary.path, style="bold"), *paths, table, Text(note)]
     if summary.ends_after is not None:
         is_short = summary.of_run and summary.ends_after < summary.packs
         ends = f"a source's epochs are used up after {summary.ends_after:,} packs"
@@ -145,9 +144,9 @@ def _read(path: str) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError("settings are read with PyYAML", where=path, fix="pip install pyyaml") from error
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        settings = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError("the file holds no settings", where=path, fix=_FIX)
-    return found
+    return settings

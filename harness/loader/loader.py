@@ -1,10 +1,9 @@
-"""Global batches in order, through worker processes: complete, the same for any number of them, never a hang."""
+"""Global batches in order, through worker processes: complete, and the same for any number of them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from types import TracebackType
 
 from harness.errors import LoaderError
 from harness.loader.blend import Blend
@@ -13,30 +12,28 @@ from harness.loader.layout import RankLayout
 from harness.loader.order import BatchRange, steps_from, steps_per_epoch
 from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
-from harness.loader.stream import BatchStream
+from harness.loader.workers import BatchStream
 from harness.schedule import ScheduleConfig, SequenceCost
 
-__all__ = ["Loader", "LoaderConfig"]
 
-
-class Loader:
-    """Yields one `RankBatch` a global batch, in order, across epochs.
+class Loader(BatchStream[RawBatch]):
+    """Yields one `RankBatch` per global batch, in order, across epochs.
 
     Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
-    `iter()` starts again from `state`. Use it as a context manager, around the training loop: leaving it ends the
-    workers, and a worker's death that reaches the loop as torch's RuntimeError leaves as a LoaderError.
+    `iter()` starts again from `state`. Use it as a context manager around the training loop: on exit it ends the
+    workers, and turns the death of a worker that reached the loop as torch's RuntimeError into a LoaderError.
 
     Args:
-        reader: an open dataset; it is pickled to workers that are not forked.
+        reader: an open dataset; pickled to workers that are not forked.
         config: see LoaderConfig.
-        schedule: how sequences become rows.
-        layout: where this rank stands; None for a job of one rank.
-        cost: what a sequence costs to train, for `cost_balanced` and the imbalance of every step.
-        tokenizer: hash of what made the dataset, which a run that goes on compares; empty asks nothing.
-        blend: how the packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
-        state: go on from here; None begins with epoch 0.
-        num_steps: the number of batches to yield; None is without end.
-        num_epochs: end before this epoch number (from 0); None is without end.
+        schedule: settings of how sequences become rows.
+        layout: the place of this rank; None for a job of one rank.
+        cost: of training a sequence, for `cost_balanced` and the imbalance of every step.
+        tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty to compare nothing.
+        blend: rule by which packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
+        state: position to resume from; None begins with epoch 0.
+        num_steps: batches to yield; None for no limit.
+        num_epochs: end before this epoch number (from 0); None for no limit.
 
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
@@ -69,19 +66,15 @@ class Loader:
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         order = self._order.signature if blend is None else f"{self._order.signature} {blend.signature}"
-        fresh = LoaderState(config.seed, fingerprint=reader.fingerprint, order=order, tokenizer=tokenizer)
-        self.state = fresh
+        self.state = LoaderState(config.seed, fingerprint=reader.fingerprint, order=order, tokenizer=tokenizer)
         if state is not None:
-            self.state = state.resumed(fresh, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
-        step_reader = BatchReader(
-            reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost, blend=blend
-        )
-        step_reader.check()
-        # Raises here, and not in the first step, where no global batch can be made.
-        next(self._all_steps(LoaderState(config.seed)))
-        self._stream: BatchStream[RawBatch] = BatchStream(
-            step_reader, config, where=f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
-        )
+            self.state = state.resumed(self.state, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
+        batches = BatchReader(reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost, blend=blend)
+        batches.check()
+        # Where no global batch can be made, raise here and not in the first step.
+        next(self._steps(LoaderState(config.seed)))
+        where = f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
+        super().__init__(batches, config, where=where)
 
     @property
     def num_packs(self) -> int | None:
@@ -98,7 +91,7 @@ class Loader:
 
         def all_steps() -> Iterator[BatchRange]:
             nonlocal is_used_up
-            yield from self._all_steps(self.state)
+            yield from self._steps(self.state)
             is_used_up = True
 
         steps = all_steps()
@@ -106,29 +99,13 @@ class Loader:
             num_epochs = self._num_epochs
             steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
         steps = itertools.islice(steps, self._num_steps)
-        for raw in self._stream.read(steps):
+        for raw in self.read(steps):
             yield build_batch(raw, layout=self._layout, before=self.state, num_packs=self._num_packs)
-        # Steps are made ahead of training: what there is was trained before this is said.
+        # Ranges run ahead of training: raise only after every batch that exists was trained.
         if is_used_up and self._blend is not None:
             raise self._blend.used_up()
 
-    def worker_pids(self) -> list[int]:
-        """Process ids of the living workers; empty before the first batch and with num_workers 0."""
-        return self._stream.worker_pids()
-
-    def close(self) -> None:
-        """End the workers and wait until they are gone. The loader can be iterated again."""
-        self._stream.close()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stream.__exit__(kind, error, traceback)
-
-    def _all_steps(self, state: LoaderState) -> Iterator[BatchRange]:
+    def _steps(self, state: LoaderState) -> Iterator[BatchRange]:
         epoch, packs_consumed = state.epoch, state.packs_consumed
         if self._blend is not None:
             return self._blend.steps(self._order, epoch=epoch, packs_consumed=packs_consumed)

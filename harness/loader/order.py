@@ -1,4 +1,4 @@
-"""Which packs make up which global batch: a permutation that is a pure function of seed and epoch."""
+"""The order of packs: a permutation that is a pure function of seed and epoch, cut into global batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from harness.checks import require_numbers
 from harness.errors import ConfigError
 from harness.records import Int64Array
 
@@ -15,24 +16,24 @@ UInt64Array = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# Separate streams, so that the order of blocks says nothing about the order of packs.
+# Separate streams, so that the order of blocks is independent of the order of packs.
 _BLOCKS, _PACKS, _SOURCES = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class OrderConfig:
-    """How an epoch is shuffled and cut into global batches.
+    """Settings of how an epoch is shuffled and cut into global batches.
 
-    Blocks of `block_packs` neighbouring packs are shuffled; then packs are shuffled inside every `window_blocks`
-    consecutive blocks of that order. A reader so needs `window_blocks` places of a file at a time and decodes each
-    of them once. The order does not depend on the format: it is these numbers and the number of packs alone.
+    Blocks of `block_packs` neighboring packs are shuffled; then packs are shuffled within every `window_blocks`
+    consecutive blocks of that order. A reader therefore needs `window_blocks` regions of a file at a time and decodes
+    each of them once. The order depends on these numbers and the number of packs alone, never on the format.
 
     Attributes:
         seed: any integer.
         global_batch_size: packs of one global batch.
-        block_packs: packs of one block; 1 with a window as large as the dataset is a plain shuffle.
+        block_packs: packs of one block; 1, with a window as large as the dataset, gives a plain shuffle.
         window_blocks: blocks that packs are mixed across.
-        drop_last: leave out the packs at the end of an epoch that do not fill a global batch.
+        drop_last: drop the packs at the end of an epoch that do not fill a global batch.
         shuffle: False reads packs in stored order.
     """
 
@@ -44,25 +45,23 @@ class OrderConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "block_packs", "window_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1", where=f"loader.{name}")
+        require_numbers(self, "loader", "global_batch_size", "block_packs", "window_blocks", lowest=1)
 
     @property
     def signature(self) -> str:
-        """What fixes the order of an epoch beside seed and data; the cut into global batches does not."""
+        """Text that fixes the order of an epoch, with seed and data; the cut into global batches does not matter."""
         return f"block_packs={self.block_packs} window_blocks={self.window_blocks}" if self.shuffle else "stored"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRange:
-    """One global batch: the packs at positions start to stop of an epoch's order.
+    """One global batch, as a range of positions in an epoch's order.
 
     Attributes:
         epoch: from 0.
         index: number of the batch in its epoch.
         start, stop: positions in the epoch's order.
-        drawn: of a blend, packs of this epoch that were drawn from each source before; else empty.
+        drawn: for a blend, packs of this epoch drawn from each source before this batch; otherwise empty.
     """
 
     epoch: int
@@ -93,7 +92,7 @@ class EpochOrder:
         self._window_starts: Int64Array = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(windows)])
 
     def packs(self, start: int, stop: int) -> Int64Array:
-        """int64 [stop - start]: ids of the packs at positions start to stop of this epoch."""
+        """Return the ids of the packs at positions start to stop of this epoch, int64 [stop - start]."""
         if not 0 <= start < stop <= self._num_packs:
             raise IndexError(f"positions {start} to {stop} of {self._num_packs} packs")
         if not self._config.shuffle:
@@ -105,7 +104,7 @@ class EpochOrder:
         return np.concatenate(parts)[start - offset : stop - offset]
 
     def _packs_of_window(self, window: int) -> Int64Array:
-        # Consecutive batches mostly fall into one window; a plain shuffle has a single window of all packs.
+        # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
         if window != self._window_index:
             size = self._config.block_packs
             blocks = self._blocks[window * self._config.window_blocks : (window + 1) * self._config.window_blocks]
@@ -118,22 +117,22 @@ class EpochOrder:
 
 
 def steps_per_epoch(config: OrderConfig, num_packs: int) -> int:
-    """Global batches of one epoch; the ragged last one counts unless `drop_last`."""
+    """Return the number of global batches of one epoch, the ragged last one included unless `drop_last`."""
     if config.drop_last:
         return num_packs // config.global_batch_size
     return -(-num_packs // config.global_batch_size)
 
 
 def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-    """Global batches from a position on, across epochs, without end.
+    """Yield global batches from a position on, across epochs, without end.
 
     After a resume with another global batch size the first batch starts where the state ended, so every pack is read
-    once an epoch whatever the sizes were.
+    once per epoch whatever the sizes were.
     """
     size = config.global_batch_size
     if num_packs < (size if config.drop_last else 1):
         raise ConfigError(
-            f"{num_packs:,} packs never fill a global batch of {size:,}, and drop_last leaves out what does not",
+            f"{num_packs:,} packs never fill a global batch of {size:,}, and drop_last drops the rest",
             where="loader.global_batch_size",
             fix="lower global_batch_size, or set drop_last to false",
         )
@@ -150,18 +149,18 @@ def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consume
 
 
 def packs_of_global_batch(config: OrderConfig, num_packs: int, epoch: int, batch_index: int) -> Int64Array:
-    """int64 [packs]: ids of the packs of global batch `batch_index` of `epoch`, in training order."""
+    """Return the ids of the packs of global batch `batch_index` of `epoch` in training order, int64 [packs]."""
     start = batch_index * config.global_batch_size
     return EpochOrder(config, num_packs, epoch).packs(start, min(start + config.global_batch_size, num_packs))
 
 
 def derive_seed(seed: int, source: int) -> int:
-    """The seed of source number `source` of a blend; the first keeps the blend's."""
+    """Return the seed of source number `source` of a blend; the first keeps the seed of the blend."""
     return seed if source == 0 else _key(seed, source, _SOURCES)
 
 
 def _key(seed: int, epoch: int, stream: int) -> int:
-    """A 64-bit key that depends on every bit of its inputs."""
+    """Return a 64-bit key that depends on every bit of its inputs."""
     key = 0
     for number in (seed, epoch, stream):
         key = int(_hash(np.asarray([number & _MASK], dtype=np.uint64), key)[0])
@@ -169,10 +168,10 @@ def _key(seed: int, epoch: int, stream: int) -> int:
 
 
 def _hash(numbers: UInt64Array, key: int) -> UInt64Array:
-    """uint64, shape of `numbers`: SplitMix64 of numbers + key.
+    """Return SplitMix64 of numbers + key, uint64 in the shape of `numbers`.
 
-    Written out because numpy keeps no promise that a Generator gives the same permutation in its next version, and a
-    run that is resumed years later must go on in its own order.
+    Written out because numpy does not promise that a Generator gives the same permutation in its next version, and a
+    run that is resumed years later must continue in its own order.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); constants of Stafford's
     variant 13.

@@ -1,8 +1,8 @@
-"""One training step's data on one rank: planned from lengths, read from packs, laid out as THD rows."""
+"""The data of one training step on one rank: planned from lengths, read from packs, laid out as THD rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
 
 
 class PackSource(Protocol):
-    """What a loader needs of a dataset; every reader of `harness.formats` has it. It must be picklable."""
+    """The interface of a dataset that a loader reads, as every reader of `harness.formats` has it. Picklable."""
 
     @property
     def pack_offsets(self) -> Int64Array: ...
@@ -39,18 +39,18 @@ class PackSource(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankBatch:
-    """One step's data on one rank, and what every rank knows of the whole step.
+    """The data of one step on one rank, and facts of the whole step that every rank knows.
 
     Attributes:
         epoch, step_in_epoch: from 0.
         pack_ids: int64 [packs], the global batch in training order.
-        rows: one a microbatch, of this rank.
-        sequence_ids: one a microbatch, int64: ids of the row's sequences in the dataset; sequence i of pack p has
-            the id pack_offsets[p] + i. Empty for a row of zero loss.
+        rows: of this rank, one per microbatch.
+        sequence_ids: int64, one array per microbatch: ids of the row's sequences in the dataset; sequence i of pack p
+            has the id pack_offsets[p] + i. Empty for a row of zero loss.
         num_sequences: of the global batch.
         num_tokens: model tokens of the global batch, without padding.
-        imbalance: how evenly the global batch lies on the ranks.
-        state: of the loader once this step is trained.
+        imbalance: of the global batch over the ranks.
+        state: of the loader after this step.
     """
 
     epoch: int
@@ -68,7 +68,7 @@ class RankBatch:
         return len(self.rows)
 
     def digest(self) -> str:
-        """32 hexadecimal digits over tokens, labels, masks, positions and boundaries of this rank's rows, in order."""
+        """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
         digest = xxhash.xxh3_128()
         for row in self.rows:
             digest.update(np.asarray([len(row), row.num_sequences], dtype=np.int64).tobytes())
@@ -80,13 +80,13 @@ class RankBatch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RawBatch:
-    """What a worker sends: 5 bytes a token instead of the 29 of finished rows.
+    """The message of a worker: 5 bytes a token instead of the 29 of finished rows.
 
     Attributes:
         input_ids: int32 [n], stored tokens of this rank's rows end to end.
         loss_mask: uint8 [n].
-        row_lengths: one a microbatch, int64: stored tokens of each sequence of the row; empty for a zero-loss row.
-        others: as in RankBatch.
+        row_lengths: int64, one array per microbatch: stored tokens of each sequence; empty for a row of zero loss.
+        step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
     step: BatchRange
@@ -101,7 +101,7 @@ class RawBatch:
 
 
 class BatchReader:
-    """Plans a step for all ranks and reads one rank's part. Sent to every worker; holds no batch."""
+    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class BatchReader:
         self._blend_order = BlendOrder(order, blend) if blend is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The order is computed again faster than it is sent.
+        # Computing the order again is faster than sending it.
         return {**self.__dict__, "_epoch_order": None}
 
     @property
@@ -131,7 +131,7 @@ class BatchReader:
         return self._schedule.max_tokens_per_rank * self._layout.cp_size
 
     def check(self) -> None:
-        """Raise ScheduleError where a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
+        """Raise ScheduleError if a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
         lengths = padded_lengths(self._source.sequence_lengths, self._layout.pad_to_multiple)
         offsets = self._source.pack_offsets
         if lengths.max() > self.row_tokens:
@@ -150,7 +150,7 @@ class BatchReader:
             sequence = int(np.argmin(lengths))
             pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
             raise ScheduleError(
-                f"sequence {sequence} of the dataset has a single stored token; training needs the one after it too",
+                f"sequence {sequence} of the dataset has a single stored token; training needs two",
                 where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
                 fix="prepare the dataset again; sequences of one token are refused there",
             )
@@ -169,7 +169,7 @@ class BatchReader:
             )
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
-        """Pack ids, ids of their sequences, where each goes, and how even that is: the same on every rank."""
+        """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
         packs = self._packs_of(step)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
@@ -197,12 +197,12 @@ class BatchReader:
         return self._epoch_order.packs(step.start, step.stop)
 
     def read(self, step: BatchRange) -> RawBatch:
-        """Plan `step` and read this rank's sequences, from the packs that hold them alone.
+        """Plan `step` and read this rank's sequences, only from the packs that hold them.
 
         Raises:
-            HarnessError: as the reader does; LoaderError where a pack is not what the dataset's index says.
+            HarnessError: as the reader does; LoaderError where a pack differs from the dataset's index.
         """
-        pack_ids, sequences, placed, evenness = self.plan(step)
+        pack_ids, sequences, placed, imbalance = self.plan(step)
         rows = [
             sequences[placed.row(microbatch, self._layout.dp_rank)] for microbatch in range(placed.num_microbatches)
         ]
@@ -218,11 +218,11 @@ class BatchReader:
             sequence_ids=rows,
             num_sequences=int(sequences.shape[0]),
             num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
-            imbalance=evenness,
+            imbalance=imbalance,
         )
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
-        """Tokens and masks of runs of `sequences`: neighbours in one pack are one slice."""
+        """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice."""
         if sequences.shape[0] == 0:
             return
         offsets = self._source.pack_offsets
@@ -248,42 +248,51 @@ class BatchReader:
         if not np.array_equal(pack.sequence_lengths, expected):
             raise LoaderError(
                 f"pack {index} holds {pack.num_sequences} sequences of {len(pack):,} tokens, "
-                f"its dataset's index says {expected.shape[0]} of {int(expected.sum()):,}",
+                f"but {expected.shape[0]} of {int(expected.sum()):,} in its dataset's index",
                 fix="the index belongs to other data; prepare or convert the dataset again",
             )
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
-    """Finished rows of what a worker read.
+    """Finish the rows of a worker's message.
 
     Args:
-        raw: of `BatchReader.read`.
-        layout: the same as there.
-        before: a state of the run; the step's own position replaces its.
-        num_packs: of one epoch, None for one without end.
+        raw: from `BatchReader.read`.
+        layout: as there.
+        before: any state of the run; the position of the step replaces its own.
+        num_packs: packs of one epoch; None for a stream without end.
     """
-    rows = []
-    start = 0
-    for lengths in raw.row_lengths:
-        if lengths.shape[0] == 0:
-            rows.append(zero_loss_row(layout.pad_to_multiple))
-            continue
-        stop = start + int(lengths.sum())
-        rows.append(
-            thd_from_arrays(
-                raw.input_ids[start:stop], raw.loss_mask[start:stop], lengths, pad_to_multiple=layout.pad_to_multiple
-            )
-        )
-        start = stop
+
+    def row(tokens: slice, lengths: Int64Array) -> ThdBatch:
+        multiple = layout.pad_to_multiple
+        return thd_from_arrays(raw.input_ids[tokens], raw.loss_mask[tokens], lengths, pad_to_multiple=multiple)
+
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,
         step_in_epoch=raw.step.index,
         pack_ids=raw.pack_ids,
-        rows=rows,
+        rows=build_rows(raw.row_lengths, row, pad_to_multiple=layout.pad_to_multiple),
         sequence_ids=raw.sequence_ids,
         num_sequences=raw.num_sequences,
         num_tokens=raw.num_tokens,
         imbalance=raw.imbalance,
         state=position.advance(raw.step.stop - raw.step.start, of=num_packs),
     )
+
+
+def build_rows(
+    row_lengths: Sequence[Int64Array], build: Callable[[slice, Int64Array], ThdBatch], *, pad_to_multiple: int
+) -> list[ThdBatch]:
+    """Cut tokens that lie end to end into rows; a row without sequences becomes one of zero loss.
+
+    Args:
+        row_lengths: int64, one array per microbatch: tokens of each sequence of the row.
+        build: makes a row of a slice of the tokens and the lengths of its sequences.
+    """
+    rows, start = [], 0
+    for lengths in row_lengths:
+        stop = start + int(lengths.sum())
+        rows.append(build(slice(start, stop), lengths) if lengths.shape[0] else zero_loss_row(pad_to_multiple))
+        start = stop
+    return rows

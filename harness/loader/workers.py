@@ -1,7 +1,11 @@
-"""The loader's worker processes: what runs in them, how they end, and what is said when one is lost."""
+"""The loader's worker processes: batches read ahead of training, in order; never a hang, and no process left behind.
+
+PyTorch is imported when a stream is opened, so that a loader's settings can be checked without it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -11,76 +15,208 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from torch.utils.data import Dataset, Sampler
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from harness.errors import HarnessError, LoaderError
+from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
 
-Read_co = TypeVar("Read_co", covariant=True)
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class ReadsBatches(Protocol[Read_co]):
-    """What is sent to workers; it must be picklable."""
+class ReadsBatches(Protocol[T_co]):
+    """A reader that is sent to workers; it must be picklable."""
 
-    def read(self, step: BatchRange) -> Read_co: ...
+    def read(self, batch: BatchRange, /) -> T_co: ...
 
 
-class BatchDataset(Dataset[T | HarnessError]):
-    """Reads a step. Errors are returned, because torch would raise them as another kind with its own traceback."""
+class BatchStream(Generic[T]):
+    """Reads batches in `config.num_workers` processes, ahead of training, and yields them in order.
+
+    Use it as a context manager around the training loop: on exit it ends the workers, and turns the death of a worker
+    that reached the loop as torch's RuntimeError into a LoaderError.
+
+    Args:
+        reader: pickled to workers that are not forked.
+        config: the number of workers and how long to wait for them.
+        where: this rank, for errors.
+    """
+
+    def __init__(self, reader: ReadsBatches[T], config: LoaderConfig, *, where: str) -> None:
+        import torch
+        from torch.utils.data import DataLoader
+
+        self._config = config
+        self._where = where
+        self._ranges = _Ranges()
+        workers = config.num_workers
+        if workers and (config.start_method or multiprocessing.get_start_method()) == "forkserver":
+            # The server imports once what every worker needs. Without effect when it already runs.
+            multiprocessing.get_context("forkserver").set_forkserver_preload(
+                ["torch.utils.data", "harness.loader.loader"]
+            )
+        self._dataloader: DataLoader[T | HarnessError] = DataLoader(
+            _Batches(reader),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._ranges,
+            num_workers=workers,
+            collate_fn=_identity,
+            prefetch_factor=config.prefetch_factor if workers else None,
+            persistent_workers=config.persistent_workers and workers > 0,
+            multiprocessing_context=config.start_method if workers else None,
+            timeout=config.timeout_s if workers else 0,
+            worker_init_fn=_end_with_parent if workers else None,
+            # Without its own generator it draws from torch's global one, and dropout would depend on the workers.
+            generator=torch.Generator(),
+        )
+        self._workers: Any = None
+
+    def read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
+        """Yield what the reader returns for each of `batches`.
+
+        Raises:
+            HarnessError: as the reader does; LoaderError where a worker died or was silent for too long.
+        """
+        if self._config.num_workers == 0 or self._config.persistent_workers:
+            yield from self._read(batches)
+            return
+        for _, of_epoch in itertools.groupby(batches, key=lambda batch: batch.epoch):
+            yield from self._read(of_epoch)
+            self.close()
+
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the living workers; empty before the first batch and with num_workers 0."""
+        workers = [] if self._workers is None else self._workers._workers
+        return [worker.pid for worker in workers if worker.is_alive()]
+
+    def close(self) -> None:
+        """End the workers and wait for their exit. The stream can be read again."""
+        self._end_workers(at_once=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and _is_about_workers(error):
+            raise self._lost(error) from error
+        self.close()
+
+    def _read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
+        self._ranges.batches = batches
+        items = iter(self._dataloader)
+        if self._config.num_workers:
+            self._workers = items
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not _is_about_workers(error):
+                    raise
+                raise self._lost(error) from None
+            if isinstance(item, HarnessError):
+                self.close()
+                raise item
+            yield item
+
+    def _end_workers(self, *, at_once: bool) -> None:
+        iterator, self._workers = self._workers, None
+        if iterator is None:
+            return
+        # A persistent DataLoader keeps its iterator, and would continue with workers that have exited.
+        self._dataloader._iterator = None
+        workers = list(iterator._workers)
+        if at_once:
+            _kill(workers)
+        with suppress(RuntimeError):
+            iterator._shutdown_workers()
+        # Torch asks politely and leaves a process that does not react: one that is stopped or stuck in a read.
+        _kill([worker for worker in workers if worker.is_alive()])
+
+    def _owing_worker(self) -> int | None:
+        """Return the process id of the worker that owes the next batch, which torch itself does not report."""
+        iterator = self._workers
+        owed = None if iterator is None else iterator._task_info.get(iterator._rcvd_idx)
+        owing = None if owed is None else iterator._workers[owed[0]].pid
+        # Workers share a pipe: one that is stopped while it writes a batch holds up the others.
+        stopped = [pid for pid in self.worker_pids() if _is_stopped(pid)]
+        return stopped[0] if stopped and owing not in stopped else owing
+
+    def _lost(self, error: RuntimeError) -> LoaderError:
+        """Return torch's error about a dead or silent worker as one with a fix, and end the other workers."""
+        alive, owing = self.worker_pids(), self._owing_worker()
+        self._end_workers(at_once=True)
+        if "timed out" in str(error):
+            return LoaderError(
+                f"no data came for {self._config.timeout_s:g} s from the loader's worker with process id {owing} "
+                f"(alive are {', '.join(map(str, alive)) or 'none'})",
+                where=self._where,
+                fix=f"see what it waits for (py-spy dump --pid {owing}), check the file system, "
+                "or raise loader.timeout_s for slow storage",
+            )
+        pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
+        reason = re.search(r"by signal: ([A-Za-z ]+)", str(error))
+        return LoaderError(
+            f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
+            where=self._where,
+            fix="a killed worker has mostly run out of memory: see dmesg, lower loader.num_workers or "
+            "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
+        )
+
+
+class _Batches(Generic[T]):
+    """The dataset of torch's DataLoader. It returns errors, because torch would raise them as another kind."""
 
     def __init__(self, reader: ReadsBatches[T]) -> None:
         self._reader = reader
 
-    def __getitem__(self, step: BatchRange) -> T | HarnessError:
+    def __getitem__(self, batch: BatchRange) -> T | HarnessError:
+        where = f"epoch {batch.epoch}, step {batch.index}"
         try:
-            return self._reader.read(step)
+            return self._reader.read(batch)
         except HarnessError as error:
             return error
         except MemoryError as error:
             return LoaderError(
-                f"process {os.getpid()} ran out of memory while it read a step: {error or 'nothing more is known'}",
-                where=f"epoch {step.epoch}, step {step.index}",
+                f"process {os.getpid()} ran out of memory while it read a step: {error or 'no details are known'}",
+                where=where,
                 fix="lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the "
                 "memory limit of the job",
             )
         except OSError as error:
             return LoaderError(
-                f"reading failed: {error}",
-                where=f"epoch {step.epoch}, step {step.index}",
-                fix="check that the dataset is still there and readable",
+                f"reading failed: {error}", where=where, fix="check that the dataset is still there and readable"
             )
 
 
-class BatchSampler(Sampler[BatchRange]):
-    """The steps that are to be read next; set before each pass."""
+class _Ranges:
+    """The sampler of torch's DataLoader: the batches to read, set before each pass."""
 
     def __init__(self) -> None:
-        self.steps: Iterable[BatchRange] = ()
+        self.batches: Iterable[BatchRange] = ()
 
     def __iter__(self) -> Iterator[BatchRange]:
-        return iter(self.steps)
+        return iter(self.batches)
 
 
-def warm_up(start_method: str | None) -> None:
-    """Let forkserver's server import what every worker needs, PyTorch above all, once for all of them.
-
-    Has no effect once the server runs.
-    """
-    if (start_method or multiprocessing.get_start_method()) == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["harness.loader.loader"])
+def _identity(item: Any) -> Any:
+    """Replace torch's collate function, which would turn arrays into tensors in shared memory, a file each."""
+    return item
 
 
-def leave_the_end_to_the_parent(worker_id: int) -> None:
-    """In a worker: end it at once where the training process dies, and not before.
+def _end_with_parent(worker_id: int) -> None:
+    """In a worker: exit at once when the training process dies, and not before.
 
-    A scheduler's signal to stop reaches every process of a job; the training process needs its workers for the step
-    that it saves after.
+    A scheduler's stop signal reaches every process of a job, but the training process still needs its workers for the
+    step that it saves after.
 
-    Torch's workers look at their parent's id, which is the server's with forkserver; and the server lives as long as
-    a worker of it does. Seen: both stayed for good.
+    Torch's workers watch their parent's id, which with forkserver is that of the server, and the server lives as long
+    as one of its workers. Seen: both stayed for good.
     """
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -96,59 +232,24 @@ def leave_the_end_to_the_parent(worker_id: int) -> None:
     threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
 
 
-def as_it_is(item: Any) -> Any:
-    """In place of torch's collate, which would turn arrays into tensors in shared memory, a file each."""
-    return item
-
-
-def kill(workers: Iterable[Any]) -> None:
-    """End processes that may not listen, and wait for them."""
-    found = list(workers)
-    # Torch's SIGCHLD handler raises in the main thread, once for a loader, when the first of its workers dies.
+def _kill(workers: list[Any]) -> None:
+    """Kill processes that may not react to a request, and wait for them."""
+    # Torch's SIGCHLD handler raises in the main thread, once per loader, when the first of its workers dies.
     for _ in range(2):
         with suppress(RuntimeError):
-            for worker in found:
+            for worker in workers:
                 worker.kill()
-            for worker in found:
+            for worker in workers:
                 worker.join()
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP or a debugger; False where this system does not tell."""
+def _is_stopped(pid: int) -> bool:
+    """Return True for a process that is stopped, as by SIGSTOP or a debugger; False on systems without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
         return False
 
 
-def is_about_workers(error: RuntimeError) -> bool:
+def _is_about_workers(error: RuntimeError) -> bool:
     return "DataLoader worker" in str(error) or "DataLoader timed out" in str(error)
-
-
-def lost_worker(
-    error: RuntimeError, alive: list[int], owing: int | None, *, timeout_s: float, where: str
-) -> LoaderError:
-    """What torch says of a dead or silent worker, with what to do about it.
-
-    Args:
-        error: of torch, one that `is_about_workers`.
-        alive: process ids of the living workers.
-        owing: of the worker that owes the next batch.
-        timeout_s, where: for the message.
-    """
-    if "timed out" in str(error):
-        return LoaderError(
-            f"no data came for {timeout_s:g} s from the loader's worker with process id {owing} "
-            f"(alive are {', '.join(map(str, alive)) or 'none'})",
-            where=where,
-            fix=f"look at what it waits for (py-spy dump --pid {owing}), at the file system, "
-            "or raise loader.timeout_s for slow storage",
-        )
-    pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
-    reason = re.search(r"by signal: ([A-Za-z ]+)", str(error))
-    return LoaderError(
-        f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
-        where=where,
-        fix="a killed worker is mostly one that ran out of memory: see dmesg, lower loader.num_workers or "
-        "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
-    )

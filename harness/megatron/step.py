@@ -16,8 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader.layout import RankLayout
-from harness.loader.plan import RankBatch
+from harness.loader import RankBatch, RankLayout
 from harness.megatron.batch import to_device
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row

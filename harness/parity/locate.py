@@ -14,7 +14,7 @@ import xxhash
 import yaml
 
 from harness.errors import HarnessError
-from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader import BlendSource, DataConfig, open_datasets
 from harness.parity.result import Difference
 from harness.thd import build_thd_batch
 from harness.train import (

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from harness.errors import ConfigError, HarnessError
-from harness.loader.datasets import BlendSource, DataConfig, RunData, open_datasets
+from harness.loader import BlendSource, DataConfig, RunData, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import ParallelConfig

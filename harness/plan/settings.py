@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 
 from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
-from harness.loader.config import LoaderConfig
-from harness.loader.corpus import CorpusConfig
-from harness.loader.datasets import DataConfig
+from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from harness.errors import FormatError
-from harness.loader.plan import RankBatch
+from harness.loader import RankBatch
 from harness.records import Int64Array
 from harness.thd import ThdBatch
 from harness.train.metrics import keep_lines_before, whole_lines

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from harness.errors import HarnessError
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
+from harness.loader import LoaderState, RankBatch
 from harness.plan import TrainerConfig
 
 # The validation set beside the training set, by which a run is judged.

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from harness.loader.plan import RankBatch
+from harness.loader import RankBatch
 from harness.train.metrics import StepMetrics
 
 # A log gets about this many lines a run.

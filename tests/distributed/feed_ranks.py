@@ -10,9 +10,7 @@ import torch
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import PackSource
+from harness.loader import Loader, LoaderConfig, PackSource, RankLayout
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.job import runtime
 from harness.megatron.job.topology import join

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from harness.config import compose_config
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.job import runtime

@@ -14,8 +14,7 @@ import torch
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.two_phase import (
     get_batch_on_this_rank_for_sequence_packing,

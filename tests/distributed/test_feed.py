@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from harness.formats import open_dataset
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig
 from harness.megatron.data.feed import LengthsOnly
 from harness.schedule import ScheduleConfig
 

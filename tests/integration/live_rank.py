@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from harness.errors import exit_on_error
-from harness.loader.layout import RankLayout
+from harness.loader import LoaderState, RankLayout
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import BatchPlan
-from harness.loader.state import LoaderState
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
 from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig

@@ -14,8 +14,7 @@ import sys
 import warnings
 
 from harness.formats import open_dataset
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, LoaderError
-from harness.loader.blend import BlendOrder
-from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader import BlendOrder, BlendSource, DataConfig, open_datasets
 from harness.plan.settings import SftConfig
 from recipes.sft import main
 
@@ -76,7 +75,7 @@ def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(
 ) -> None:
     folder = tmp_path / "run"
     # The last source has 8 packs and a fifth of each batch.
-    with pytest.raises(ConfigError, match=r"48 packs are to be trained, and the 2 epochs of 4 packs of .*2-parquet"):
+    with pytest.raises(ConfigError, match=r"trains 48 packs, but the 2 epochs of 4 packs of .*2-parquet"):
         main(settings(blends[1], folder, steps=12, size=4))
     assert not folder.exists()
     main(settings(blends[0], folder, steps=1, size=4))

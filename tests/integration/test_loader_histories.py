@@ -12,12 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from harness.errors import LoaderError
 from harness.formats import FORMATS, PackReader, open_dataset
-from harness.loader.blend import Blend
-from harness.loader.joined import JoinedReader
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import PackSource, RankBatch
-from harness.loader.state import LoaderState
+from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, PackSource, RankBatch, RankLayout
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

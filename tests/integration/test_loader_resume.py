@@ -9,9 +9,7 @@ import pytest
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import PackReader, open_dataset, open_writer
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.state import LoaderState
+from harness.loader import Loader, LoaderConfig, LoaderState, RankLayout
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

@@ -13,8 +13,7 @@ import torch
 
 from harness.errors import FormatError, LoaderError
 from harness.formats import PackReader, open_dataset, open_writer
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import RankBatch
+from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.parity.compare import IDENTICAL, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import Check, Difference

@@ -16,7 +16,7 @@ import pytest
 
 from harness.errors import LoaderError
 from harness.formats import open_dataset, open_writer
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

@@ -12,9 +12,7 @@ import pytest
 import xxhash
 
 from harness.formats import FORMATS, open_dataset
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import RankBatch
+from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.schedule import ScheduleConfig
 
 # A warning of torch: the test machine may have fewer cores than a test has workers.

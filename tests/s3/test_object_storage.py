@@ -20,7 +20,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import convert_dataset, find_datasets, inspect_dataset, open_dataset, open_writer, verify_dataset
-from harness.loader.datasets import DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
 from harness.records import Pack
 
 pytestmark = pytest.mark.s3

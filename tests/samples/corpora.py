@@ -13,11 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from harness.formats import open_writer
 from harness.indexed.index import UINT16
 from harness.indexed.writer import IndexedWriter
-from harness.loader.config import LoaderConfig
-from harness.loader.corpus import CorpusConfig
-from harness.loader.layout import RankLayout
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
+from harness.loader import CorpusConfig, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.megatron.data.corpus import Corpus, TokenIds, open_corpus
 from harness.megatron.data.samples import SampleLoader, SampleReader
 from harness.megatron.data.sources import find_packs

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from harness.errors import HarnessError
-from harness.loader.layout import RankLayout
+from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import BatchPlan, LiveLoader
 from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.rank import RankStream
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
 from harness.prep.tokenize.tokenizer import ChatTokenizer
 from harness.records import Pack
 from harness.schedule import SequenceCost

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.formats import open_dataset
-from harness.loader.loader import Loader, LoaderConfig
+from harness.loader import Loader, LoaderConfig
 from harness.schedule import ScheduleConfig
 from harness.train.digests import DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE, StepMetrics

@@ -9,7 +9,7 @@ from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
-from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader import BlendSource, DataConfig, open_datasets
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import LiveFolder
 from harness.megatron.run.sft import check

@@ -27,7 +27,7 @@ from harness.errors import HarnessError
 from harness.indexed import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
-from harness.loader.datasets import DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
 from harness.settings import CONFIGS
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")

@@ -30,7 +30,7 @@ from megatron.core.datasets.utils import Split
 
 from harness.errors import ConfigError, HarnessError
 from harness.formats import PackReader
-from harness.loader.corpus import SPLITS, CorpusConfig, CorpusSource
+from harness.loader import SPLITS, CorpusConfig, CorpusSource
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index

@@ -16,8 +16,7 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import HarnessError
-from harness.loader.layout import RankLayout
-from harness.loader.plan import PackSource, RankBatch
+from harness.loader import PackSource, RankBatch, RankLayout
 from harness.megatron.job import waiting
 from harness.records import Int32Array, Int64Array, Pack
 

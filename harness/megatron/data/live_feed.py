@@ -21,14 +21,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
+from harness.loader import LoaderState, RankBatch
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import ORDER, BatchPlan, LiveLoader
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.offer import Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
 from harness.megatron.job import runtime
 from harness.prep.tokenize import ChatTokenizer
 from harness.storage import Marker

@@ -14,12 +14,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from harness.errors import LoaderError
-from harness.loader.config import LoaderConfig
-from harness.loader.layout import RankLayout
-from harness.loader.order import BatchRange
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
-from harness.loader.stream import BatchStream
+from harness.loader import BatchRange, BatchStream, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
 from harness.schedule import SequenceCost
 from harness.schedule.imbalance import Imbalance, measure_imbalance

@@ -14,8 +14,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path, 
 from harness.errors import ConfigError, FormatError
 from harness.formats import PackReader, holds_manifest
 from harness.indexed import BIN, HEADER, IDX, MappedIndex, verify_indexed, with_suffix
-from harness.loader.corpus import CorpusConfig, CorpusSource
-from harness.loader.datasets import open_train
+from harness.loader import CorpusConfig, CorpusSource, open_train
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:

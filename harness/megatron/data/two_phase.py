@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import ConfigError
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.data.exchange import (

@@ -6,7 +6,7 @@ import math
 
 from megatron.core import parallel_state
 
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.plan import ParallelConfig
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from harness.errors import ConfigError
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import Watchdog, join, runtime
 from harness.megatron.model import build_model, check_same_adapters

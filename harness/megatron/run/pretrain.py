@@ -10,9 +10,7 @@ import numpy as np
 
 from harness.errors import ConfigError
 from harness.formats import PackReader
-from harness.loader.config import LoaderConfig
-from harness.loader.layout import RankLayout
-from harness.loader.state import LoaderState
+from harness.loader import LoaderConfig, LoaderState, RankLayout
 from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine

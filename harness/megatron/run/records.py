@@ -8,8 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.loader.layout import RankLayout
-from harness.loader.plan import RankBatch
+from harness.loader import RankBatch, RankLayout
 from harness.megatron.job import runtime
 from harness.megatron.sampling import Sampler
 from harness.plan import TrainerConfig

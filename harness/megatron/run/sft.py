@@ -8,14 +8,20 @@ from functools import partial
 
 from harness.errors import ConfigError
 from harness.formats import PackReader, find_tokenizer_folder
-from harness.loader.blend import Blend
-from harness.loader.datasets import LiveData, RunData, open_datasets, open_live
-from harness.loader.joined import JoinedReader
-from harness.loader.layout import RankLayout
+from harness.loader import (
+    Blend,
+    JoinedReader,
+    LiveData,
+    Loader,
+    LoaderConfig,
+    LoaderState,
+    PackSource,
+    RankLayout,
+    RunData,
+    open_datasets,
+    open_live,
+)
 from harness.loader.live.consumer import BatchPlan
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import PackSource
-from harness.loader.state import LoaderState
 from harness.megatron.data import Feed, LiveFeed, readable
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from harness.errors import HarnessError
-from harness.loader.plan import RankBatch
-from harness.loader.state import LoaderState
+from harness.loader import LoaderState, RankBatch
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed
 from harness.megatron.job import StopSignals, Watchdog, runtime

@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
-from harness.loader.state import LoaderState
+from harness.loader import LoaderState
 from harness.megatron.job import is_about_ranks
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.step import MegatronStep

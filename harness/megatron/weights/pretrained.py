@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.megatron.weights.mapping import HfWeights, Shard, check_weights, fill_model
 from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
 from harness.prep.tokenize import tokenizer_hash

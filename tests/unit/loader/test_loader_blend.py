@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader.blend import Blend, BlendOrder
-from harness.loader.order import EpochOrder, OrderConfig
+from harness.loader import Blend, BlendOrder, EpochOrder, OrderConfig
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40).map(float), st.floats(1e-3, 1e3, allow_nan=False)), min_size=1, max_size=9
@@ -171,7 +170,7 @@ def test_weights_with_epochs_end_where_a_source_is_used_up():
     error = made.used_up()
     assert error.what == "the 2 epochs of 4 packs of source 1 are used up after 17 packs of the blend"
     made.check_lasts(17)
-    with pytest.raises(ConfigError, match="18 packs are to be trained, and the 2 epochs of 4 packs of source 1"):
+    with pytest.raises(ConfigError, match="trains 18 packs, but the 2 epochs of 4 packs of source 1"):
         made.check_lasts(18)
 
 

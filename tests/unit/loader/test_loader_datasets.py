@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Provenance, open_writer
-from harness.loader.datasets import BlendSource, DataConfig, open_datasets
+from harness.loader import BlendSource, DataConfig, open_datasets
 from harness.records import Pack
 
 
@@ -93,7 +93,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     [
         (("b", 0.0), "the weight is 0.0"),
         (("b", float("nan")), "the weight is nan"),
-        (("b", None), "some sources have a weight and this one has none"),
+        (("b", None), "some sources have a weight, and this one has none"),
         (("b", 1.0, 0), "epochs is 0"),
         (("", 1.0), "the source has no path"),
     ],

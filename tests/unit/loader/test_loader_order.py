@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader.order import (
+from harness.loader import (
     EpochOrder,
     OrderConfig,
     packs_of_global_batch,

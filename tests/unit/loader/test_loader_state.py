@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import LoaderError
-from harness.loader.state import LoaderState
+from harness.loader import LoaderState
 
 START = LoaderState(seed=7, fingerprint="aaaa", order="stored")
 
@@ -26,7 +26,7 @@ def test_the_end_of_an_epoch_begins_the_next() -> None:
     assert (state.epoch, state.packs_consumed) == (0, 6)
     state = state.advance(4, of=10)
     assert (state.epoch, state.packs_consumed) == (1, 0)
-    with pytest.raises(LoaderError, match="11 packs of an epoch were read, and it has 10"):
+    with pytest.raises(LoaderError, match="11 packs of an epoch were read, but it has 10"):
         state.advance(11, of=10)
 
 

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from harness.errors import LoaderError, ScheduleError
-from harness.loader.layout import RankLayout
-from harness.loader.order import BatchRange, OrderConfig
-from harness.loader.plan import BatchReader, RankBatch, build_batch
-from harness.loader.state import LoaderState
+from harness.loader import BatchRange, BatchReader, LoaderState, OrderConfig, RankBatch, RankLayout, build_batch
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
 from harness.thd import build_thd_batch
@@ -167,7 +164,7 @@ def test_a_sequence_of_one_token_is_refused_by_name() -> None:
 def test_a_pack_that_is_not_what_the_index_says_is_refused() -> None:
     data = MemorySource([pack(5, 9), pack(4)])
     data.packs[0] = pack(6, 8)
-    with pytest.raises(LoaderError, match=r"pack 0 holds 2 sequences of 14 tokens, its dataset's index says 2 of 14"):
+    with pytest.raises(LoaderError, match=r"pack 0 holds 2 sequences of 14 tokens, but 2 of 14 in its dataset's index"):
         batch(data, BatchRange(0, 0, 0, 2))
 
 

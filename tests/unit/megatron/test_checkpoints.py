@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
-from harness.loader.state import LoaderState
+from harness.loader import LoaderState
 from harness.megatron.state import checkpoint as checkpoints
 from harness.megatron.state.checkpoint import Progress, find_newest, read_progress
 

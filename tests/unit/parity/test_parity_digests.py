@@ -10,9 +10,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset
-from harness.loader.layout import RankLayout
-from harness.loader.loader import Loader, LoaderConfig
-from harness.loader.plan import RankBatch
+from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.schedule import ScheduleConfig
 from harness.train.digests import (
     DIGESTS_FILE,

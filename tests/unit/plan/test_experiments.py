@@ -7,7 +7,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
-from harness.loader.datasets import open_datasets
+from harness.loader import open_datasets
 from harness.megatron.run.sft import check
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
