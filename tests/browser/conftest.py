@@ -1,4 +1,4 @@
-"""A headless browser of the machine, one a worker, and pages in it that must not complain."""
+"""A headless browser, one per test worker, whose pages must report no errors."""
 
 from __future__ import annotations
 
@@ -10,43 +10,42 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Kept after the tests, for a person to look at; not committed.
+# Kept for a person to look at; not committed.
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[dev]'")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
         pytest.skip(f"none of {', '.join(BROWSERS)}: apt-get install chromium")
     with playwright.sync_playwright() as running:
-        # Root, as in most containers, cannot have the sandbox; the pages are our own.
-        started = running.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        # Root, the user of most containers, cannot use the sandbox; the pages are our own.
+        started = running.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield started
         started.close()
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
-    """`visit(path, **context)`: a page in a context of its own.
+    """`visit(path, **context)`: open a page in its own context.
 
-    At the end of the test, whatever a page wrote to the console, every error, every dialog and everything that it
-    asked the network or the disk for beside itself fails the test.
+    Any console output, error, dialog, or request for anything but the page itself fails the test at its end.
     """
-    contexts, complaints = [], []
+    contexts, problems = [], []
 
     def open_page(path: Path, **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
         context.set_default_timeout(20_000)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        page.on("request", lambda request: request.url != path.as_uri() and complaints.append(f"asked {request.url}"))
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda request: request.url != path.as_uri() and problems.append(f"request: {request.url}"))
 
         def refuse(dialog: Any) -> None:
-            complaints.append(f"dialog: {dialog.message}")
+            problems.append(f"dialog: {dialog.message}")
             dialog.dismiss()
 
         page.on("dialog", refuse)
@@ -57,11 +56,11 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     yield open_page
     for context in contexts:
         context.close()
-    assert complaints == []
+    assert problems == []
 
 
 @pytest.fixture
 def keep() -> Callable[[Any, str], None]:
-    """`keep(page, name)`: a picture of the whole page for the artefacts of the test run."""
+    """`keep(page, name)`: save a screenshot of the whole page."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     return lambda page, name: page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)

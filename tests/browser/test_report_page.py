@@ -1,4 +1,4 @@
-"""The report as a browser shows it: read, hovered over, narrowed, darkened and printed."""
+"""The report in a browser: reading, hovering, narrow screens, dark mode and printing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NASTY = "<img src=x onerror=alert(1)> <b>bold</b> &amp; a_name_that_goes_on_and_
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Path of a report's page, written once."""
+    """`written(name, report)`: the path of the report's page, rendered once per name."""
     paths: dict[str, Path] = {}
 
-    def write(name: str, found: ParityReport) -> Path:
+    def write(name: str, report: ParityReport) -> Path:
         if name not in paths:
             folder = tmp_path_factory.mktemp(name)
-            render_all(found, folder)
+            render_all(report, folder)
             paths[name] = folder / HTML_FILE
         return paths[name]
 
@@ -33,9 +33,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def hover(page: Any, chart: str, step: int) -> str:
-    """What is shown where the mouse rests on a chart at a step."""
+    """Return the text that a chart shows when the mouse rests on a step."""
     shown = page.locator(f"#chart-{chart} .hoverlayer text")
-    # What an earlier step left must not be taken for this one.
+    # Wait until the text of an earlier step has gone.
     page.mouse.move(1, 1)
     page.wait_for_function("id => !document.querySelector(id + ' .hoverlayer text')", arg=f"#chart-{chart}")
     box = page.locator(f"#chart-{chart} .nsewdrag").first
@@ -50,40 +50,40 @@ def hover(page: Any, chart: str, step: int) -> str:
     return " | ".join(shown.all_text_contents())
 
 
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+def luminance(color: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(page: Any, selector: str, *, text: str = "color", on: str = "") -> float:
-    """WCAG's contrast of an element's text with its background, or that of another element."""
+    """Return the WCAG contrast between an element's text and its background, or the background of another element."""
     style = "([query, name]) => getComputedStyle(document.querySelector(query))[name]"
     one = luminance(page.evaluate(style, [selector, text]))
     other = luminance(page.evaluate(style, [on or selector, "backgroundColor"]))
     return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
-def test_the_verdict_and_the_first_difference_are_read_first(visit, written, keep):
+def test_the_verdict_and_the_first_difference_are_at_the_top(visit, written, keep):
     page = visit(written("each", one_of_each()))
     verdict = page.locator("#verdict")
     assert verdict.bounding_box()["y"] < 200
     assert "Different" in verdict.inner_text()
     assert "2 of 5 compared cells agree" in verdict.inner_text()
     assert "token 211 of sequence 4,182 is 5,120" in verdict.inner_text()
-    # Read without colours: a sign and a word each.
+    # Readable without colors: each has a sign and a word.
     tiles = page.locator("#matrix .tile").all_inner_texts()
     assert set(tiles) == {"!failed", "✓same", "✗different", "○skipped", "◆reference"}
     keep(page, "report-light")
 
 
 def test_hovering_shows_the_values_of_a_step(visit, written):
-    found = one_of_each()
-    page = visit(written("each", found))
+    shown = one_of_each()
+    page = visit(written("each", shown))
     loss = hover(page, "loss", 12)
-    assert f"npy, 0 workers : {found.cells[0].series.loss[11]:.6f}" in loss
-    assert f"binidx, 0 workers : {found.cells[4].series.loss[11]:.6f}" in loss
-    assert found.cells[0].series.loss[11] != found.cells[4].series.loss[11]
+    assert f"npy, 0 workers : {shown.cells[0].series.loss[11]:.6f}" in loss
+    assert f"binidx, 0 workers : {shown.cells[4].series.loss[11]:.6f}" in loss
+    assert shown.cells[0].series.loss[11] != shown.cells[4].series.loss[11]
     apart = hover(page, "loss-difference", 12)
     assert "binidx, 0 workers : 1.20e-3" in apart
     assert "parquet, 4 workers : identical" in apart
@@ -104,7 +104,7 @@ def test_a_chart_is_zoomed_with_the_mouse_and_uploads_nothing(visit, written):
     assert buttons == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]
 
 
-def test_a_cell_is_hidden_in_all_charts_and_a_group_is_shown_alone(visit, written):
+def test_a_checkbox_hides_a_cell_in_all_charts_and_a_button_shows_one_group(visit, written):
     other = cell("tp2", "parquet", 0, check="layouts", axes={"layout": "tp2"})
     page = visit(written("groups", report([*all_same().cells, other])))
     shown = """() => [...document.querySelectorAll('.plot')].map((div) =>
@@ -115,7 +115,7 @@ def test_a_cell_is_hidden_in_all_charts_and_a_group_is_shown_alone(visit, writte
     assert {tuple(names) for names in page.evaluate(shown)} == {("tp2",)}
 
 
-def test_a_link_opens_the_cell_that_it_leads_to_and_its_command_is_copied(visit, written):
+def test_a_tile_opens_its_cell_whose_command_can_be_copied(visit, written):
     page = visit(written("same", all_same()), permissions=["clipboard-read", "clipboard-write"])
     assert page.locator("details[open]").count() == 0
     page.locator("#matrix .tile").nth(3).click()
@@ -127,15 +127,15 @@ def test_a_link_opens_the_cell_that_it_leads_to_and_its_command_is_copied(visit,
     assert copied == "python -m recipes.parity check=formats cells='parquet, 4 workers'"
 
 
-def test_nothing_is_wider_than_a_phone(visit, written, keep):
+def test_pages_fit_a_phone_screen(visit, written, keep):
     nasty = [cell(f"{NASTY} {n}", NASTY, n, command=NASTY * 3, axes={"format": NASTY, "n": str(n)}) for n in range(9)]
     nasty_report = report([reference(), *nasty], title=NASTY, environment={NASTY: NASTY})
-    for name, found in (
+    for name, shown in (
         ("each", one_of_each()),
         ("empty", report([])),
         ("nasty", nasty_report),
     ):
-        page = visit(written(name, found), **PHONE)
+        page = visit(written(name, shown), **PHONE)
         assert name != "empty" or "Nothing was compared" in page.locator("#verdict").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 360, name
         assert page.locator("#verdict").is_visible()
@@ -145,7 +145,7 @@ def test_nothing_is_wider_than_a_phone(visit, written, keep):
         keep(page, f"report-phone-{name}")
 
 
-def test_names_are_shown_as_they_are(visit, written):
+def test_markup_in_names_is_shown_as_text(visit, written):
     sharp = "<img src=x onerror=alert(1)>"
     page = visit(written("sharp", report([reference(), cell(sharp, "<b>x</b>", 0, status="different")], title=sharp)))
     assert page.locator("h1").inner_text() == sharp
@@ -153,7 +153,7 @@ def test_names_are_shown_as_they_are(visit, written):
     assert f"{sharp} : " in hover(page, "fill", 5)
 
 
-def test_text_is_legible_in_light_and_dark_and_plots_follow_a_switch(visit, written, keep):
+def test_text_is_legible_in_light_and_dark_mode_and_plots_follow_a_switch(visit, written, keep):
     page = visit(written("each", one_of_each()))
     surface = "#curves figure"
     for scheme in ("light", "dark"):
@@ -163,7 +163,7 @@ def test_text_is_legible_in_light_and_dark_and_plots_follow_a_switch(visit, writ
         assert contrast(page, "body") >= 10
         assert contrast(page, ".note", on="body") >= 4.5
         assert contrast(page, "#chart-loss .xtick text", text="fill", on=surface) >= 4.5
-        # Lines are the same in both.
+        # Lines have the same colors in both modes.
         for trace in page.locator("#chart-loss .scatterlayer .js-line").all():
             one = luminance(trace.evaluate("one => getComputedStyle(one).stroke"))
             other = luminance(page.evaluate(f"getComputedStyle(document.querySelector('{surface}')).backgroundColor"))
@@ -176,7 +176,7 @@ def test_text_is_legible_in_light_and_dark_and_plots_follow_a_switch(visit, writ
     keep(page, "report-dark")
 
 
-def test_paper_is_white_and_has_everything_unfolded_within_its_width(visit, written, keep):
+def test_a_printed_page_is_white_unfolded_and_as_wide_as_the_paper(visit, written, keep):
     page = visit(written("same", all_same()), color_scheme="dark", viewport={"width": 688, "height": 1000})
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -192,14 +192,14 @@ def test_paper_is_white_and_has_everything_unfolded_within_its_width(visit, writ
     assert page.pdf(format="A4").startswith(b"%PDF")
 
 
-def test_reports_without_curves_are_pages_too(visit, written):
+def test_a_report_without_curves_renders(visit, written):
     broken = [cell("a", "memmap", 0, status="failed", checks=[], series=one_of_each().cells[5].series, reason="gone")]
     page = visit(written("broken", report(broken)))
     assert "No cell made a step" in page.locator("#curves").inner_text()
     assert "gone" in page.locator("#verdict").inner_text()
 
 
-def test_a_tolerance_is_a_line_on_the_scale_of_differences(visit, written):
+def test_a_tolerance_is_drawn_as_a_line_among_the_differences(visit, written):
     loss = Check("loss", passed=True, tolerance=1e-5, largest=1e-7)
     near = cell("tp2", "parquet", 0, check="layouts", checks=[loss], series=series(40, drift=1e-7))
     page = visit(written("near", report([reference(), near])))
@@ -215,7 +215,7 @@ def test_nights_outside_their_bands_are_marked(visit, tmp_path, keep):
         "all => all.map((div) => (div.data[3] ? div.data[3].y.filter((one) => one !== null) : []))"
     )
     assert marked == [[0.61], [1900], [4]]
-    # The newest night, by its number on the axis of dates.
+    # The newest night, as a number on the axis of dates.
     assert "0.61" in hover(page, "metric-0", page.evaluate(f"new Date('{NEWEST}').getTime()"))
     keep(page, "history-light")
     page.set_viewport_size({"width": 360, "height": 740})
@@ -223,7 +223,7 @@ def test_nights_outside_their_bands_are_marked(visit, tmp_path, keep):
 
 
 @pytest.mark.nightly
-def test_a_hundred_runs_of_2000_steps_open(visit, written):
+def test_a_report_of_a_hundred_runs_of_2000_steps_opens(visit, written):
     cells = [
         cell(f"run {n}", "parquet", n, status="different", series=series(2000, drift=1e-6 * n)) for n in range(1, 100)
     ]

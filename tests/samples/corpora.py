@@ -1,4 +1,4 @@
-"""Small pretraining corpora, and a run's way to its samples in this process."""
+"""Write small pretraining corpora, and read the samples of a run in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = runtime.Runtime(torch.device("cpu"), 0, 1, 0)
 
 
 def write_corpus(prefix: Path, documents: int, *, seed: int) -> Path:
-    """Documents of 3 to 60 tokens of 1 to 299, each ended by an EOD."""
+    """Write documents of 3 to 60 tokens with ids 1 to 299, each followed by an EOD."""
     rng = np.random.default_rng(seed)
     with IndexedWriter(prefix, dtype=UINT16) as writer:
         for length in rng.integers(3, 60, documents):
@@ -39,8 +39,8 @@ def settings(path: Path | str = "", **changes: Any) -> CorpusConfig:
 
 
 def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed: int = 7) -> Corpus:
-    """As every rank opens it, here a single one."""
-    found = open_corpus(
+    """Open a corpus as every rank of a run does; this is the only rank."""
+    corpus = open_corpus(
         config,
         seed=seed,
         sizes=(train, valid, valid),
@@ -49,30 +49,30 @@ def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed
         reads=True,
         ranks=ALONE,
     )
-    assert found is not None
-    return found
+    assert corpus is not None
+    return corpus
 
 
 def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int) -> list[RankBatch]:
-    places = RankLayout(**layout)
+    rank_layout = RankLayout(**layout)
     reader = SampleReader(
         corpus.train,
-        layout=places,
+        layout=rank_layout,
         sequence_length=SIZE,
         micro_batch_size=config.micro_batch_size,
         boundary=config.eod if config.reset_attention_mask else None,
     )
     start = LoaderState(7, fingerprint=corpus.fingerprint, order=corpus.order)
     loading = LoaderConfig(global_batch_size=8, num_workers=0)
-    with SampleLoader(reader, loading, layout=places, num_samples=count, start=start) as loader:
+    with SampleLoader(reader, loading, layout=rank_layout, num_samples=count, start=start) as loader:
         return list(loader)
 
 
 def megatrons(config: CorpusConfig, train: int, **changes: Any) -> Any:
-    """The training set as a user of Megatron-Core builds it, with the mask that attention would be given."""
+    """Build the training set as a user of Megatron-Core does, with the attention mask."""
     blend = [config.path] if not config.blend else [source.path for source in config.blend]
     weights = [source.weight for source in config.blend] or None
-    made = GPTDatasetConfig(
+    dataset_config = GPTDatasetConfig(
         random_seed=7,
         sequence_length=SIZE,
         blend=(blend, weights),
@@ -83,7 +83,7 @@ def megatrons(config: CorpusConfig, train: int, **changes: Any) -> Any:
         eod_mask_loss=config.eod_mask_loss,
         **changes,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, [train, 8, 8], lambda: True, made).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, [train, 8, 8], lambda: True, dataset_config).build()[0]
 
 
 def write_sft(folder: Path) -> list[Pack]:

@@ -1,4 +1,4 @@
-"""Streams of live chunks and the ranks that train on them, as threads of one process."""
+"""Write streams of live chunks, and train on them with ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAPACITY = 256
 
 
 def some_packs(count: int, *, seed: int = 0) -> list[Pack]:
-    """Packs of up to three sequences of 2 to 20 tokens; no two are likely to be equal."""
+    """Return random packs of up to three sequences of 2 to 20 tokens."""
     random = np.random.default_rng(seed)
     packs = []
     for _ in range(count):
@@ -40,7 +40,7 @@ def some_packs(count: int, *, seed: int = 0) -> list[Pack]:
 
 
 def some_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Conversations of 1 to 40 words."""
+    """Return random conversations with answers of 1 to 40 words."""
     random = np.random.default_rng(seed)
     words = ["alpha", "beta", "gamma", "delta"]
     return [
@@ -55,7 +55,7 @@ def some_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end: bool = True, **settings: Any) -> None:
-    """Chunks of these sizes."""
+    """Write the rows in chunks of these sizes."""
     kind = "packs" if isinstance(rows[0], Pack) else "chat"
     with LiveProducer(folder, kind=kind, max_waiting=1000, **settings) as producer:
         left = iter(rows)
@@ -69,10 +69,10 @@ def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end
 
 @dataclass
 class Trained:
-    """What ranks trained: by step, the batches of all ranks; and what was said."""
+    """The batches of all ranks by step, and the lines that were logged."""
 
     steps: list[list[RankBatch]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
     @property
     def digests(self) -> list[list[str]]:
@@ -80,9 +80,10 @@ class Trained:
 
     @property
     def sequences(self) -> list[int]:
-        """Ids of all sequences that were trained, in no order that means anything."""
-        ids = [one for step in self.steps for batch in step for row in batch.sequence_ids for one in row.tolist()]
-        return sorted(ids)
+        """Sorted ids of all sequences that were trained."""
+        return sorted(
+            id_ for step in self.steps for batch in step for row in batch.sequence_ids for id_ in row.tolist()
+        )
 
     def state(self, step: int = -1) -> LoaderState:
         return LoaderState.from_json(self.steps[step][0].state.to_json())
@@ -101,7 +102,7 @@ def train(
     before_step: Callable[[int, int], None] = lambda rank, step: None,
     **settings: Any,
 ) -> Trained:
-    """Train on `dp_size` ranks until the stream ends, or for so many steps; the first rank's error is raised."""
+    """Train on `dp_size` ranks until the stream ends, or for `steps` steps; raise the error of the first rank."""
     config = LiveConfig(**{"path": str(folder), "pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
     barrier = threading.Barrier(dp_size)
     slots: list[Offer | None] = [None] * dp_size
@@ -112,7 +113,7 @@ def train(
         def exchange(offer: Offer | None) -> list[Offer]:
             slots[rank] = offer
             barrier.wait(30)
-            offers = [one for one in slots if one is not None]
+            offers = [offer for offer in slots if offer is not None]
             barrier.wait(30)
             return offers
 
@@ -141,7 +142,7 @@ def train(
             state=state,
             fresh=LoaderState(seed=0),
             timeout_s=config.timeout_s,
-            say=trained.said.append if rank == 0 else lambda line: None,
+            say=trained.log.append if rank == 0 else lambda line: None,
         )
         try:
             if steps == 0:
@@ -163,8 +164,8 @@ def train(
         futures = [ranks.submit(run, rank) for rank in range(dp_size)]
         errors = [future.exception() for future in futures]
     trained.steps += [list(step) for step in zip(*batches, strict=True)]
-    told = [error for error in errors if error is not None]
-    if told:
-        assert len(told) == dp_size, errors
-        raise told[0]
+    raised = [error for error in errors if error is not None]
+    if raised:
+        assert len(raised) == dp_size, errors
+        raise raised[0]
     return trained

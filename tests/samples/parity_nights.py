@@ -1,4 +1,4 @@
-"""Histories of parity runs, written by hand, for the tests of what is rendered from them."""
+"""Handwritten histories of parity runs, for tests of the pages that are rendered from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NEWEST = "2026-11-20T02:10:00+00:00"
 
 
 def nights(values: list[float | None], low: float, high: float) -> list[Night]:
-    """A night each, from the first of November on; the first three have no band."""
+    """Return one night per value, from November 1; the first three have no band."""
     return [
         Night(f"2026-11-{number:02d}T02:10:00+00:00", value, *((low, high) if number > 3 else (None, None)), "r.json")
         for number, value in enumerate(values, start=1)
@@ -16,13 +16,13 @@ def nights(values: list[float | None], low: float, high: float) -> list[Night]:
 
 
 def quiet() -> History:
-    """Nothing ever left its band."""
+    """Return a history in which no metric ever left its band."""
     loss = Metric("loss at step 40", "formats: parquet", "nats", nights([4.1, 4.11, 4.1] * 6, 4.0, 4.2), "± 2%")
     return History("Every format trains as the legacy npy does", [loss])
 
 
 def restless() -> History:
-    """Three metrics: one that left its band on the newest night, one that did before, one without a value once."""
+    """Return metrics that left their bands on the newest night or earlier, one with a gap, and one never measured."""
     rate = [0.95 + 0.01 * (number % 3) for number in range(20)]
     rate[-1] = 0.61
     memory: list[float | None] = [1250.0 + number for number in range(20)]

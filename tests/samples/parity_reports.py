@@ -1,4 +1,4 @@
-"""Reports of parity runs, written by hand, for the tests of what is rendered from them."""
+"""Handwritten reports of parity runs, for tests of the pages that are rendered from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REASON = "the same layout on one machine adds in the same order"
 
 
 def series(steps: int, *, drift: float = 0.0, drift_from: int = 1, speed: float = 0.4) -> Series:
-    """A falling loss; from a step on, larger by a share `drift`."""
+    """Return a falling loss that is larger by the share `drift` from step `drift_from` on."""
     numbers = list(range(1, steps + 1))
     loss = [9.2 * math.exp(-step / 35) + 4 + 0.05 * math.sin(step) for step in numbers]
     moved = [value * (1 + drift) if step >= drift_from else value for step, value in zip(numbers, loss, strict=True)]
@@ -37,7 +37,7 @@ def series(steps: int, *, drift: float = 0.0, drift_from: int = 1, speed: float 
 
 
 def checks(*, failed: str = "", difference: Difference | None = None, largest: float = 1.2e-3) -> list[Check]:
-    """All six comparisons; one of them failed where it is named."""
+    """Return all six comparisons; the one named `failed` has failed."""
     names = ("data", "loss", "validation_loss", "grad_norm", "trained_tokens", "steps")
     sized = ("loss", "validation_loss", "grad_norm")
     return [
@@ -67,7 +67,7 @@ DATA_DIFFERENCE = Difference(
 
 
 def cell(name: str, format_name: str, workers: int, **changed: object) -> CellResult:
-    """A cell that is the same as the reference."""
+    """Return a cell that equals the reference."""
     plain = CellResult(
         name=name,
         check="formats",
@@ -85,7 +85,7 @@ def cell(name: str, format_name: str, workers: int, **changed: object) -> CellRe
 
 
 def report(cells: list[CellResult], **changed: object) -> ParityReport:
-    """A report of these cells."""
+    """Return a report of these cells."""
     plain = ParityReport(
         title="Every format trains as the legacy npy does",
         created="2026-11-21T02:14:07+00:00",
@@ -97,19 +97,19 @@ def report(cells: list[CellResult], **changed: object) -> ParityReport:
 
 
 def reference(**changed: object) -> CellResult:
-    """The cell that the others are held against."""
+    """Return the cell that the others are compared against."""
     return cell("npy, 0 workers", "legacy_npy_pickle", 0, reference=None, checks=[], **changed)
 
 
 def all_same() -> ParityReport:
-    """Five formats, with and without workers."""
+    """Return a report of five formats with and without workers, all the same."""
     formats = ("legacy_npy_pickle", "parquet", "memmap", "binidx", "jsonl")
     cells = [cell(f"{name}, {workers} workers", name, workers) for name in formats for workers in (0, 4)]
     return report([reference(), *cells[1:]])
 
 
 def one_of_each() -> ParityReport:
-    """A cell of every status, and one whose loss drifts from step 12 on."""
+    """Return a report with a cell of every status, and one whose loss drifts from step 12 on."""
     token = cell(
         "memmap, 4 workers",
         "memmap",

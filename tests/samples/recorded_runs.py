@@ -1,8 +1,10 @@
-"""Run folders as `recipes.sft` writes them, with the data of a real loader and losses that nobody trained."""
+"""Write run folders as `recipes.sft` does, with batches of a real loader and made-up losses."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from harness.formats import open_dataset
@@ -18,12 +20,9 @@ def write_run(
     *,
     steps: int = 4,
     seed: int = 0,
-    change: Callable[[StepMetrics], StepMetrics] = lambda one: one,
+    change: Callable[[StepMetrics], StepMetrics] = lambda metrics: metrics,
 ) -> Path:
-    """A run of `steps` steps on `data`, a dataset with `train` in it; `change` edits each step's metrics."""
-    import json
-    from dataclasses import asdict
-
+    """Write a run of `steps` steps on `data / "train"`; `change` edits the metrics of each step."""
     loading = LoaderConfig(global_batch_size=6, num_workers=0, seed=seed)
     loader = Loader(open_dataset(data / "train"), loading, schedule=ScheduleConfig("dp_balanced", 512), num_steps=steps)
     folder.mkdir(parents=True)

@@ -64,7 +64,7 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
     expected = Counter(tuple(one.input_ids.tolist()) for pack in some_packs(sum(SIZES)) for one in pack.sequences())
     trained = train(packs, dp_size=dp_size, size=size)
     assert trained_tokens(trained) == expected
-    assert trained.said == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
+    assert trained.log == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
     for step in trained.steps:
         assert len({batch.num_microbatches for batch in step}) == 1
         assert len({tuple(batch.pack_ids.tolist()) for batch in step}) == 1
@@ -150,7 +150,7 @@ def test_a_chunk_that_is_late_is_waited_for_and_told_of(tmp_path: Path) -> None:
     later.start()
     trained = train(tmp_path, dp_size=2, size=2)
     assert trained_tokens(trained).total() == sum(pack.num_sequences for pack in rows)
-    assert trained.said[0].startswith("data-parallel rank 1 has waited 2 s for chunk_00001; its producer was last seen")
+    assert trained.log[0].startswith("data-parallel rank 1 has waited 2 s for chunk_00001; its producer was last seen")
 
 
 def test_a_wait_ends_with_an_error_on_all_ranks_that_names_rank_and_chunk(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     assert caught.value.where.endswith("chunk_00000.jsonl, line 2")
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert trained_tokens(trained).total() == 3
-    assert trained.said == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+    assert trained.log == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
 
 
 def test_what_is_left_out_behind_the_last_step_is_counted_and_told_where_nothing_is_left(
