@@ -161,12 +161,12 @@ def judge(
     from harness.launch.preflight import Limits, judge_nodes
 
     limits = Limits(gpus, min_shm_mib, min_disk_gib, max_clock_offset_s, code)
-    findings, summary = judge_nodes(sys.stdin, nodes.split(","), limits)
-    for finding in findings:
-        print(f"preflight: {finding}")
-    if not findings:
+    faults, summary = judge_nodes(sys.stdin, nodes.split(","), limits)
+    for fault in faults:
+        print(f"preflight: {fault}")
+    if not faults:
         print(f"preflight: {summary}")
-    raise typer.Exit(1 if findings else 0)
+    raise typer.Exit(1 if faults else 0)
 
 
 @preflight_app.command()

@@ -146,8 +146,7 @@ class SubmitConfig:
     run_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ConfigError(f"nodes is {self.nodes}", where="nodes", fix="set it to 1 or more")
+        require_numbers(self, "", "nodes", lowest=1)
 
 
 def check_directive(text: str, where: str) -> None:

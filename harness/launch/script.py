@@ -197,7 +197,7 @@ class Job:
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""
-    harness = [job.python, "-m", "harness.cli.app"]
+    harness = [job.python, "-m", "harness"]
     limit = f"{max(60.0, cluster.preflight.timeout_s):g}"
     sections = [
         [

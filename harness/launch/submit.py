@@ -1,4 +1,4 @@
-"""From an experiment's name to a job in Slurm's queue."""
+"""Plan the job of a run, write its script and submit it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from harness.launch.script import Job
 from harness.loader import corpus_paths
 
 SCRIPT = "job.sbatch"
-# Of docker/Dockerfile.
+# As in docker/Dockerfile.
 _IMAGE_WORKDIR = "/opt/harness"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job in the queue."""
+    """A job in the queue, and its script in the run's folder."""
 
     job_id: str
     script: Path
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a setting of several lines, and for one that the job sets itself."""
+    """Raise ConfigError for a setting of several lines, or one that the job sets itself."""
     for text in arguments:
         check_one_line(text, "settings")
         if text.startswith("resume="):
             raise ConfigError(
                 f"{text} is set by the job itself",
                 where="settings",
-                fix="leave it out; run_dir=DIR resumes a run, and each other submission is a run of its own",
+                fix="omit it: run_dir=DIR resumes a run, and a submission without run_dir starts a new one",
             )
 
 
@@ -57,11 +57,13 @@ def plan_job(
     Args:
         module: the recipe, such as `recipes.sft`.
         arguments: its command line.
-        settings: what these compose to, as plain values.
+        settings: the composed settings, as plain values.
+        nodes: number of nodes.
+        cluster: the cluster.
         run_dir: folder of a run to resume; omit for a new one.
 
     Raises:
-        ConfigError: there is no such run, a path is not one of the container's, or the settings are planned for another
+        ConfigError: there is no such run, a path is relative in a container, or the settings are planned for another
             number of ranks.
     """
     ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
@@ -74,7 +76,7 @@ def plan_job(
             f"parallel.ranks={ranks}, if `harness plan {name} parallel.ranks={ranks}` finds that it fits",
         )
     weights = settings["model"]["init_from"]
-    weights = weights if weights and Path(weights).is_dir() else None  # else a name on a hub
+    weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub
     live = settings["data"].get("live", {}).get("path")
     if cluster.image:
         _check_absolute([*dataset_paths(settings), weights, live])
@@ -99,17 +101,19 @@ def _check_absolute(paths: Sequence[str | None]) -> None:
     for path in paths:
         if path and "://" not in path and not Path(path).is_absolute():
             raise ConfigError(
-                f"{path} would be looked for in the container's own folder",
+                f"{path} is relative, and would be looked up in the container's own folder",
                 where="data.path, model.init_from",
-                fix=f"{Path(path).absolute()}, with a folder above it among cluster.mounts",
+                fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
             )
 
 
 def next_run_dir(runs: Path, name: str) -> Path:
-    """`<runs>/<name>-NNN`, the first number that is free; nothing is made."""
+    """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} cannot name a run's folder", where="name", fix="letters, digits, dots, dashes and underscores"
+            f"{name!r} cannot name a run's folder",
+            where="name",
+            fix="use letters, digits, dots, dashes and underscores",
         )
     numbered = re.compile(rf"{re.escape(name)}-(\d+)")
     numbers = [int(match[1]) for path in runs.glob("*") if (match := numbered.fullmatch(path.name))]
@@ -117,9 +121,9 @@ def next_run_dir(runs: Path, name: str) -> Path:
 
 
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Every dataset that a run with these settings opens, as they are named: the nodes look where the ranks will.
+    """Return the datasets that a run with these settings opens, by the paths that its ranks will use.
 
-    Live chunks are none: they may be made later. Of a corpus it is the prefixes on disks.
+    Live chunks are left out, because they may not exist yet; so are the prefixes of a corpus in a bucket.
     """
     data = settings["data"]
     if "blend_per_split" in data:
@@ -130,15 +134,15 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def submit_job(job: Job, text: str) -> Submitted:
-    """Keep the script in the run's folder and give it to sbatch.
+    """Write the script to the run's folder and submit it with sbatch.
 
     Raises:
-        HarnessError: there is no sbatch here, or it refuses the job; then no new folder is left behind.
-        ConfigError: the run's folder cannot be made.
+        HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
+        ConfigError: the run's folder cannot be created.
     """
     if shutil.which("sbatch") is None:
         raise HarnessError(
-            "there is no sbatch here",
+            "sbatch is not installed here",
             where="PATH",
             fix="submit on a login node; --dry-run prints the script anywhere",
         )
@@ -146,14 +150,14 @@ def submit_job(job: Job, text: str) -> Submitted:
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=not is_new)
-        # Slurm makes no folders: without it a job fails before its first line, and leaves no log that would say so.
+        # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
         (folder / SCRIPT).write_text(text)
     except OSError as error:
         raise ConfigError(
-            f"the run's folder cannot be made: {error.strerror}",
+            f"the run's folder cannot be created: {error.strerror}",
             where=str(folder),
-            fix="submit again, or name another folder with runs=",
+            fix="submit again, or set runs= to another folder",
         ) from None
     done = subprocess.run(["sbatch", "--parsable", str(folder / SCRIPT)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -162,8 +166,8 @@ def submit_job(job: Job, text: str) -> Submitted:
         raise HarnessError(
             f"sbatch refuses the job: {(done.stderr or done.stdout).strip()}",
             where="configs/cluster",
-            fix="`sinfo` and `sacctmgr show assoc user=$USER` show partitions and accounts; `harness submit --dry-run` "
-            "shows the script",
+            fix="`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
+            "--dry-run` prints the script",
         )
-    # "ID;CLUSTER" where there are several clusters.
+    # "ID;CLUSTER" if there are several clusters.
     return Submitted(done.stdout.strip().partition(";")[0], folder / SCRIPT)

@@ -19,7 +19,7 @@ from ..distributed.conftest import ROOT, read_metrics
 from ..nightly.conftest import TINY
 from .cluster import Cluster, missing
 
-HARNESS = (sys.executable, "-m", "harness.cli.app")
+HARNESS = (sys.executable, "-m", "harness")
 SETTINGS = (
     *TINY,
     "loader.global_batch_size=8",
@@ -114,7 +114,7 @@ def submit(slurm: Cluster, data: Path, tmp_path: Path) -> Iterator[Callable[...,
     def start(*overrides: str, nodes: int = 2, run_dir: Path | None = None) -> SlurmJob:
         printed = slurm.on(
             "login",
-            *(*HARNESS, "submit", "sft", f"--nodes={nodes}", *([f"--run-dir={run_dir}"] if run_dir else [])),
+            *(*HARNESS, "submit", "sft", f"nodes={nodes}", *([f"run_dir={run_dir}"] if run_dir else [])),
             *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=25", *overrides),
             check=True,
             cwd=ROOT,

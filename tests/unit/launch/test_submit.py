@@ -1,4 +1,4 @@
-"""From an experiment's name to a script."""
+"""From the name of an experiment to its script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_experiment_composes_and_names_its_runs(name):
     assert config.name == name
 
 
-def test_what_the_command_line_says_counts_more_than_the_experiment():
+def test_the_command_line_overrides_the_experiment():
     assert compose_config("sft", SftConfig, ["experiment=sft_tiny", "name=mine"]).name == "mine"
 
 
@@ -48,22 +48,22 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["resume=false", "a=1\n"])
-def test_settings_that_the_script_makes_itself_are_refused(argument):
+def test_settings_that_the_job_sets_itself_are_refused(argument):
     with pytest.raises(ConfigError):
         check_arguments([argument])
 
 
-def test_a_name_that_is_no_folder_is_refused(tmp_path):
+def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot name a run's folder"):
         next_run_dir(tmp_path, "../x")
 
 
-def test_every_dataset_of_a_run_is_checked(tmp_path):
-    one = {"path": "data/a", "blend": [], "validation_path": "s3://b/v", "live": {"path": ""}}
-    assert dataset_paths({"data": one}) == ("data/a", "s3://b/v")
+def test_every_dataset_of_a_run_is_listed(tmp_path):
+    single = {"path": "data/a", "blend": [], "validation_path": "s3://b/v", "live": {"path": ""}}
+    assert dataset_paths({"data": single}) == ("data/a", "s3://b/v")
     blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None, "live": {"path": ""}}
     assert dataset_paths({"data": blended}) == ("a", "b")
-    live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "made/later"}}
+    live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "not/yet"}}
     assert dataset_paths({"data": live}) == ()
     none = {"train": [], "valid": [], "test": []}
     corpus = {"path": "c", "blend": [], "blend_per_split": none, "per_split_data_args_path": None}
@@ -78,7 +78,7 @@ def test_every_dataset_of_a_run_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["prepare", "data.path=x"], "there is no experiment 'prepare'"),
         (["sft_tinny"], "there is no experiment 'sft_tinny'"),
@@ -93,7 +93,7 @@ def test_every_dataset_of_a_run_is_checked(tmp_path):
         ),
         (
             ["sft_tiny", "--cluster", "h100_pyxis", "data.path=data/mine"],
-            "data/mine would be looked for in the container's own folder\n  where: data.path",
+            "data/mine is relative, and would be looked up in the container's own folder\n  where: data.path",
         ),
         (
             ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
@@ -101,7 +101,7 @@ def test_every_dataset_of_a_run_is_checked(tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_submitted(arguments, said):
+def test_a_mistake_is_reported_before_anything_is_submitted(arguments, message):
     done = subprocess.run(
         [sys.executable, "-m", "harness", "submit", *arguments, "--dry-run"],
         capture_output=True,
@@ -109,5 +109,5 @@ def test_a_mistake_is_told_before_anything_is_submitted(arguments, said):
         check=False,
     )
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
