@@ -1,4 +1,4 @@
-"""Frozen numpy records that every part shares: sequences, packs and schedules."""
+"""Frozen numpy records that all packages share: sequences, packs and schedules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from harness.errors import FormatError, ScheduleError
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 MAX_TOKEN_ID = 2**31 - 1
 
 
 def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArray[Any]:
-    """A 1-d array of `dtype`; raises FormatError where a value would change."""
+    """Return a 1-d array of `dtype`; raise FormatError where a value would change."""
     array = np.asarray(values)
     if array.dtype == dtype and array.ndim == 1:
         return array
@@ -27,7 +28,7 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
     if array.size == 0:
         return array.astype(dtype)
     is_whole = np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_
-    # A float mask of exact zeros and ones (older tools store such) loses nothing; anything else would.
+    # A float mask of exact zeros and ones, as older tools store, loses nothing; other floats would.
     if not is_whole and not (np.issubdtype(array.dtype, np.floating) and np.array_equal(array, np.trunc(array))):
         raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers")
     info = np.iinfo(dtype)  # type: ignore[type-var]
@@ -39,7 +40,7 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceView:
-    """One tokenised conversation as stored.
+    """One tokenized conversation as stored.
 
     Attributes:
         input_ids: int32 [L].
@@ -55,7 +56,7 @@ class SequenceView:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pack:
-    """Sequences that are stored together, end to end, without padding.
+    """Sequences stored together, end to end, without padding.
 
     Lists and arrays of other integer types are converted; values that would change raise FormatError.
 
@@ -70,7 +71,7 @@ class Pack:
     seq_start_id: Int32Array
 
     def __post_init__(self) -> None:
-        # Frozen, so that a pack can be shared; set once here to normalise what callers pass.
+        # Frozen, so that a pack can be shared; set once here to normalize the arguments.
         object.__setattr__(self, "input_ids", _as_dtype(self.input_ids, np.int32, field="input_ids"))
         object.__setattr__(self, "loss_mask", _as_dtype(self.loss_mask, np.uint8, field="loss_mask"))
         object.__setattr__(self, "seq_start_id", _as_dtype(self.seq_start_id, np.int32, field="seq_start_id"))
@@ -99,19 +100,19 @@ class Pack:
         return np.diff(self.seq_start_id, append=np.int32(len(self)))
 
     def sequence(self, index: int) -> SequenceView:
-        """The sequence at `index` in this pack, as views into its arrays."""
+        """Return the sequence at `index`, as views into the arrays of this pack."""
         start = int(self.seq_start_id[index])
         end = int(self.seq_start_id[index + 1]) if index + 1 < self.num_sequences else len(self)
         return SequenceView(self.input_ids[start:end], self.loss_mask[start:end])
 
     def sequences(self) -> list[SequenceView]:
-        """All sequences in order, as views into this pack's arrays."""
+        """Return all sequences in order, as views into the arrays of this pack."""
         return [self.sequence(index) for index in range(self.num_sequences)]
 
     def problem(self, pack_size: int | None = None) -> str | None:
-        """What breaks the invariants of a pack, in words with numbers, or None.
+        """Return a description of the first broken invariant of a pack, or None.
 
-        Checks: 0 < n <= pack_size; one loss_mask entry a token, each 0 or 1; token ids not negative;
+        The invariants: 0 < n <= pack_size; one loss_mask entry per token, each 0 or 1; no negative token ids;
         seq_start_id starts at 0, rises strictly and ends before n.
         """
         n = len(self)
@@ -132,7 +133,7 @@ class Pack:
             return "has no seq_start_id entries"
         if starts[0] != 0:
             return f"has seq_start_id[0] == {int(starts[0])}, expected 0"
-        # Compared, not subtracted: a difference of int32 values from a damaged file can wrap around.
+        # Compared, not subtracted: a difference of int32 values of a damaged file can wrap around.
         rising = starts[1:] > starts[:-1]
         if not rising.all():
             at = int(np.argmin(rising)) + 1
@@ -145,9 +146,9 @@ class Pack:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Schedule:
-    """Where each sequence of one global batch is trained; equal on every rank.
+    """The placement of the sequences of one global batch on ranks and microbatches; equal on every rank.
 
-    Row `microbatch * dp_size + dp_rank` of `order` (cut at `row_offsets`) is what that rank trains in that microbatch.
+    A rank trains row `microbatch * dp_size + dp_rank` of `order`, cut at `row_offsets`, in that microbatch.
 
     Attributes:
         dp_size: data-parallel ranks.
@@ -169,7 +170,7 @@ class Schedule:
         return (int(self.row_offsets.shape[0]) - 1) // self.dp_size
 
     def row(self, microbatch: int, dp_rank: int) -> Int64Array:
-        """int64 [sequences of the row]: indices into the scheduled lengths."""
+        """Return the indices into the scheduled lengths of one row, int64 [sequences of the row]."""
         if not 0 <= microbatch < self.num_microbatches or not 0 <= dp_rank < self.dp_size:
             raise IndexError(
                 f"row ({microbatch}, {dp_rank}) of {self.num_microbatches} microbatches x {self.dp_size} ranks"

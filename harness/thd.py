@@ -60,11 +60,11 @@ class ThdBatch:
 
 
 def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool = False) -> int:
-    """The number of tokens that every sequence is padded to a multiple of, for a layout.
+    """Return the number of tokens to whose multiples a layout pads every sequence.
 
-    Context parallelism cuts a sequence into 2 * cp_size equal chunks. Sequence parallelism cuts what one
-    context-parallel rank holds, a cp_size-th of the row, into tp_size equal parts. The result is the least number
-    that satisfies both.
+    Context parallelism cuts a sequence into 2 * cp_size equal chunks. Sequence parallelism cuts the part of one
+    context-parallel rank, a cp_size-th of the row, into tp_size equal parts. The result is the least number that
+    satisfies both.
     """
     chunks = 2 * cp_size if cp_size > 1 else 1
     parts = cp_size * tp_size if sequence_parallel else 1
@@ -72,7 +72,7 @@ def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: b
 
 
 def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
-    """int64, shape of the input: padded model tokens of sequences with these numbers of stored tokens.
+    """Return padded model tokens of sequences with these numbers of stored tokens, int64 in the input's shape.
 
     A stored sequence of L tokens trains L - 1: each token is paired with the one after it.
     """
@@ -102,7 +102,9 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     Source: the THD layout of Transformer Engine's `DotProductAttention`.
     """
     if not sequences:
-        raise ScheduleError("a row was built from no sequences", fix="use zero_loss_row for a row without sequences")
+        raise ScheduleError(
+            "a row cannot be built from no sequences", fix="use zero_loss_row for a row without sequences"
+        )
     return thd_from_arrays(
         np.concatenate([sequence.input_ids for sequence in sequences]),
         np.concatenate([sequence.loss_mask for sequence in sequences]),
@@ -114,7 +116,7 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
 def thd_from_arrays(
     input_ids: Int32Array, loss_mask: UInt8Array, stored_lengths: Int64Array, *, pad_to_multiple: int = 1
 ) -> ThdBatch:
-    """`build_thd_batch` of sequences that already lie end to end.
+    """Do the same as `build_thd_batch` for sequences that already lie end to end.
 
     Args:
         input_ids: int32 [n].
@@ -123,7 +125,7 @@ def thd_from_arrays(
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Raises:
-        ScheduleError: a sequence of a single token, or lengths that are not those of the arrays.
+        ScheduleError: a sequence of a single token, or lengths that do not match the arrays.
     """
     stored = stored_lengths
     if stored.min() < 2:
@@ -137,7 +139,7 @@ def thd_from_arrays(
             f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
             f"and sequences of {int(stored.sum()):,} tokens together"
         )
-    # Every stored token but a sequence's last is an input, every one but its first is a label.
+    # Every stored token except the last of its sequence is an input, every one except the first is a label.
     is_input = np.ones(input_ids.shape[0], dtype=np.bool_)
     is_input[np.cumsum(stored) - 1] = False
     is_label = np.ones_like(is_input)
@@ -156,12 +158,12 @@ def thd_from_model_tokens(
     position_ids: npt.NDArray[Any] | None = None,
     pad_to_multiple: int = 1,
 ) -> ThdBatch:
-    """A row of sequences whose tokens have their labels already.
+    """Lay out a row of sequences whose tokens already have their labels.
 
     Args:
-        tokens, labels, loss_mask: [n] integers, or floats of loss_mask: sequences end to end.
+        tokens, labels, loss_mask: [n] integers (loss_mask also floats), sequences end to end.
         lengths: int64 [S], each at least 1; their sum is n.
-        position_ids: [n] integers, None to count from 0 in every sequence. Padding is counted from 0 in any case.
+        position_ids: [n] integers; None to count from 0 in every sequence. Padding always counts from 0.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
     """
     padded = padded_lengths(lengths + 1, pad_to_multiple)
@@ -193,18 +195,19 @@ def thd_from_model_tokens(
 
 
 def zero_loss_row(pad_to_multiple: int = 1) -> ThdBatch:
-    """The shortest legal row that trains nothing: one untrained token, padded to `pad_to_multiple`.
+    """Return the shortest legal row that trains nothing: one untrained token, padded to `pad_to_multiple`.
 
-    A rank that has no sequences in a microbatch runs it, because the others wait for it in their collectives.
+    A rank without sequences in a microbatch runs it, because the others wait for it in their collectives.
     """
     two = SequenceView(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8))
     return build_thd_batch([two], pad_to_multiple=pad_to_multiple)
 
 
 def pad_row(row: ThdBatch, total: int) -> ThdBatch:
-    """The row with padding at its end up to `total` tokens, as one more sequence without a real token.
+    """Pad a row at its end to `total` tokens, as one more sequence without a real token.
 
-    Shapes are then the same for every row, which compiled graphs need. Raises ScheduleError for a longer row.
+    All rows then have one shape, as compiled graphs need. `max_seqlen` rises where the padding is longer than every
+    sequence. Raises ScheduleError for a longer row.
     """
     missing = total - len(row)
     if missing < 0:
@@ -224,9 +227,9 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
 
 
 def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: int, cp_rank: int) -> Int64Array:
-    """Positions of a row that one context-parallel rank holds, in the order in which it holds them.
+    """Return the positions of a row that one context-parallel rank holds, in its order.
 
-    Every padded sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so that
+    Every padded sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so
     causal attention costs every rank the same.
 
     Args:

@@ -19,10 +19,8 @@ from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, OrderConfig, steps_per_epoch
 from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
-from harness.records import Int64Array
-from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule
-from harness.schedule.batch import Float64Array
-from harness.schedule.imbalance import Imbalance, measure_imbalance
+from harness.records import Float64Array, Int64Array
+from harness.schedule import SCHEDULERS, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths, padding_multiple
 
 NEXT_FIT = "next fit"

@@ -15,8 +15,7 @@ from harness.loader.layout import RankLayout
 from harness.loader.order import BatchRange, EpochOrder, OrderConfig
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
-from harness.schedule import ScheduleConfig, SequenceCost, schedule
-from harness.schedule.imbalance import Imbalance, measure_imbalance
+from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
 
 

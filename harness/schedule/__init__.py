@@ -1,7 +1,7 @@
-"""Schedulers: which data-parallel rank trains which sequences of a global batch, and in which microbatch.
+"""Schedulers: they place the sequences of a global batch on data-parallel ranks and microbatches.
 
-A scheduler is one file with one function, one line in `SCHEDULERS`, one YAML. It sees lengths alone, so every rank
-computes the same placement and nothing is exchanged.
+A scheduler is one file with one function, one line in `SCHEDULERS` and one YAML. It sees lengths alone, so every rank
+computes the same placement without any exchange. Read `as_packed` first, then `dp_balanced`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ConfigError, ScheduleError
+from harness.checks import require_choice, require_numbers
+from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
 from harness.schedule.batch import GlobalBatch, SequenceCost
 from harness.schedule.cost_balanced import place_cost_balanced
 from harness.schedule.dp_balanced import place_dp_balanced
+from harness.schedule.imbalance import Imbalance, measure_imbalance
 
-__all__ = ["SCHEDULERS", "GlobalBatch", "ScheduleConfig", "SequenceCost", "schedule"]
+__all__ = [
+    "SCHEDULERS",
+    "GlobalBatch",
+    "Imbalance",
+    "ScheduleConfig",
+    "SequenceCost",
+    "measure_imbalance",
+    "schedule",
+]
 
 SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
     {
@@ -34,7 +44,7 @@ SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
 
 @dataclass
 class ScheduleConfig:
-    """How the sequences of a global batch become rows.
+    """Settings of how the sequences of a global batch become rows.
 
     Attributes:
         name: a key of `SCHEDULERS`.
@@ -45,13 +55,8 @@ class ScheduleConfig:
     max_tokens_per_rank: int = 8192
 
     def __post_init__(self) -> None:
-        _check_name(self.name, ConfigError)
-        if self.max_tokens_per_rank < 1:
-            raise ConfigError(
-                f"max_tokens_per_rank is {self.max_tokens_per_rank}",
-                where="schedule.max_tokens_per_rank",
-                fix="give the number of tokens that fits one rank's memory, such as 8192",
-            )
+        require_choice(self.name, SCHEDULERS, setting="schedule.name")
+        require_numbers(self, "schedule", "max_tokens_per_rank", lowest=1)
 
 
 def schedule(
@@ -74,28 +79,29 @@ def schedule(
         cp_size: context-parallel ranks that share a row.
         max_tokens_per_rank: tokens that one rank holds; a row holds max_tokens_per_rank * cp_size.
         group_size: the number of microbatches becomes a multiple of this.
-        pack_offsets: [packs + 1] integers, where stored packs begin in `lengths`; `as_packed` needs it.
-        cost: what a sequence costs to train; `cost_balanced` uses it.
+        pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
+        cost: of training a sequence, for `cost_balanced`.
 
     Returns:
-        Every index of `lengths` once, in rows of at most the capacity, the same number of rows for every rank.
+        Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
 
     Raises:
-        ScheduleError: no sequences, a length below 1 or above the capacity, packs that do not fit the lengths.
+        ScheduleError: no sequences, a length below 1 or above that of a row, packs that do not fit the lengths.
     """
-    _check_name(name, ScheduleError)
+    if name not in SCHEDULERS:
+        raise ScheduleError(f"{name!r} is not a schedule", fix=f"choose one of: {', '.join(SCHEDULERS)}")
     for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
         if number < 1:
             raise ScheduleError(f"{what} is {number}, expected at least 1")
     sizes = np.asarray(lengths, dtype=np.int64)
     row_tokens = max_tokens_per_rank * cp_size
-    check_lengths(sizes, row_tokens)
+    _check_lengths(sizes, row_tokens)
     offsets = None if pack_offsets is None else _checked_offsets(pack_offsets, sizes.shape[0])
     batch = GlobalBatch(sizes, dp_size, row_tokens, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)
 
 
-def check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
+def _check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
     """Raise ScheduleError, naming the sequence, where one can never be placed: no token, or more than a row holds."""
     if lengths.shape[0] == 0:
         raise ScheduleError("there are no sequences to schedule")
@@ -105,7 +111,7 @@ def check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
             f"sequence {at} has {lengths[at]:,} model tokens after padding, "
             f"more than the {row_tokens:,} of a row (max_tokens_per_rank * cp_size); "
             f"{np.count_nonzero(lengths > row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
-            fix=f"raise schedule.max_tokens_per_rank or cp_size for {int(lengths.max()):,} tokens a row, "
+            fix=f"raise schedule.max_tokens_per_rank or cp_size to {int(lengths.max()):,} tokens a row, "
             "or prepare the data with a smaller limit",
         )
     if lengths.min() < 1:
@@ -113,18 +119,11 @@ def check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
         raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens, expected at least 1")
 
 
-def _check_name(name: str, kind: type[ConfigError | ScheduleError]) -> None:
-    if name not in SCHEDULERS:
-        raise kind(
-            f"there is no schedule named {name!r}", where="schedule.name", fix=f"choose one of {', '.join(SCHEDULERS)}"
-        )
-
-
 def _checked_offsets(pack_offsets: npt.NDArray[Any], num_sequences: int) -> npt.NDArray[np.int64]:
     offsets = np.asarray(pack_offsets, dtype=np.int64)
     if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != num_sequences or (np.diff(offsets) < 1).any():
         raise ScheduleError(
             f"pack_offsets do not cut {num_sequences:,} sequences into packs: "
-            "they rise strictly from 0 to the number of sequences"
+            "they must rise strictly from 0 to the number of sequences"
         )
     return offsets

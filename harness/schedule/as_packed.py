@@ -10,10 +10,10 @@ from harness.schedule.batch import GlobalBatch, row_offsets
 
 
 def place_as_packed(batch: GlobalBatch) -> Schedule:
-    """Train what was stored together together; missing rows at the end are empty.
+    """Place each stored pack in a row of its own; missing rows at the end are empty.
 
     Raises:
-        ScheduleError: the packs are not known, or one holds more tokens than a row.
+        ScheduleError: the packs are unknown, or one has more tokens than a row holds.
     """
     if batch.pack_offsets is None:
         raise ScheduleError(

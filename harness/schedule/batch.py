@@ -1,25 +1,23 @@
-"""What a scheduler is given, what it costs to train a sequence, and how rows become a Schedule."""
+"""The input of a scheduler, and the cost of training a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError
-from harness.records import Int64Array, Schedule
-
-Float64Array = npt.NDArray[np.float64]
+from harness.records import Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
     """Work of training one sequence of L model tokens: L * linear + L^2 * quadratic, in any unit.
 
-    The linear term is that of matrix multiplications with weights, the quadratic one that of attention scores. Only
-    their ratio matters to a placement. The default has both equal at 8,192 tokens.
+    The linear term is that of matrix multiplications with weights, the quadratic term that of attention scores. Only
+    their ratio matters to a placement. By default they are equal at 8,192 tokens.
     """
 
     linear: float = 1.0
@@ -30,11 +28,11 @@ class SequenceCost:
             raise ConfigError(
                 f"a sequence cannot cost {self.linear} a token and {self.quadratic} a token squared",
                 where="SequenceCost",
-                fix="give two numbers that are not negative, one of them above zero",
+                fix="set both to 0 or more, and one of them above 0",
             )
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
-        """float64, shape of `lengths`: the cost of sequences of these numbers of model tokens."""
+        """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
@@ -48,8 +46,8 @@ class GlobalBatch:
         dp_size: data-parallel ranks.
         row_tokens: tokens that one row holds: max_tokens_per_rank * cp_size.
         group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
-        pack_offsets: int64 [packs + 1], where stored packs begin in `lengths`; None where that is not known.
-        cost: what a sequence costs to train.
+        pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
+        cost: of training a sequence.
     """
 
     lengths: Int64Array
@@ -65,15 +63,8 @@ class GlobalBatch:
         return self.dp_size * self.group_size
 
 
-def schedule_of_rows(rows: Sequence[npt.ArrayLike], batch: GlobalBatch) -> Schedule:
-    """A Schedule of `rows` in order, each indices into `batch.lengths`, with empty rows at the end to fill up."""
-    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-    order = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-    return Schedule(batch.dp_size, order, row_offsets((array.shape[0] for array in arrays), batch.rows_per_group))
-
-
 def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
-    """int64 [rows + 1] for rows of these numbers of sequences; rows is filled up to `multiple` with empty ones."""
+    """Return offsets of rows of these numbers of sequences, int64 [rows + 1]; empty rows fill up to `multiple`."""
     sizes = np.fromiter(counts, dtype=np.int64)
     rows = -(-sizes.shape[0] // multiple) * multiple
     offsets = np.zeros(rows + 1, dtype=np.int64)

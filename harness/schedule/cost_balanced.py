@@ -1,4 +1,4 @@
-"""Rows of equal cost side by side, and equal cost for every rank, as far as capacity lets them."""
+"""Rows of equal cost within each microbatch, and equal cost for every rank, as far as rows have room."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from harness.records import Int64Array, Schedule
-from harness.schedule.batch import Float64Array, GlobalBatch
+from harness.records import Float64Array, Int64Array, Schedule
+from harness.schedule.batch import GlobalBatch
 from harness.schedule.dp_balanced import place_dp_balanced
 from harness.schedule.even_out import exchange_sequences
 from harness.schedule.imbalance import Imbalance, measure_imbalance
 
-# Ranks are evened out until the busiest costs this many times the mean.
+# Exchanges stop when the busiest rank costs this many times the mean.
 _EVEN = 1.003
-# Ratios of a busiest rank, and of waiting for it in every microbatch, that are not worth one more microbatch.
+# Ratios of cost, and of waiting in every microbatch, up to which one more microbatch does not pay.
 _GOOD_STEP, _GOOD_SYNC = 1.01, 1.10
-# Sequences are placed in at most this many portions: more take longer and are hardly more even.
+# Sequences are placed in at most this many portions: more take longer and balance hardly better.
 _PORTIONS = 400
-# A portion is at most this part of the rows, so that a row that got a long sequence is not given another at once.
+# A portion is at most this part of the rows, so that no row gets two long sequences in a row.
 _PORTION_OF_ROWS = 16
 
 
 def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     """Place sequences so that ranks cost the same in the step, and rows the same within their microbatch.
 
-    Every microbatch aims at a cost: the first at that of the longest sequences, which keep everybody waiting anyway,
-    the others at what then is left for each rank. Sequences go, longest first, to the row that lacks most of its aim
-    and has room. At last the busiest and the least busy ranks exchange sequences.
+    Every microbatch has a target cost: the first that of the longest sequences, for which all ranks wait anyway, the
+    others an equal share of the rest. Sequences go, longest first, to the row that lacks most of its target and has
+    room. Finally the busiest and the least busy ranks exchange sequences.
 
-    The number of microbatches is the least that capacity allows where that is even enough, and otherwise at most one
-    group more than best-fit packing needs. A placement of `dp_balanced` that is as even and as short is kept.
+    The number of microbatches is the least possible where that balances well enough, and otherwise at most one group
+    more than best-fit packing needs. A placement of `dp_balanced` that is as balanced and as short is preferred.
     """
     costs = batch.cost.of(batch.lengths)
     in_order = place_dp_balanced(batch)
@@ -41,9 +41,9 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     for num_microbatches in (fewest, fewest + batch.group_size):
         placed = _place(batch, costs, num_microbatches, goal)
         if placed is not None:
-            found = _measure(placed, batch)
-            if chosen is None or _excess(found, good) < _excess(ours, good):
-                chosen, ours = placed, found
+            measured = _measure(placed, batch)
+            if chosen is None or _excess(measured, good) < _excess(ours, good):
+                chosen, ours = placed, measured
             if ours.cost_ratio <= good:
                 break
     if chosen is None:
@@ -65,15 +65,15 @@ def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
 
 
 def _excess(measured: Imbalance, good_step: float) -> float:
-    # The step is what every layout waits for, so it weighs ten times what only pipelines wait for.
+    # Every layout waits for the whole step and only pipelines for each microbatch, so the step weighs ten times.
     return 10 * max(0.0, measured.cost_ratio - good_step) + max(0.0, measured.sync_ratio - _GOOD_SYNC)
 
 
 def _rows_needed(batch: GlobalBatch) -> int:
-    """A number of rows below which no placement exists.
+    """Return a number of rows below which no placement exists.
 
-    Sequences above half a row never share one. For any t up to half a row, those of at least t fit beside none
-    longer than capacity - t, so they fill what the others above half leave, and then rows of their own.
+    Sequences above half a row never share one. For any t up to half a row, those of at least t never share a row with
+    one longer than row_tokens - t, so they fill the room that the others above half leave, and then rows of their own.
 
     Source: the lower bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
     problem" (1990).
@@ -92,21 +92,21 @@ def _rows_needed(batch: GlobalBatch) -> int:
 
 
 def _place(batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float) -> Schedule | None:
-    """The placement in this many microbatches; None where capacity was in the way."""
+    """Return the placement in this many microbatches; None where a sequence found no room."""
     targets = np.repeat(_targets(costs, batch.dp_size, num_microbatches), batch.dp_size)
     row_of = _fill(batch, costs, targets)
     if row_of is None:
         return None
-    return exchange_sequences(_dealt(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
+    return exchange_sequences(_by_cost(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
 
 
 def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int64Array | None:
-    """int64 [sequences], the row of each: longest first, to the row that lacks most of its target and has room.
+    """Return the row of each sequence, int64 [sequences]: longest first, to the row that lacks most and has room.
 
     Args:
-        batch: lengths and capacity.
+        batch: lengths, and the tokens that a row holds.
         costs: float64 [sequences].
-        targets: float64 [rows], the cost that each row aims at.
+        targets: float64 [rows], the target cost of each row.
     """
     num_rows = targets.shape[0]
     num = batch.lengths.shape[0]
@@ -136,10 +136,10 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
 
 
 def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float64Array:
-    """float64 [microbatches], the cost that each row of a microbatch aims at.
+    """Return the target cost of the rows of each microbatch, float64 [microbatches].
 
-    A microbatch takes at least as long as its longest sequence. Those whose longest is above the level that spreads
-    the rest evenly aim at it, so that their rows take up what the others then need not.
+    A microbatch takes at least as long as its longest sequence. Where that is above the level that spreads the rest
+    evenly, it is the target, so that the rows beside it are filled too and the other microbatches get less.
     """
     longest = np.zeros(num_microbatches, dtype=np.float64)
     seeds = np.sort(costs)[::-1][: num_microbatches * dp_size : dp_size]
@@ -150,35 +150,34 @@ def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float6
     return targets
 
 
-def _dealt(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_microbatches: int) -> Int64Array:
-    """int64 [sequences], the row of each, with rows renumbered: alike ones side by side, evenly over ranks."""
+def _by_cost(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_microbatches: int) -> Int64Array:
+    """Return the row of each sequence, int64 [sequences], after numbering rows by falling cost.
+
+    The rows of one microbatch then cost about the same. Every other microbatch goes to the ranks in reverse, and the
+    exchange of sequences that follows evens them out.
+    """
     num_rows = num_microbatches * batch.dp_size
     row_costs = np.bincount(row_of, weights=costs, minlength=num_rows)
-    by_cost = np.argsort(-row_costs, kind="stable").reshape(num_microbatches, batch.dp_size)
-    sorted_costs = row_costs[by_cost]
+    rows = np.argsort(-row_costs, kind="stable").reshape(num_microbatches, batch.dp_size)
+    rows[1::2] = rows[1::2, ::-1]
     renumbered = np.empty(num_rows, dtype=np.int64)
-    load = np.zeros(batch.dp_size, dtype=np.float64)
-    # The microbatches that differ most inside come first: the others can still make up for it.
-    for microbatch in np.argsort(sorted_costs[:, -1] - sorted_costs[:, 0], kind="stable"):
-        ranks = np.argsort(load, kind="stable")
-        renumbered[by_cost[microbatch]] = microbatch * batch.dp_size + ranks
-        load[ranks] += sorted_costs[microbatch]
+    renumbered[rows.reshape(-1)] = np.arange(num_rows)
     return renumbered[row_of]
 
 
 def _with_best_fit(batch: GlobalBatch, costs: Float64Array, goal: float) -> Schedule:
-    """A schedule of as many microbatches as best-fit-decreasing packing needs, or a group more."""
+    """Return a schedule of as many microbatches as best-fit-decreasing packing needs, or one group more."""
     rows = _best_fit(batch)
     needed = _microbatches(int(rows.max()) + 1, batch)
     for num_microbatches in (needed, needed + batch.group_size):
         placed = _place(batch, costs, num_microbatches, goal)
         if placed is not None:
             return placed
-    return exchange_sequences(_dealt(batch, costs, rows, needed), costs, batch, needed, goal)
+    return exchange_sequences(_by_cost(batch, costs, rows, needed), costs, batch, needed, goal)
 
 
 def _best_fit(batch: GlobalBatch) -> Int64Array:
-    """int64 [sequences], the row of each: longest first, into the fullest row that still has room."""
+    """Return the row of each sequence, int64 [sequences]: longest first, into the fullest row that has room."""
     row_of = np.empty(batch.lengths.shape[0], dtype=np.int64)
     # (free tokens, row), ascending.
     rows: list[tuple[int, int]] = []

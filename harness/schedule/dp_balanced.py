@@ -1,4 +1,4 @@
-"""Rows filled in order, then split until every rank has as many."""
+"""Rows filled in order, then split until every rank has the same number."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from harness.schedule.batch import GlobalBatch, row_offsets
 
 
 def place_dp_balanced(batch: GlobalBatch) -> Schedule:
-    """Fill rows in order up to capacity, then give sequences of the last rows rows of their own.
+    """Fill rows in order, then move sequences of the last rows to rows of their own.
 
     While the number of rows is not a multiple of dp_size * group_size, the last sequence of the last row that has
-    more than one gets a row of its own at the end. Where nothing is left to split, empty rows follow.
+    more than one gets a row of its own at the end. Empty rows follow where no row is left to split.
 
     Source: the placement of `DpBalancedScheduler` in Megatron-LM's `megatron/core/datasets/data_schedule.py`, which
-    stops with "Not enough samples to move" where this adds empty rows.
+    stops with "Not enough samples to move" where this one adds empty rows.
     """
     num_sequences = batch.lengths.shape[0]
     ends: list[int] = np.cumsum(batch.lengths).tolist()

@@ -1,33 +1,33 @@
-"""Exchange sequences between ranks until they cost the same."""
+"""Exchange of sequences between ranks until they cost the same."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from harness.records import Int64Array, Schedule
-from harness.schedule.batch import Float64Array, GlobalBatch
+from harness.records import Float64Array, Int64Array, Schedule
+from harness.schedule.batch import GlobalBatch
 
-# Exchanges: a few a rank are enough where it can be reached at all.
+# Where the goal can be reached at all, a few exchanges a rank are enough.
 _EXCHANGES_A_RANK, _EXCHANGES = 3, 40
-# What an exchange adds to the wait for the slowest row of a microbatch counts this many times what it takes off the
-# busier rank, at first; less and less later, when what is left can only be had so.
+# Weight of the wait that an exchange adds to a microbatch, over the cost that it takes off the busier rank. It falls
+# to 0 with the number of exchanges, because the last improvements often cost a wait.
 _WAIT_WEIGHT = 2.0
-# Least busy ranks that the busiest tries to exchange with before it is left as it is.
+# Number of least busy ranks that the busiest one tries to exchange with.
 _PARTNERS = 3
 
 
 def exchange_sequences(
     position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int, goal: float
 ) -> Schedule:
-    """Move or swap single sequences from the busiest rank to the least busy ones, within capacity.
+    """Move or swap single sequences from the busiest rank to the least busy ones, as far as rows have room.
 
-    An exchange is chosen for what it takes off the busier of the two ranks, less what it adds to the wait for the
+    An exchange is scored by the cost that it takes off the busier of the two ranks, less the wait that it adds for the
     slowest row of a microbatch.
 
     Args:
         position: int64 [sequences], the row of each; row m * dp_size + d is rank d's in microbatch m.
         costs: float64 [sequences].
-        batch: lengths and capacity.
+        batch: lengths, and the tokens that a row holds.
         num_microbatches: rows of each rank.
         goal: stop when the busiest rank costs this many times the mean.
     """
@@ -50,10 +50,10 @@ def exchange_sequences(
 
 
 class _Placement:
-    """Rows, what they cost and what they have room for, while sequences change places.
+    """Costs and free tokens of rows while sequences change places.
 
-    Sequences are numbered from 1 by rising cost here. Number 0 costs nothing and stands for none: to take it is to
-    give a sequence away for nothing.
+    Sequences are numbered from 1 by rising cost. Number 0 costs nothing and means no sequence: a swap with it is a
+    move.
     """
 
     def __init__(self, position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int) -> None:
@@ -68,21 +68,21 @@ class _Placement:
         tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
         self.free = batch.row_tokens - np.rint(tokens).astype(np.int64)
         by_microbatch = self.row_costs.reshape(num_microbatches, batch.dp_size)
-        # What may be added to a row before its microbatch waits longer for it.
+        # Cost that a row can gain before its microbatch takes longer.
         self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)
         self.rank_costs = by_microbatch.sum(axis=0)
         self.mean = float(self.rank_costs.mean())
 
     def rows(self) -> Int64Array:
-        """int64 [sequences]: the row of each, in their own order."""
+        """Return the row of each sequence, in the order of the batch, int64 [sequences]."""
         row_of = np.empty(self.by_cost.shape[0], dtype=np.int64)
         row_of[self.by_cost] = self.row_of[1:]
         return row_of
 
     def exchange(self, busy: int, idle: int, wait_weight: float) -> bool:
-        """Make the best exchange between two ranks; False where capacity or lengths allow none."""
+        """Make the best exchange between two ranks; return False where none is possible."""
         gap = float(self.rank_costs[busy] - self.rank_costs[idle])
-        # As much as brings one of the two to the mean.
+        # The change that brings one of the two to the mean.
         wanted = min(float(self.rank_costs[busy]) - self.mean, self.mean - float(self.rank_costs[idle]))
         if wanted <= 0:
             return False
@@ -92,7 +92,7 @@ class _Placement:
         self.row_of[0] = idle + self.dp_size * int(np.argmax(self.free[idle :: self.dp_size]))
         takers = (self.rank_of == idle).nonzero()[0]
 
-        # For every giver, the takers whose costs differ from its by about that.
+        # For every giver, the takers whose cost differs from its own by about that.
         near = np.searchsorted(self.costs[takers], self.costs[givers] - wanted)
         near = np.clip(near[:, None] + np.arange(-2, 2), 0, takers.shape[0] - 1).reshape(-1)
         given, taken = np.repeat(givers, 4), takers[near]

@@ -1,4 +1,4 @@
-"""How evenly a schedule lies on the ranks: in tokens, in cost, and in what waiting for the slowest rank costs."""
+"""The imbalance of a schedule: in tokens, in cost, and in time spent waiting for the slowest rank."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.records import Int64Array, Schedule
-from harness.schedule.batch import Float64Array, SequenceCost
+from harness.records import Float64Array, Int64Array, Schedule
+from harness.schedule.batch import SequenceCost
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Imbalance:
-    """Evenness of one global batch; a ratio of 1 is perfect.
+    """Imbalance of one global batch; a ratio of 1 is perfect.
 
     Attributes:
         rank_tokens: int64 [dp_size], padded tokens of each rank in the step.
         rank_cost: float64 [dp_size], cost of each rank in the step, in the unit of SequenceCost.
         token_ratio: busiest rank's tokens over the mean.
-        cost_ratio: busiest rank's cost over the mean: what a step takes where ranks meet once a step.
-        sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: what a step takes where ranks
-            meet in every microbatch, as pipelines do.
-        fill: padded tokens over rows times their capacity.
+        cost_ratio: busiest rank's cost over the mean: the time of a step whose ranks synchronize once.
+        sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: the time of a step whose ranks
+            synchronize in every microbatch, as in pipelines.
+        fill: padded tokens over the tokens that the rows could hold.
         num_microbatches: rows of each rank.
     """
 
@@ -55,7 +55,7 @@ def measure_imbalance(
 
 
 def _row_sums(schedule: Schedule, values: Float64Array) -> Float64Array:
-    """float64 [microbatches, dp_size]: sums of `values` over the sequences of each row."""
+    """Return sums of `values` over the sequences of each row, float64 [microbatches, dp_size]."""
     rows = schedule.row_offsets.shape[0] - 1
     row_of = np.repeat(np.arange(rows), np.diff(schedule.row_offsets))
     sums = np.zeros(rows, dtype=np.float64)

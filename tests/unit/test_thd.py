@@ -178,3 +178,12 @@ def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:
     assert pad_row(padded, 10) is padded
     with pytest.raises(ScheduleError, match="10 tokens and cannot be padded to 9"):
         pad_row(padded, 9)
+
+
+def test_padding_longer_than_every_sequence_raises_max_seqlen() -> None:
+    row = build_thd_batch(TWO, pad_to_multiple=2)
+    assert row.max_seqlen == 4
+    assert pad_row(row, len(row) + 3).max_seqlen == 4
+    assert pad_row(row, len(row) + 5).max_seqlen == 5
+    # Kernels size their buffers by the longest entry of cu_seqlens_padded.
+    assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14

@@ -18,8 +18,7 @@ from harness.loader.live.rank import RankStream
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.records import Int64Array, Schedule
-from harness.schedule import SequenceCost
-from harness.schedule.imbalance import measure_imbalance
+from harness.schedule import SequenceCost, measure_imbalance
 from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
 
 ORDER = "live chunks"

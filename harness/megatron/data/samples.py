@@ -16,8 +16,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from harness.errors import LoaderError
 from harness.loader import BatchRange, BatchStream, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
-from harness.schedule import SequenceCost
-from harness.schedule.imbalance import Imbalance, measure_imbalance
+from harness.schedule import Imbalance, SequenceCost, measure_imbalance
 from harness.thd import padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
 
 

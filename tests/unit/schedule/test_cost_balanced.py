@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import Int64Array
-from harness.schedule import SequenceCost, schedule
-from harness.schedule.imbalance import Imbalance, measure_imbalance
+from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
 
 
 def lengths_of(kind: str, count: int, capacity: int, seed: int) -> Int64Array:

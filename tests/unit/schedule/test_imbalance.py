@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from harness.records import Schedule
-from harness.schedule import SequenceCost
-from harness.schedule.imbalance import measure_imbalance
+from harness.schedule import SequenceCost, measure_imbalance
 
 
 def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:

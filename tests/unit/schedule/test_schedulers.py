@@ -35,7 +35,7 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_of_the_known() -> None:
-    with pytest.raises(ConfigError, match="no schedule named 'dp_balancd'") as caught:
+    with pytest.raises(ConfigError, match="'dp_balancd' is not known") as caught:
         ScheduleConfig(name="dp_balancd")
     assert "dp_balanced" in caught.value.fix
     with pytest.raises(ScheduleError, match="no schedule named"):
