@@ -124,9 +124,9 @@ def submit(
         print(text, end="")
         print(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
         return
-    done = submit_job(job, text)
-    print(f"job {done.job_id}, script {done.script}")
-    print(f"log {job.logs}/{job.name}-{done.job_id}.out")
+    job_id = submit_job(job, text)
+    print(f"job {job_id}, script {job.script}")
+    print(f"log {job.logs}/{job.name}-{job_id}.out")
 
 
 @preflight_app.command()

@@ -194,6 +194,10 @@ class Job:
     def logs(self) -> str:
         return f"{self.run_dir}/logs"
 
+    @property
+    def script(self) -> str:
+        return f"{self.run_dir}/job.sbatch"
+
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,9 @@ from harness.launch.preflight import code_digest
 from harness.launch.script import Job
 from harness.loader import corpus_paths
 
-SCRIPT = "job.sbatch"
 # As in docker/Dockerfile.
 _IMAGE_WORKDIR = "/opt/harness"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """A job in the queue, and its script in the run's folder."""
-
-    job_id: str
-    script: Path
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -133,8 +123,8 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def submit_job(job: Job, text: str) -> Submitted:
-    """Write the script to the run's folder and submit it with sbatch.
+def submit_job(job: Job, text: str) -> str:
+    """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
     Raises:
         HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
@@ -152,14 +142,14 @@ def submit_job(job: Job, text: str) -> Submitted:
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
-        (folder / SCRIPT).write_text(text)
+        Path(job.script).write_text(text)
     except OSError as error:
         raise ConfigError(
             f"the run's folder cannot be created: {error.strerror}",
             where=str(folder),
             fix="submit again, or set runs= to another folder",
         ) from None
-    done = subprocess.run(["sbatch", "--parsable", str(folder / SCRIPT)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         if is_new:
             shutil.rmtree(folder)
@@ -170,4 +160,4 @@ def submit_job(job: Job, text: str) -> Submitted:
             "--dry-run` prints the script",
         )
     # "ID;CLUSTER" if there are several clusters.
-    return Submitted(done.stdout.strip().partition(";")[0], folder / SCRIPT)
+    return done.stdout.strip().partition(";")[0]

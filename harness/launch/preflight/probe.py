@@ -74,7 +74,7 @@ def node_checks(
         "versions": read_versions,
         "gpus": read_gpus,
         "shm": lambda: {"mib": shutil.disk_usage("/dev/shm").total >> 20},
-        "disk": lambda: {"gib": shutil.disk_usage(_nearest(run_dir)).free / 2**30},
+        "disk": partial(read_free_space, run_dir),
         "run folder": lambda: share_folder(run_dir, place, timeout_s=timeout_s / 2),
         "own name": lambda: check_own_name(place.num_nodes),
         "first node": lambda: check_rendezvous(address, port, place, timeout_s=timeout_s - 2),
@@ -126,6 +126,12 @@ def read_gpus() -> Facts:
         )
     gpus = [{"name": name, "used_mib": int(used) if used.isdecimal() else 0} for name, _, used in rows]
     return {"gpus": gpus, "driver": rows[0][1] if rows else "none"}
+
+
+def read_free_space(folder: Path) -> Facts:
+    """Return the free space where the folder is, or will be created."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return {"gib": shutil.disk_usage(existing).free / 2**30}
 
 
 def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
@@ -190,8 +196,3 @@ def read_weights(folder: Path) -> Facts:
             fix="mount it on every node (in a container: list it in cluster.mounts)",
         ) from None
     return {"files": len(sizes), "bytes": sum(sizes)}
-
-
-def _nearest(path: Path) -> Path:
-    """Return the path itself, or the first of its parents that exists."""
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
