@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from harness.errors import HarnessError
     from harness.formats import open_dataset, open_writer
     from harness.loader import Loader, LoaderConfig
-    from harness.prep.packing import plan_packs
+    from harness.prep import plan_packs
     from harness.records import Pack
 
 _HOMES = {

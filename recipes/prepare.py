@@ -8,7 +8,7 @@ Without arguments it prepares questions and answers from the documentation of Py
 from __future__ import annotations
 
 from harness.config import hydra_entry
-from harness.prep.pipeline import PrepareConfig, prepare
+from harness.prep import PrepareConfig, prepare
 
 
 @hydra_entry("prepare", PrepareConfig)

@@ -17,8 +17,7 @@ from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_r
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_choice, require_numbers
 from harness.formats import open_dataset
-from harness.prep.packing import PACKERS, plan_packs
-from harness.prep.repack import repack_store
+from harness.prep import PACKERS, plan_packs, repack_store
 from harness.records import Int64Array
 
 

@@ -12,9 +12,7 @@ from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
-from harness.prep.chat import Conversation
-from harness.prep.reading import cut_shards, read_shard
-from harness.prep.tokenize import train_bpe
+from harness.prep import Conversation, cut_shards, read_shard, train_bpe
 
 _OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
 

@@ -119,10 +119,7 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     from rich.console import Console
 
     from harness.formats import load_format
-    from harness.prep.packing import PackingConfig
-    from harness.prep.pipeline import PrepareConfig, prepare
-    from harness.prep.sources import SourceConfig
-    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+    from harness.prep import ChatTokenizer, PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
 
     load_format("memmap")
     config_of_tokenizer = TokenizerConfig(name=tokenizer)
@@ -155,18 +152,24 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
 
 def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
-    from harness.prep.engines import Receipt, ShardJob, TokenizeJob, do_shard
-    from harness.prep.reading import cut_shards
-    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+    from harness.prep import Receipt, ShardJob, cut_shards, do_shard
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    loaded = ChatTokenizer(TokenizerConfig(name=tokenizer))
-    job = TokenizeJob(tokenizer, "", "generation", "refuse", 1 << 20, "drop")
     (shard,) = cut_shards([Path(source)], shard_bytes=1 << 40)
     seconds, tokens = 0.0, 0
     for again in range(2):
         start = time.process_time()
-        made = do_shard(ShardJob(f"{folder}-{again}", job, "", True), 0, shard, lambda _: loaded)
+        job = ShardJob(
+            folder=f"{folder}-{again}",
+            tokenizer=tokenizer,
+            content="",
+            mask="generation",
+            control_tokens="refuse",
+            pack_size=1 << 20,
+            over_long="drop",
+            on_bad="refuse",
+        )
+        made = do_shard(job, 0, shard)
         seconds = time.process_time() - start
         assert isinstance(made, Receipt), made
         tokens = made.tokens

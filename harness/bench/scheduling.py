@@ -18,7 +18,7 @@ from harness.checks import require_numbers
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, OrderConfig, steps_per_epoch
-from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
+from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Float64Array, Int64Array
 from harness.schedule import SCHEDULERS, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths, padding_multiple

@@ -25,7 +25,7 @@ from harness.formats import (
     stored_files,
     write_index,
 )
-from harness.prep.packing import MIN_SEQUENCE_TOKENS, plan_packs
+from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import StoredFile
 

@@ -212,7 +212,7 @@ def repack(
     as_json: AsJson = False,
 ) -> None:
     """Plan packs again over sequences that are stored once: takes seconds, copies no token."""
-    from harness.prep.repack import repack_store
+    from harness.prep import repack_store
 
     packs: PlannedPacks = context.obj.data
     manifest = repack_store(

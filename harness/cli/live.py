@@ -125,7 +125,7 @@ def produce(
     """Write live chunks. Started again with the same INPUT after a crash, it continues where it stopped."""
     from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
     from harness.loader.live.producer import LiveProducer
-    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+    from harness.prep import ChatTokenizer, TokenizerConfig
 
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None

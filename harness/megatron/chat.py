@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.megatron.export import export_checkpoint
-from harness.prep.tokenize import end_tokens
+from harness.prep import end_tokens
 
 _MODEL_FILE = "config.json"
 

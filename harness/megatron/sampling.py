@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from harness.megatron.batch import to_device
 from harness.megatron.step import MegatronStep
-from harness.prep.tokenize import ChatTokenizer
+from harness.prep import ChatTokenizer
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
 from harness.train import keep_lines_before

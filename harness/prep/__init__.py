@@ -1,1 +1,113 @@
-"""From chat data to a packed dataset; needs numpy and pyarrow only (tokenizers where text is tokenised)."""
+"""From chat data to packed datasets; needs numpy and pyarrow, and tokenizers where text is tokenised.
+
+    from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+
+    report = prepare(
+        PrepareConfig(
+            source=SourceConfig(kind="files", path="chats/"),
+            tokenizer=TokenizerConfig(kind="huggingface", name="org/name"),
+            data=PackingConfig(path="data/chats", pack_size=4096),
+        )
+    )
+    report.splits["train"].packs
+
+Read `pipeline` first: it runs the stages in order. `chat`, `tokenize` and `packing` can be used alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, parse_line, parse_record
+from harness.prep.packing import (
+    MIN_SEQUENCE_TOKENS,
+    PACKERS,
+    Member,
+    PackingConfig,
+    PackPlan,
+    StreamPacker,
+    pack_of,
+    plan_packs,
+)
+from harness.prep.tokenize import (
+    ChatTokenizer,
+    TokenizerConfig,
+    end_tokens,
+    fit_to_pack,
+    tokenizer_hash,
+    train_bpe,
+)
+
+if TYPE_CHECKING:
+    from harness.prep.pipeline import PrepareConfig, prepare
+    from harness.prep.report import PrepareReport
+    from harness.prep.shards import Receipt, ShardJob, do_shard
+    from harness.prep.sources import (
+        SourceConfig,
+        check_messages_column,
+        cut_shards,
+        list_files,
+        read_chunks,
+        read_shard,
+    )
+    from harness.prep.write import repack_store
+
+__all__ = [
+    "MIN_SEQUENCE_TOKENS",
+    "PACKERS",
+    "BadReason",
+    "BadRecord",
+    "ChatTokenizer",
+    "Conversation",
+    "Member",
+    "Message",
+    "PackPlan",
+    "PackingConfig",
+    "PrepareConfig",
+    "PrepareReport",
+    "Receipt",
+    "ShardJob",
+    "SourceConfig",
+    "StreamPacker",
+    "TokenizerConfig",
+    "check_messages_column",
+    "cut_shards",
+    "do_shard",
+    "end_tokens",
+    "fit_to_pack",
+    "list_files",
+    "pack_of",
+    "parse_line",
+    "parse_record",
+    "plan_packs",
+    "prepare",
+    "read_chunks",
+    "read_shard",
+    "repack_store",
+    "tokenizer_hash",
+    "train_bpe",
+]
+
+# Imported when first used: pyarrow and rich take 0.2 s, which a training run that only needs a tokenizer must not pay.
+_LAZY = {
+    "PrepareConfig": "pipeline",
+    "PrepareReport": "report",
+    "Receipt": "shards",
+    "ShardJob": "shards",
+    "SourceConfig": "sources",
+    "check_messages_column": "sources",
+    "cut_shards": "sources",
+    "do_shard": "shards",
+    "list_files": "sources",
+    "prepare": "pipeline",
+    "read_chunks": "sources",
+    "read_shard": "sources",
+    "repack_store": "write",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

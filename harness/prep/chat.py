@@ -1,4 +1,4 @@
-"""Chat records: what a conversation is, and why a record is not one."""
+"""Chat records: parse one into a Conversation, or into a BadRecord with the reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import xxhash
 
 ROLES = ("system", "user", "assistant", "tool")
 
-_ROLE_LIST = ", ".join(ROLES)
-
 
 class BadReason(StrEnum):
-    """Why a record was not used; the value is the name under which it is counted."""
+    """Reason for leaving a record out; the value is the name under which reports count it."""
 
     NOT_UTF8 = "not_utf8"
     NOT_JSON = "not_json"
@@ -52,18 +50,18 @@ class Conversation:
 
     Attributes:
         messages: the turns in order; at least one is the assistant's.
-        where: file and line, or file and row, that it came from.
+        where: its file and line, or file and row.
     """
 
     messages: tuple[Message, ...]
     where: str
 
     def as_dicts(self) -> list[dict[str, str]]:
-        """The turns as chat templates take them."""
+        """Return the turns in the form that chat templates take."""
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
     def hash(self) -> int:
-        """64 bits of xxh3 over roles and texts: equal for equal conversations, wherever they were read."""
+        """Return 64 bits of xxh3 over roles and texts; `where` does not count."""
         digest = xxhash.xxh3_64()
         for message in self.messages:
             content = message.content.encode()
@@ -78,9 +76,9 @@ class BadRecord:
     """A record that cannot be trained on.
 
     Attributes:
-        where: file and line, or file and row.
-        reason: the kind of fault, for counting.
-        detail: the fault in words.
+        where: its file and line, or file and row.
+        reason: kind of problem, for counting.
+        detail: the problem in words.
     """
 
     where: str
@@ -88,11 +86,19 @@ class BadRecord:
     detail: str
 
 
+class _BadRecordError(Exception):
+    """Stops parsing; `parse_record` turns it into a BadRecord."""
+
+    def __init__(self, reason: BadReason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
 def parse_line(line: bytes, where: str) -> Conversation | BadRecord:
-    """Read one line of a JSONL file.
+    """Parse one line of a JSONL file.
 
     Args:
-        line: UTF-8 JSON of the shape `{"messages": [{"role": ..., "content": ...}, ...]}`, with or without its newline.
+        line: UTF-8 JSON of the form `{"messages": [{"role": ..., "content": ...}, ...]}`, with or without its newline.
         where: file and line, kept in the result.
     """
     try:
@@ -109,54 +115,61 @@ def parse_line(line: bytes, where: str) -> Conversation | BadRecord:
 
 
 def parse_record(record: object, where: str) -> Conversation | BadRecord:
-    """Check one decoded record: roles, texts, and that there is something of the assistant's to train on.
+    """Check one decoded record: roles, texts, and at least one assistant turn to train on.
 
-    Fields beside `messages` are the user's own and are not read, with one exception: `tools` changes what a chat
-    template writes, so a record that has it is bad rather than rendered without. For the same reason a turn may hold
-    `role` and `content` only; other fields of it must be null or absent.
+    Fields beside `messages` belong to the user and are ignored, with one exception: `tools` changes what a chat
+    template writes, so a record with tools is bad rather than rendered without them. For the same reason a turn may
+    hold only `role` and `content`; its other fields must be null or absent.
     """
+    try:
+        return Conversation(_parse_messages(record), where)
+    except _BadRecordError as bad:
+        return BadRecord(where, bad.reason, bad.detail)
 
-    def bad(reason: BadReason, detail: str) -> BadRecord:
-        return BadRecord(where, reason, detail)
 
+def _parse_messages(record: object) -> tuple[Message, ...]:
     if not isinstance(record, Mapping):
-        return bad(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
+        raise _BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
     turns = record.get("messages")
     if not isinstance(turns, list) or not turns:
-        found = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
-        return bad(BadReason.NO_MESSAGES, f"`messages` holds {found}, expected a list of turns")
+        kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
+        raise _BadRecordError(BadReason.NO_MESSAGES, f"`messages` holds {kind}, expected a list of turns")
     if record.get("tools"):
-        return bad(BadReason.UNKNOWN_FIELD, "`tools` is not supported; write the tools into a system turn")
-
-    messages: list[Message] = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, Mapping):
-            return bad(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in ROLES:
-            return bad(BadReason.UNKNOWN_ROLE, f"turn {number} has role {role!r}, expected one of {_ROLE_LIST}")
-        others = sorted(key for key, value in turn.items() if key not in ("role", "content") and value is not None)
-        if others:
-            return bad(
-                BadReason.UNKNOWN_FIELD, f"turn {number} has the field {others[0]!r}, which no template would see"
-            )
-        if content is None:
-            return bad(BadReason.EMPTY_TURN, f"turn {number} ({role}) has no content")
-        if not isinstance(content, str):
-            return bad(BadReason.NOT_TEXT, f"turn {number} ({role}) has content of type {type(content).__name__}")
-        if not content.strip():
-            return bad(BadReason.EMPTY_TURN, f"turn {number} ({role}) is empty")
-        # JSON can spell half a surrogate pair, which is no character and cannot be encoded.
-        if not _encodes(content):
-            return bad(BadReason.NOT_TEXT, f"turn {number} ({role}) holds half a surrogate pair")
-        messages.append(Message(role, content))
+        raise _BadRecordError(BadReason.UNKNOWN_FIELD, "`tools` is not supported; write the tools into a system turn")
+    messages = tuple(_parse_turn(turn, number) for number, turn in enumerate(turns, start=1))
     if not any(message.role == "assistant" for message in messages):
-        return bad(BadReason.NO_ASSISTANT_TURN, f"none of the {len(messages)} turns is the assistant's")
-    return Conversation(tuple(messages), where)
+        raise _BadRecordError(BadReason.NO_ASSISTANT_TURN, f"none of the {len(messages)} turns is the assistant's")
+    return messages
 
 
-def _encodes(text: str) -> bool:
-    if text.isascii():  # known without a look at the characters
+def _parse_turn(turn: object, number: int) -> Message:
+    if not isinstance(turn, Mapping):
+        raise _BadRecordError(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ROLES:
+        raise _BadRecordError(
+            BadReason.UNKNOWN_ROLE, f"turn {number} has role {role!r}, expected one of {', '.join(ROLES)}"
+        )
+    extra = sorted(key for key, value in turn.items() if key not in ("role", "content") and value is not None)
+    if extra:
+        what = f"turn {number} has the field {extra[0]!r}, which templates would not see"
+        raise _BadRecordError(BadReason.UNKNOWN_FIELD, what)
+    if content is None:
+        raise _BadRecordError(BadReason.EMPTY_TURN, f"turn {number} ({role}) has no content")
+    if not isinstance(content, str):
+        raise _BadRecordError(
+            BadReason.NOT_TEXT, f"turn {number} ({role}) has content of type {type(content).__name__}"
+        )
+    if not content.strip():
+        raise _BadRecordError(BadReason.EMPTY_TURN, f"turn {number} ({role}) is empty")
+    # JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
+    if not _is_encodable(content):
+        raise _BadRecordError(BadReason.NOT_TEXT, f"turn {number} ({role}) holds half a surrogate pair")
+    return Message(role, content)
+
+
+def _is_encodable(text: str) -> bool:
+    if text.isascii():  # a flag of the string; encoding would copy it
         return True
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""The folder of one preparation: whose it is, whether it is done, and with which settings."""
+"""The folder of one preparation: detect finished, interrupted and foreign folders, and guard the one being written."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from harness.storage import Marker, write_atomically
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"
-# Outlives a preparation that fails: shards that are done are not done again.
+# Outlives a failed preparation: finished shards are kept.
 SHARDS = ".shards"
 SEQUENCES = "sequences"
 REPORT, REPORT_PAGE = "report.json", "report.md"
 _MARKER = "_preparing"
-# The report goes first: with it a folder counts as done.
+# Removed in this order; the report is first because a folder with one counts as finished.
 _OWNED = (REPORT, REPORT_PAGE, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """16 hex digits, equal for equal settings."""
+    """Return 16 hex digits, equal for equal settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def files_digest(files: list[Path]) -> str:
-    """Changes when a file's name, size or time of change does."""
+    """Return a hash that changes with a file's name, size or modification time."""
     stats = [(str(file), file.stat()) for file in files]
     return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})
 
@@ -36,8 +36,8 @@ def files_digest(files: list[Path]) -> str:
 class PreparedFolder:
     """Guards the folder that a preparation writes.
 
-    `report.json` is written last: without it nothing is there. While a preparation is at work, and after it was
-    interrupted, a marker says that what the folder holds may be replaced.
+    `report.json` is written last: a folder without it is not finished. While a preparation runs, and after an
+    interruption, a marker file shows that the content may be replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class PreparedFolder:
         self._marker = Marker(path / _MARKER)
 
     def finished_report(self, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
-        """The report of an earlier run with the same settings, or None where there is work to do.
+        """Return the report of an earlier run with the same settings, or None if there is work to do.
 
         Raises:
             ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
@@ -58,14 +58,14 @@ class PreparedFolder:
             others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
             if others and _MARKER not in others:
                 raise PrepError(
-                    f"the folder holds {len(others):,} files of something else, such as {others[0]}",
+                    f"the folder holds {len(others):,} other files or folders, such as {others[0]}",
                     where=str(self.path),
                     fix="name a new or empty folder in data.path",
                 )
             return None
         if report.get("settings_hash") == settings_hash(settings):
-            whole = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
-            return report if whole and (self.path / TOKENIZER).is_dir() else None
+            complete = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
+            return report if complete and (self.path / TOKENIZER).is_dir() else None
         if overwrite:
             return None
         raise ConfigError(
@@ -75,7 +75,7 @@ class PreparedFolder:
         )
 
     def begin(self) -> None:
-        """Take the folder and remove what an earlier run left, but for its shards.
+        """Lock the folder and remove the output of an earlier run, except its shards.
 
         Raises:
             FormatError: another process is preparing it.
@@ -84,9 +84,9 @@ class PreparedFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the folder cannot be made: {error.strerror}",
+                f"the folder cannot be created: {error.strerror}",
                 where=str(self.path),
-                fix="name a folder that can be written to in data.path",
+                fix="name a writable folder in data.path",
             ) from error
         self._marker.acquire()
         for name in _OWNED:
@@ -97,13 +97,13 @@ class PreparedFolder:
                 entry.unlink(missing_ok=True)
 
     def finish(self, report: dict[str, Any]) -> None:
-        """Write the report; from here on the folder is done."""
+        """Write the report, which makes the folder finished."""
         write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
         shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
 
     def abandon(self) -> None:
-        """Let go after a failure; the next run takes over."""
+        """Unlock the folder after a failure; the next run takes over."""
         self._marker.release(remove=False)
 
     def _read_report(self) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ class PreparedFolder:
             report = None
         if not isinstance(report, dict) or "settings_hash" not in report:
             raise PrepError(
-                "the report is not one of a preparation",
+                "the report was not written by a preparation",
                 where=str(self.path / REPORT),
                 fix="name another folder in data.path, or remove this one",
             )
@@ -123,7 +123,7 @@ class PreparedFolder:
 
 
 def _differences(before: Any, after: dict[str, Any]) -> str:
-    """The settings that differ, in words."""
+    """Describe the settings that differ."""
     old, new = _flat(before), _flat(after)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]

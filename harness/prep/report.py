@@ -1,14 +1,19 @@
-"""What a preparation did: counted on the way, shown as a table, stored as JSON."""
+"""Report a preparation: progress of its stages, and its counts as a table, a Markdown page and JSON."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from harness.errors import PrepError
@@ -20,12 +25,12 @@ _BAR = 50
 
 @dataclass
 class SplitReport:
-    """One dataset: conversations (each one sequence), tokens, those that are trained, and packs.
+    """Counts of one dataset: conversations (one sequence each), tokens, trained tokens, and packs.
 
     Attributes:
         fill: share of the packs' room that holds tokens.
-        length_counts: conversations of so many tokens at most, and more than the bound before.
-        fill_counts: packs that are so full at most, in percent, and fuller than the bound before.
+        length_counts: histogram of conversations by tokens; keys are upper bounds.
+        fill_counts: histogram of packs by fill in percent; keys are upper bounds.
     """
 
     conversations: int = 0
@@ -38,32 +43,32 @@ class SplitReport:
     fill_counts: dict[str, int] = field(default_factory=dict)
 
     def describe_packs(self, lengths: Int32Array, plan: PackPlan, *, pack_size: int) -> None:
-        """Count packs, their fill, and conversations by length (int32 [conversations])."""
+        """Fill in the counts of packs, given the lengths of conversations (int32 [conversations])."""
         tokens = np.add.reduceat(lengths[plan.sequence_ids], plan.pack_offsets[:-1], dtype=np.int64)
         self.packs = plan.num_packs
         self.fill = self.tokens / (plan.num_packs * pack_size)
         bounds = [1 << power for power in range(4, 40) if 1 << power < pack_size] + [pack_size]
-        self.length_counts = _count(lengths, bounds)
-        self.fill_counts = _count(100 * tokens / pack_size, [50, 80, 90, 95, 98, 99, 100])
+        self.length_counts = _histogram(lengths, bounds)
+        self.fill_counts = _histogram(100 * tokens / pack_size, [50, 80, 90, 95, 98, 99, 100])
 
 
 @dataclass
 class PrepareReport:
-    """Account of one preparation.
+    """Counts of one preparation.
 
     Attributes:
         path: the folder.
         settings_hash: of `settings`.
-        settings: all that the result depends on.
-        files: source files read.
-        records: records read; each is in a split, bad or dropped.
+        settings: everything that the result depends on.
+        files: number of source files.
+        records: number of records read; each one is in a split, bad or dropped.
         bad: bad records by reason.
-        dropped: conversations left out for their length, by reason.
+        dropped: conversations left out for their length or as duplicates, by reason.
         truncated: conversations that were cut and kept.
         vocab_size: of the tokenizer.
         splits: by name.
         seconds: by stage.
-        reused: an earlier run had done it all.
+        reused: the report is that of an earlier run; nothing was done.
     """
 
     path: str
@@ -80,15 +85,15 @@ class PrepareReport:
     reused: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         # asdict() cannot rebuild a Counter.
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "reused"}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "reused"}
         splits = {name: asdict(split) for name, split in self.splits.items()}
         return values | {"bad": dict(self.bad), "dropped": dict(self.dropped), "splits": splits}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: Path) -> PrepareReport:
-        """The report of an earlier run."""
+        """Return the report of an earlier run; raises PrepError if it is damaged."""
         try:
             kept = {name: values[name] for name in ("settings_hash", "settings", "files", "records", "truncated")}
             return cls(
@@ -111,62 +116,66 @@ class PrepareReport:
     def check_sums(self) -> None:
         """Raise PrepError unless every record that was read is accounted for."""
         kept = sum(split.conversations for split in self.splits.values())
-        found = kept + self.bad.total() + self.dropped.total()
-        if found != self.records:
-            raise PrepError(f"{self.records:,} records were read but {found:,} are accounted for", where=self.path)
+        counted = kept + self.bad.total() + self.dropped.total()
+        if counted != self.records:
+            what = f"{self.records:,} records were read but {counted:,} are accounted for"
+            raise PrepError(what, where=self.path, fix="remove the folder and prepare again")
 
     def provenance_counts(self) -> dict[str, int]:
-        """Whole numbers for a dataset's manifest."""
+        """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}
         counts |= {f"bad_{reason}": number for reason, number in sorted(self.bad.items())}
         return counts | {f"dropped_{reason}": number for reason, number in sorted(self.dropped.items())}
 
+    def left_out(self) -> str:
+        """List the records that were left out by reason; empty if there are none."""
+        return ", ".join(f"{number:,} {why}" for why, number in sorted((self.bad + self.dropped).items()))
+
+    def split_rows(self) -> dict[str, list[str]]:
+        """Return the main figures, one row a figure and one column a split."""
+        splits = self.splits.values()
+        return {
+            "conversations": [f"{split.conversations:,}" for split in splits],
+            "tokens": [f"{split.tokens:,}" for split in splits],
+            "trained tokens": [
+                f"{split.trained_tokens:,} ({split.trained_tokens / split.tokens:.1%})" if split.tokens else "0"
+                for split in splits
+            ],
+            "packs": [f"{split.packs:,}" for split in splits],
+            "fill": [f"{split.fill:.2%}" for split in splits],
+        }
+
 
 def render_report(report: PrepareReport) -> Table:
-    """What was done, as a table; one column a split."""
-    names = list(report.splits)
+    """Return a table with one column a split."""
     table = Table(title=f"{report.path}", title_justify="left")
     table.add_column("")
-    for name in names:
+    for name in report.splits:
         table.add_column(name, justify="right")
-    splits = [report.splits[name] for name in names]
-    table.add_row("conversations", *(f"{split.conversations:,}" for split in splits))
-    table.add_row("tokens", *(f"{split.tokens:,}" for split in splits))
-    table.add_row("trained tokens", *(_with_share(split.trained_tokens, split.tokens) for split in splits))
-    table.add_row("packs", *(f"{split.packs:,}" for split in splits))
-    table.add_row("fill", *(f"{split.fill:.2%}" for split in splits))
+    for title, values in report.split_rows().items():
+        table.add_row(title, *values)
     table.add_section()
     table.add_row("records read", f"{report.records:,}")
-    for reason, number in sorted(report.bad.items()):
-        table.add_row(f"bad: {reason}", f"{number:,}")
-    for reason, number in sorted(report.dropped.items()):
-        table.add_row(f"dropped: {reason}", f"{number:,}")
+    for kind, counts in (("bad", report.bad), ("dropped", report.dropped)):
+        for reason, number in sorted(counts.items()):
+            table.add_row(f"{kind}: {reason}", f"{number:,}")
     table.add_row("truncated", f"{report.truncated:,}")
-    table.add_row("tokens of the tokenizer", f"{report.vocab_size:,}")
+    table.add_row("vocabulary size", f"{report.vocab_size:,}")
     table.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
     return table
 
 
 def to_markdown(report: PrepareReport) -> str:
-    """A page: what was read, kept and left out, and how long conversations and how full packs are."""
+    """Return a page: counts of records, and histograms of conversation lengths and pack fill."""
     lines = [f"# {Path(report.path).name}", ""]
-    names = list(report.splits)
-    lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    splits = [report.splits[name] for name in names]
-    for title, values in (
-        ("conversations", [f"{split.conversations:,}" for split in splits]),
-        ("tokens", [f"{split.tokens:,}" for split in splits]),
-        ("trained tokens", [_with_share(split.trained_tokens, split.tokens) for split in splits]),
-        ("packs", [f"{split.packs:,}" for split in splits]),
-        ("fill", [f"{split.fill:.2%}" for split in splits]),
-        ("fingerprint", [f"`{split.fingerprint[:16]}`" for split in splits]),
-    ):
-        lines.append(f"| {title} | " + " | ".join(values) + " |")
-    left_out = [f"{number:,} {why}" for why, number in sorted((report.bad + report.dropped).items())]
+    lines += ["| | " + " | ".join(report.splits) + " |", "|---|" + "---:|" * len(report.splits)]
+    fingerprints = {"fingerprint": [f"`{split.fingerprint[:16]}`" for split in report.splits.values()]}
+    lines += [f"| {title} | " + " | ".join(row) + " |" for title, row in (report.split_rows() | fingerprints).items()]
+    left_out = report.left_out()
     lines += [
         "",
         f"{report.records:,} records were read from {report.files:,} files"
-        + (f"; left out: {', '.join(left_out)}" if left_out else "")
+        + (f"; left out: {left_out}" if left_out else "")
         + (f"; {report.truncated:,} were cut" if report.truncated else "")
         + f". The tokenizer has {report.vocab_size:,} tokens.",
     ]
@@ -189,10 +198,57 @@ def _bars(counts: dict[str, int]) -> list[str]:
     ]
 
 
-def _count(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
-    found = np.bincount(np.searchsorted(bounds, values, side="left"), minlength=len(bounds))
-    return {str(bound): int(count) for bound, count in zip(bounds, found[: len(bounds)].tolist(), strict=True)}
+def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
+    counts = np.bincount(np.searchsorted(bounds, values, side="left"), minlength=len(bounds))
+    return {str(bound): int(count) for bound, count in zip(bounds, counts[: len(bounds)].tolist(), strict=True)}
 
 
-def _with_share(part: int, whole: int) -> str:
-    return f"{part:,} ({part / whole:.1%})" if whole else "0"
+class Stage:
+    """A running stage.
+
+    Attributes:
+        advance: called with the progress made.
+        summary: text for the line at its end.
+    """
+
+    def __init__(self, advance: Callable[[float], None]) -> None:
+        self.advance = advance
+        self.summary = ""
+
+
+class Stages:
+    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
+
+    Attributes:
+        seconds: by stage, once it has ended.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, doing: str, *, total: float | None = None) -> Iterator[Stage]:
+        """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        began = time.perf_counter()
+        with progress:
+            task = progress.add_task(doing, total=total)
+            stage = Stage(lambda step: progress.advance(task, step))
+            yield stage
+        self.seconds[name] = round(time.perf_counter() - began, 3)
+        self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")
+
+    def show(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, soft_wrap=True)

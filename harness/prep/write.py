@@ -1,4 +1,4 @@
-"""From a plan and stored sequences to a dataset folder."""
+"""Write a plan and its sequences as a dataset: new ones, or another plan over sequences that are already stored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.virtual import NAME as VIRTUAL
-from harness.prep.engines import Split
-from harness.prep.packing import PackPlan
+from harness.formats import Manifest, Provenance, open_dataset, open_store, open_writer, write_plan
+from harness.prep.packing import PACKED_STORAGE, PackPlan, plan_packs
+from harness.prep.spool import Split
 
 
 def write_packs(
@@ -30,10 +29,10 @@ def write_packs(
 
     Args:
         path: the dataset's folder.
-        plan: numbers of sequences in `split`.
+        plan: refers to sequences by their number in `split`.
         split: the sequences.
         format: a name in `harness.formats.FORMATS`.
-        pack_size: tokens that no pack exceeds.
+        pack_size: maximum number of tokens in a pack.
         provenance: stored in the manifest.
         advance: called with a number of packs as they are written.
         store: where the format `virtual` keeps the sequences.
@@ -44,7 +43,7 @@ def write_packs(
     Raises:
         FormatError: the dataset cannot be written.
     """
-    if format == VIRTUAL:
+    if format == PACKED_STORAGE["virtual"]:
         return _write_virtual(path, plan, split, pack_size, provenance, advance, store)
     with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
         for index in range(plan.num_packs):
@@ -65,16 +64,14 @@ def _write_virtual(
     advance: Callable[[float], None],
     store: Path,
 ) -> str:
-    """Store the sequences in their own order, one a pack, and beside them the plan."""
-    from harness.formats import open_store, write_plan
-
+    """Store the sequences in their own order, one a pack, and write the plan beside them."""
     store.parent.mkdir(exist_ok=True)
-    # The tokenizer is named from the dataset's folder.
+    # The path of the tokenizer is relative to the dataset's folder.
     tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
     stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
-    # In packs, so that a bar that knows packs moves evenly.
+    # Progress counts packs.
     share = plan.num_packs / len(split)
-    with open_writer(store, format=VIRTUAL, pack_size=pack_size, provenance=stored) as writer:
+    with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
         for number in range(len(split)):
             writer.append(split.pack(np.array([number])))
             if number % 256 == 255:
@@ -93,3 +90,42 @@ def _write_virtual(
         return reader.fingerprint
     finally:
         reader.close()
+
+
+def repack_store(
+    store: str,
+    destination: str,
+    *,
+    pack_size: int,
+    algorithm: str = "best_fit_decreasing",
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write a dataset with other packs over the sequences of a store, or of another plan; no token is copied.
+
+    Args:
+        store: a dataset in the format `virtual`.
+        destination: a new or empty folder, which will refer to the store by relative path.
+        pack_size, algorithm, seed: as for `plan_packs`.
+        overwrite: replace an existing dataset.
+
+    Returns:
+        the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
+
+    Raises:
+        FormatError: there is no store, or the destination cannot be written.
+        PrepError: a sequence is longer than a pack.
+        ConfigError: a setting is invalid.
+    """
+    sequences = open_store(store)
+    plan = plan_packs(sequences.lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)
+    return write_plan(
+        destination,
+        sequences,
+        pack_offsets=plan.pack_offsets,
+        sequence_ids=plan.sequence_ids,
+        pack_size=pack_size,
+        packer=algorithm,
+        seed=seed,
+        overwrite=overwrite,
+    )

@@ -14,8 +14,7 @@ from harness.formats import Provenance, open_writer
 from harness.megatron.chat import Chat
 from harness.megatron.export import export_checkpoint
 from harness.plan.settings import SftConfig
-from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.tokenizer import end_tokens, tokenizer_hash
+from harness.prep import end_tokens, tokenizer_hash, train_bpe
 from harness.records import Pack
 from recipes import sft
 

@@ -32,7 +32,7 @@ import yaml
 from harness.cli.app import app
 from harness.config import compose_config
 from harness.plan import PretrainConfig, SftConfig
-from harness.prep.pipeline import PrepareConfig
+from harness.prep import PrepareConfig
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]

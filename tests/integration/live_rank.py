@@ -22,7 +22,7 @@ from harness.loader.live.config import LiveConfig
 from harness.loader.live.consumer import BatchPlan
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import SequenceCost
 from harness.storage import write_atomically
 from harness.train.metrics import keep_lines_before

@@ -12,13 +12,18 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.formats import open_dataset, verify_dataset
-from harness.prep.chat import parse_line
-from harness.prep.packing.plan import PackingConfig
-from harness.prep.pipeline import PrepareConfig, prepare
-from harness.prep.repack import repack_store
-from harness.prep.sources import SourceConfig
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.formats import open_dataset
+from harness.formats.verify import verify_dataset
+from harness.prep import (
+    ChatTokenizer,
+    PackingConfig,
+    PrepareConfig,
+    SourceConfig,
+    TokenizerConfig,
+    parse_line,
+    prepare,
+    repack_store,
+)
 
 WORDS = ["packs", "hold", "sequences", "of", "tokens", "that", "a", "model", "reads", "and", "learns", "to", "continue"]
 

@@ -18,13 +18,9 @@ import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.prep import pipeline
-from harness.prep.engines import shard as shard_work
-from harness.prep.packing.plan import PackingConfig
-from harness.prep.pipeline import PrepareConfig, prepare
-from harness.prep.sources import SourceConfig
-from harness.prep.tokenize.tokenizer import TokenizerConfig
-from harness.storage import natural_key
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, pipeline, prepare
+from harness.prep import shard as shard_work
+from harness.storage.files import natural_key
 
 WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]
 SETTINGS = {"pack_size": 256, "validation_fraction": 0.2, "num_workers": 0}

@@ -19,7 +19,7 @@ from harness.loader.live.offer import LivePack, Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.rank import RankStream
-from harness.prep.tokenize.tokenizer import ChatTokenizer
+from harness.prep import ChatTokenizer
 from harness.records import Pack
 from harness.schedule import SequenceCost
 

@@ -14,8 +14,7 @@ from harness.errors import FormatError, PrepError
 from harness.formats.jsonl import JsonlShard
 from harness.formats.parquet import ParquetShard
 from harness.loader.live.folder import CHAT, JSONL, PACKS, Contents, LiveFolder, ReadyRecord
-from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
-from harness.prep.reading import check_messages_column
+from harness.prep import BadRecord, Conversation, check_messages_column, parse_line, parse_record
 from harness.records import Pack
 from harness.storage import file_digest
 

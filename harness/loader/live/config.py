@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import ConfigError
-from harness.prep.packing import MIN_SEQUENCE_TOKENS
-from harness.prep.tokenize import TokenizerConfig
+from harness.prep import MIN_SEQUENCE_TOKENS, TokenizerConfig
 
 
 @dataclass

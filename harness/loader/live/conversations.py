@@ -8,9 +8,7 @@ from harness.errors import ConfigError, FormatError
 from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.config import LiveConfig
 from harness.loader.live.position import Place
-from harness.prep.chat import BadRecord, Conversation
-from harness.prep.packing import Member
-from harness.prep.tokenize import ChatTokenizer, fit_to_pack
+from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, fit_to_pack
 from harness.records import SequenceView
 from harness.thd import padded_lengths
 

@@ -15,11 +15,18 @@ from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest
 from harness.formats.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
-from harness.prep.chat import BadRecord, Conversation, parse_line
-from harness.prep.packing import Member, StreamPacker, pack_of
-from harness.prep.reading import read_chunks
-from harness.prep.sources import list_files
-from harness.prep.tokenize import ChatTokenizer, fit_to_pack
+from harness.prep import (
+    BadRecord,
+    ChatTokenizer,
+    Conversation,
+    Member,
+    StreamPacker,
+    fit_to_pack,
+    list_files,
+    pack_of,
+    parse_line,
+    read_chunks,
+)
 from harness.records import Pack, SequenceView
 
 STDIN = "-"

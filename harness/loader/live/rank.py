@@ -14,8 +14,7 @@ from harness.loader.live.conversations import ConversationReader
 from harness.loader.live.folder import CHAT, PACKS, LiveFolder, chunk_name
 from harness.loader.live.offer import LivePack, Offer, Waiting
 from harness.loader.live.position import LivePosition, Place, RankPosition
-from harness.prep.packing import Member, StreamPacker, pack_of
-from harness.prep.tokenize import ChatTokenizer
+from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.thd import padded_lengths
 
 # Conversations that are tokenised at one time.

@@ -20,7 +20,7 @@ from harness.formats.base import ShardOptions
 from harness.formats.jsonl import line_of_pack
 from harness.formats.parquet import ParquetWriter
 from harness.loader.live.folder import JSONL, PACKS, EndRecord, ReadyRecord
-from harness.prep.chat import BadRecord, parse_line
+from harness.prep import BadRecord, parse_line
 from harness.records import Pack
 from harness.storage import AtomicFile, file_digest
 

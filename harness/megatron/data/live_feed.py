@@ -29,7 +29,7 @@ from harness.loader.live.offer import Offer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import RankStream
 from harness.megatron.job import runtime
-from harness.prep.tokenize import ChatTokenizer
+from harness.prep import ChatTokenizer
 from harness.storage import Marker
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from harness.megatron.state import checkpoint
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig, TrainerConfig
-from harness.prep.tokenize import ChatTokenizer
+from harness.prep import ChatTokenizer
 from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,

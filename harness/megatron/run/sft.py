@@ -30,7 +30,7 @@ from harness.megatron.run.training import run_training
 from harness.megatron.state import Progress
 from harness.megatron.weights import Pretrained, find_pretrained
 from harness.plan import SftConfig, sequence_cost
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.train import OWN_VALIDATION, check_trackers
 
 

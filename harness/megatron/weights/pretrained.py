@@ -12,7 +12,7 @@ from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.weights.mapping import HfWeights, Shard, check_weights, fill_model
 from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
-from harness.prep.tokenize import tokenizer_hash
+from harness.prep import tokenizer_hash
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -1,4 +1,10 @@
-"""TODO."""
+"""Packing: plan which sequences share a pack, from their lengths alone.
+
+    plan = plan_packs([700, 3000, 90, 4000], pack_size=4096)
+    plan.pack(0)                                    # indices of the sequences in pack 0
+
+`plan_packs` plans stored data all at once; `StreamPacker` packs a stream whose next sequence is not known yet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences share a pack: a pure, seeded function of their lengths."""
+"""Plan which sequences share a pack: a pure, seeded function of their lengths."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import require_at_least, require_choice
+from harness.checks import require_at_least, require_choice, require_numbers
 from harness.errors import ConfigError, PrepError
-from harness.prep.packing import decreasing as histogram_packing
-from harness.prep.packing import sequential as sequential_packing
-from harness.prep.packing.decreasing import Placement
+from harness.prep.packing import algorithms
+from harness.prep.packing.algorithms import Placement
 from harness.records import Int64Array
 
-# A sequence of one token has nothing to predict.
+# A single token leaves nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
 
 # Setting -> name of the format.
@@ -35,21 +34,22 @@ _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
 
 @dataclass
 class PackingConfig:
-    """How sequences are packed and stored.
+    """Packing and storage of sequences.
 
     Attributes:
-        path: the dataset folder; `train`, `validation` and `test` are made below it.
-        pack_size: most tokens of a pack.
+        path: folder to write; its subfolders `train`, `validation` and `test` are the datasets.
+        pack_size: maximum number of tokens in a pack.
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.
         over_long: `drop` or `truncate` a conversation of more than `pack_size` tokens.
-        packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences once, packs as plans over them)
-            or `legacy_npy_pickle`.
-        validation_fraction, test_fraction: shares of conversations, chosen by their hash, that are kept for these. A
-            conversation stays where it is when others come or go.
-        drop_duplicates: leave out conversations that are the same as one before, by the 64 bits of their hashes.
-        num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizer's
-            library; -1 takes one per core where the source is large enough to pay for starting them.
+        packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, packs as plans over
+            them) or `legacy_npy_pickle`.
+        validation_fraction: share of conversations, chosen by their hash, for the split `validation`. A conversation
+            stays in its split when others are added or removed.
+        test_fraction: share of conversations for the split `test`, chosen likewise.
+        drop_duplicates: leave out conversations that equal an earlier one, by a 64-bit hash.
+        num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizers library;
+            -1 starts one per core if the source is large enough to pay for it.
         overwrite: replace a dataset that was prepared with other settings.
     """
 
@@ -66,25 +66,18 @@ class PackingConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        require_at_least(self.pack_size, MIN_SEQUENCE_TOKENS, setting="data.pack_size")
-        require_at_least(self.seed, 0, setting="data.seed")
-        require_at_least(self.num_workers, -1, setting="data.num_workers")
+        require_numbers(self, "data", "pack_size", lowest=MIN_SEQUENCE_TOKENS)
+        require_numbers(self, "data", "seed", lowest=0)
+        require_numbers(self, "data", "num_workers", lowest=-1)
+        require_numbers(self, "data", "validation_fraction", "test_fraction", lowest=0, below=1)
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
         require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
         require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
-        for name in ("validation_fraction", "test_fraction"):
-            share = getattr(self, name)
-            if not 0 <= share < 1:
-                raise ConfigError(
-                    f"{share} is not a share of the conversations",
-                    where=f"data.{name}",
-                    fix="set it to 0 or more, and below 1",
-                )
         if self.validation_fraction + self.test_fraction >= 1:
             raise ConfigError(
                 "nothing is left for training",
                 where="data.validation_fraction and data.test_fraction",
-                fix="let them add up to less than 1",
+                fix="make their sum less than 1",
             )
         if not self.path:
             raise ConfigError("no folder is named", where="data.path", fix="name the folder to write to")
@@ -92,7 +85,7 @@ class PackingConfig:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackPlan:
-    """Which sequences each pack holds, in order.
+    """The sequences of each pack, in order.
 
     Attributes:
         pack_offsets: int64 [packs + 1]; pack p holds `sequence_ids[pack_offsets[p]:pack_offsets[p + 1]]`.
@@ -120,15 +113,15 @@ def plan_packs(
     the raw output of the Philox counter, turned into permutations by stable sorts.
 
     Args:
-        lengths: whole numbers [sequences], tokens of each sequence, from 2 to `pack_size`.
-        pack_size: most tokens of a pack.
+        lengths: integers [sequences], tokens of each sequence, from 2 to `pack_size`.
+        pack_size: maximum number of tokens in a pack.
         algorithm: a name in `PACKERS`; `next_fit` keeps the order and does not use the seed.
-        seed: shuffles which of equally long sequences share a pack, the order in which `first_fit` takes them, and
+        seed: shuffles which of equally long sequences share a pack, the order in which `first_fit` takes sequences, and
             the order of packs.
 
     Raises:
         PrepError: a length is out of range; names the first.
-        ConfigError: a setting is not usable.
+        ConfigError: a setting is invalid.
     """
     require_choice(algorithm, PACKERS, setting="algorithm")
     require_at_least(pack_size, MIN_SEQUENCE_TOKENS, setting="pack_size")
@@ -137,10 +130,10 @@ def plan_packs(
 
 
 def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
-    """A permutation of `count` indices, int64 [count], the same on every machine and numpy version.
+    """Return a permutation of `count` indices, int64 [count], the same on every machine and numpy version.
 
-    Sorts random keys of 16 bits, so about one pair in 65,536 has equal keys and keeps its order; a second pass for
-    such pairs would double the time of a whole plan.
+    It sorts random 16-bit keys, so about one pair in 65,536 has equal keys and keeps its order; a second pass for such
+    pairs would double the time of a whole plan.
     """
     generator = np.random.Philox(key=np.array([seed % 2**64, stream], np.uint64))
     keys = generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
@@ -152,7 +145,10 @@ def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise PrepError(f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers")
+        raise PrepError(
+            f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers",
+            fix="give one number of tokens for each sequence",
+        )
     if array.max() > pack_size:
         over = array > pack_size
         first = int(np.argmax(over))
@@ -167,7 +163,7 @@ def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
         raise PrepError(
             f"{np.count_nonzero(under):,} of {len(array):,} sequences have fewer than {MIN_SEQUENCE_TOKENS} tokens; "
             f"sequence {first:,} has {int(array[first]):,}",
-            fix="leave them out: there is no next token to train on",
+            fix="leave them out: they have no next token to train on",
         )
     return array
 
@@ -180,7 +176,7 @@ def _decreasing(
     placement = place(sizes, counts[sizes], pack_size)
 
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
-    # numpy sorts 16-bit integers by radix, several times faster than wider ones.
+    # numpy radix-sorts 16-bit integers, several times faster than wider ones.
     narrow = np.uint16 if pack_size < 2**16 else np.int64
     order = order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
 
@@ -193,25 +189,25 @@ def _decreasing(
 
 
 def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    return _decreasing(histogram_packing.best_fit_decreasing, lengths, pack_size, seed)
+    return _decreasing(algorithms.best_fit_decreasing, lengths, pack_size, seed)
 
 
 def _first_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    return _decreasing(histogram_packing.first_fit_decreasing, lengths, pack_size, seed)
+    return _decreasing(algorithms.first_fit_decreasing, lengths, pack_size, seed)
 
 
 def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
-    packs = sequential_packing.first_fit(lengths[order].astype(np.int64), pack_size)
+    packs = algorithms.first_fit(lengths[order].astype(np.int64), pack_size)
     num_packs = int(packs.max(initial=-1)) + 1
-    # Renumbered at random: the last packs to be opened would otherwise all be the emptiest.
+    # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
     packs = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)[packs]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(packs, minlength=num_packs))])
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
 def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    offsets = sequential_packing.next_fit(lengths.astype(np.int64), pack_size)
+    offsets = algorithms.next_fit(lengths.astype(np.int64), pack_size)
     return PackPlan(offsets, np.arange(len(lengths), dtype=np.int64))
 
 

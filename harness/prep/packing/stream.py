@@ -1,4 +1,4 @@
-"""Packing sequences as they come, where nobody knows yet which will follow: best fit over a few open packs."""
+"""Pack a stream whose next sequence is not known yet: best fit over a few open packs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member(Generic[Key]):
-    """A sequence on its way into a pack.
+    """A sequence to be packed.
 
     Attributes:
-        key: where it came from.
-        size: what it takes of a pack: its stored tokens, or more where it is padded for training.
+        key: identifies its origin.
+        size: room that it takes in a pack: its stored tokens, or more if it is padded for training.
     """
 
     key: Key
@@ -29,15 +29,15 @@ class Member(Generic[Key]):
 
 
 class StreamPacker(Generic[Key]):
-    """Puts each sequence where it leaves the least room; at most one pack comes out for each that goes in.
+    """Puts each sequence where it leaves the least room; each one added completes at most one pack.
 
-    Where a sequence fits nowhere a new pack is opened, and with more than `max_open` the oldest leaves. (Letting the
-    fullest leave packs lognormal lengths of median 400 into 4,096 by 0.1 percent better, but keeps single sequences
-    back for ten times as long: thousands of others.)
+    A sequence that fits nowhere opens a new pack; beyond `max_open` packs the oldest leaves. (If the fullest left
+    instead, lognormal lengths of median 400 would fill packs of 4,096 better by 0.1 percent, but single sequences would
+    wait ten times as long: for thousands of others.)
 
     Args:
-        pack_size: most that the sizes of a pack's members sum up to.
-        max_open: packs that wait for more at one time.
+        pack_size: upper bound of the sum of sizes in a pack.
+        max_open: packs that may wait for more sequences.
     """
 
     def __init__(self, pack_size: int, *, max_open: int) -> None:
@@ -48,11 +48,11 @@ class StreamPacker(Generic[Key]):
 
     @property
     def open_keys(self) -> list[list[Key]]:
-        """The members of every open pack, the oldest pack first."""
+        """Keys of the members of every open pack, the oldest pack first."""
         return [[member.key for member in members] for members in self._open]
 
     def add(self, member: Member[Key]) -> list[Member[Key]] | None:
-        """Place a member of at most `pack_size`; gives the members of a pack that is full or has to leave."""
+        """Place a member of at most `pack_size`; return the members of a pack that is full or has to leave."""
         fitting = [(free, place) for place, free in enumerate(self._free) if free >= member.size]
         place = min(fitting)[1] if fitting else self._begin()
         self._put(place, member)
@@ -61,11 +61,11 @@ class StreamPacker(Generic[Key]):
         return self._take(0) if not fitting and len(self._open) > self._max_open else None
 
     def flush(self) -> list[Member[Key]] | None:
-        """The oldest open pack, once nothing more comes; None when all are out."""
+        """Return the oldest open pack once the stream has ended; None when all have left."""
         return self._take(0) if self._open else None
 
     def restore(self, packs: Iterable[Sequence[Member[Key]]]) -> None:
-        """Open packs as `open_keys` told of them; one that is too large by today's sizes becomes several."""
+        """Reopen packs saved as `open_keys`; one that is too large by the current sizes becomes several."""
         for members in packs:
             place = self._begin()
             for member in members:
@@ -88,7 +88,7 @@ class StreamPacker(Generic[Key]):
 
 
 def pack_of(members: Sequence[Member[Key]]) -> Pack:
-    """The members end to end."""
+    """Join the members end to end."""
     lengths = np.array([len(member.sequence) for member in members], np.int64)
     return Pack(
         np.concatenate([member.sequence.input_ids for member in members]),

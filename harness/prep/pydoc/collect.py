@@ -1,7 +1,7 @@
-"""Writes questions and answers about Python's standard library as JSONL: `python pydoc_collect.py OUTPUT`.
+"""Write questions and answers about Python's standard library as JSONL: `python collect.py OUTPUT`.
 
-A script of its own, with nothing imported but the standard library, because it imports nearly all of that: it must
-run in a process where that harms nobody (see `pydoc_source`).
+A script that imports nearly all of the standard library and nothing else, so it runs in a process of its own (see
+`write_pydoc_corpus`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Their import opens a window or a browser, prints, changes the terminal, or is a test or a demonstration.
+# Importing these opens a window or a browser, prints, or changes the terminal; or they are tests or demonstrations.
 SKIPPED = {"__main__", "antigravity", "idlelib", "lib2to3", "pydoc_data", "readline", "rlcompleter", "test", "this"}
 SKIPPED |= {"tkinter", "turtle", "turtledemo"}
 SKIPPED_PARTS = {"test", "tests", "encodings"}
@@ -55,7 +55,7 @@ _AGAIN = ("And `{0}`?", "What about `{0}`?", "Does `{0}` do something similar?")
 
 
 class Corpus:
-    """Collects conversations; every text is used as an answer once."""
+    """Collects conversations; no text is an answer twice."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -79,7 +79,7 @@ class Corpus:
 
 
 def draw(name: str, choices: int, salt: str) -> int:
-    """A number below `choices` that depends on the name alone: the corpus is the same on every run."""
+    """Return a number below `choices` that depends on the name alone: the corpus is the same on every run."""
     return zlib.crc32(f"{salt} {name}".encode()) % choices
 
 
@@ -88,12 +88,12 @@ def pick(templates: tuple[str, ...], name: str, kind: str = "", summary: str = "
 
 
 def find_modules() -> Iterator[tuple[str, types.ModuleType]]:
-    """Public modules of the standard library that can be imported here, by name."""
+    """Yield the public modules of the standard library that can be imported here, by name."""
 
     def walk(name: str) -> Iterator[tuple[str, types.ModuleType]]:
         try:
             module = importlib.import_module(name)
-        except (Exception, SystemExit):  # made for another system, or built without an optional library
+        except (Exception, SystemExit):  # for another operating system, or an optional library is missing
             return
         yield name, module
         paths = getattr(module, "__path__", None)
@@ -107,12 +107,12 @@ def find_modules() -> Iterator[tuple[str, types.ModuleType]]:
 
 
 def documentation(thing: Any) -> str:
-    """The object's own docstring, never one that it inherits."""
+    """Return the object's own docstring, never an inherited one."""
     text = getattr(thing, "__doc__", None)
     if not isinstance(text, str):
         return ""
     text = inspect.cleandoc(text).strip()
-    # Half a surrogate pair (in examples of codecs) is no text.
+    # Examples of codecs hold half surrogate pairs, which are not text.
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 
@@ -126,7 +126,7 @@ def signature(thing: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def arguments(name: str, found: inspect.Signature | None) -> str:
-    """A sentence and a list about a call; empty where there is little to say."""
+    """Describe the arguments of a call; empty for fewer than two."""
     parameters = [p for p in found.parameters.values() if p.name not in ("self", "cls")] if found else []
     if len(parameters) < 2:
         return ""
@@ -142,24 +142,24 @@ def arguments(name: str, found: inspect.Signature | None) -> str:
 
 
 def default(value: Any) -> str:
-    """A default's text; names and plain values only, since sets and objects print differently on every run."""
+    """Describe a default; only names and plain values, because sets and objects print differently on every run."""
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return f"`{value.__name__}`"
     if isinstance(value, str) and value == sys.executable:
-        # Seen: `platform.architecture` takes sys.executable, and the corpus was another in every checkout.
+        # `platform.architecture` has this default, which made the corpus depend on the environment's path.
         return "this Python"
     plain = value is None or isinstance(value, (bool, int, float, str, bytes))
     return f"`{_ADDRESS.sub('', repr(value))}`" if plain else f"an object of type `{type(value).__name__}`"
 
 
 def overview(kind: str, name: str, members: list[tuple[str, Any]]) -> str:
-    """A list of members, each with the first line of its documentation."""
+    """List members, each with the first line of its documentation."""
     lines = [f"- `{member}`: {documentation(thing).splitlines()[0]}" for member, thing in members]
     return f"The {kind} `{name}` has:\n" + "\n".join(lines) if len(lines) > 1 else ""
 
 
 def add_call(corpus: Corpus, name: str, thing: Any, kind: str, neighbour: tuple[str, str] | None) -> None:
-    """Conversations about one function or method, with or without a follow-up."""
+    """Add conversations about one function or method, with or without a follow-up question."""
     turns = [(pick(_QUESTIONS, name, kind), documentation(thing))]
     how = arguments(name, signature(thing))
     style = draw(name, 6, "style")
@@ -175,9 +175,9 @@ def add_call(corpus: Corpus, name: str, thing: Any, kind: str, neighbour: tuple[
 
 
 def add_search(corpus: Corpus, name: str, thing: Any, kind: str) -> None:
-    """The question turned around, for some: which name belongs to a description?"""
+    """Add the reverse question for some: which name fits a description?"""
     first = documentation(thing).split("\n\n")[0]
-    # A first paragraph that is a call, or no sentence, describes nothing.
+    # A first paragraph that is a call, or not a sentence, describes nothing.
     if draw(name, 5, "search") > 1 or len(first.split()) < 4 or "->" in first or "(" in first.split()[0]:
         return
     found = signature(thing)
@@ -187,7 +187,7 @@ def add_search(corpus: Corpus, name: str, thing: Any, kind: str) -> None:
 
 
 def members_of(owner: Any, names: list[str]) -> list[tuple[str, Any]]:
-    """Documented members in the order of `names`."""
+    """Return documented members in the order of `names`."""
     found = []
     for name in names:
         try:
@@ -209,7 +209,7 @@ def add_class(corpus: Corpus, name: str, thing: type) -> None:
     if draw(name, 2, "listing") and listing:
         turns.append((f"Which methods and attributes does `{name}` have?", listing))
         listing = ""
-        # Some of these go on to a member that the list named.
+        # Some continue with a member from the list.
         if draw(name, 2, "member"):
             member, inner = public[draw(name, len(public), "which")]
             turns.append((f"Say more about `{member}`.", documentation(inner)))
@@ -252,7 +252,7 @@ def add_module(corpus: Corpus, name: str, module: types.ModuleType, seen: set[in
 
 
 def sections(topic: str) -> Iterator[tuple[str, str]]:
-    """Title and text of each underlined section of a language topic, text before the first title left out."""
+    """Yield title and text of each underlined section of a language topic, without text before the first title."""
     lines = topic.splitlines()
     titles = [
         at
@@ -269,7 +269,7 @@ def add_topics(corpus: Corpus) -> None:
     for topic, text in sorted(topics.items()):
         found = [(title, body) for title, body in sections(text) if len(body) > 20]
         for title, body in found:
-            # Passages of a few paragraphs, so that a long topic becomes a conversation and not one endless answer.
+            # Passages of a few paragraphs turn a long topic into a conversation instead of one endless answer.
             passages, size = [""], 0
             for paragraph in re.split(r"\n\s*\n", body):
                 if size > 1200 + 1200 * draw(title, 4, topic):
@@ -289,7 +289,7 @@ def main(output: str) -> None:
     warnings.simplefilter("ignore")
     corpus = Corpus()
     add_topics(corpus)
-    # All modules are imported before any is described: some add to others.
+    # Import all modules before describing any: some add to others.
     modules = list(find_modules())
     seen: set[int] = set()
     for name, module in modules:

@@ -1,4 +1,11 @@
-"""TODO."""
+"""Conversations to sequences: chat template, token ids, and the mask of trained tokens.
+
+    tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
+    tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
+
+`train_bpe` trains a tokenizer on the conversations themselves. The libraries (transformers, tokenizers, jinja2) are
+imported when a tokenizer is loaded.
+"""
 
 from __future__ import annotations
 

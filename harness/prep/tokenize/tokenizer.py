@@ -1,4 +1,4 @@
-"""From conversations to sequences: chat template, token ids, and which tokens are trained."""
+"""ChatTokenizer: renders conversations with a chat template, tokenises them, and masks the tokens to train."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.checks import require_at_least, require_choice
+from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.bpe import INSTALL_FIX, MIN_VOCAB_SIZE
-from harness.prep.tokenize.mask import Span, mask_of_encoding
-from harness.records import SequenceView
+from harness.records import SequenceView, UInt8Array
 
 MASK_RULES = ("generation", "assistant_turns", "all")
+# First and past-the-end character.
+Span = tuple[int, int]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# transformers keeps one compiled template for all that have its text, which notes spans and refuses a second thread.
+# transformers caches one compiled template per text, which records spans in place and refuses a second thread.
 _RENDERING = threading.Lock()
 os.register_at_fork(before=_RENDERING.acquire, after_in_parent=_RENDERING.release, after_in_child=_RENDERING.release)
 
 
 @dataclass
 class TokenizerConfig:
-    """Which tokenizer and chat template turn conversations into tokens.
+    """Tokenizer, chat template and masking rule.
 
     Attributes:
-        kind: `bpe` trains a byte-level BPE on the source where no name is given, `huggingface` asks for a name.
+        kind: `bpe` trains a byte-level BPE on the source if no name is given, `huggingface` requires a name.
         name: a Hugging Face tokenizer folder or hub id.
-        vocab_size: tokens of a tokenizer that is trained; not used with `name`.
-        chat_template: a Jinja file used in place of the tokenizer's own template.
-        mask: which tokens are trained. `generation`: those that the template writes inside `{% generation %}`;
-            `assistant_turns`: what each assistant turn adds to the conversation before it, for templates without that
-            tag; `all`: every token.
-        control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them.
-            Allowed, such text becomes the token itself, and a user who writes a turn's end has ended the turn.
+        vocab_size: number of tokens of a trained tokenizer; not used with `name`.
+        chat_template: a Jinja file that replaces the tokenizer's own template.
+        mask: rule for trained tokens. `generation`: tokens that the template writes inside `{% generation %}`;
+            `assistant_turns`: tokens that each assistant turn adds to the conversation before it, for templates without
+            that tag; `all`: every token.
+        control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them:
+            such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
     """
 
     kind: str = "bpe"
@@ -56,10 +58,8 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
         if self.kind == "huggingface" and not self.name:
-            raise ConfigError(
-                "no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder, or a hub id"
-            )
-        require_at_least(self.vocab_size, MIN_VOCAB_SIZE, setting="tokenizer.vocab_size")
+            raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
+        require_numbers(self, "tokenizer", "vocab_size", lowest=MIN_VOCAB_SIZE)
         require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
         require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")
 
@@ -67,23 +67,23 @@ class TokenizerConfig:
 class ChatTokenizer:
     """A tokenizer with its chat template and masking rule.
 
-    Tokens are those of `apply_chat_template(..., tokenize=True)`. The mask is made here, from the characters that each
-    token stands for: transformers asks for the token of a span's last character, finds none where a tokenizer leaves
-    white space out of its offsets, and then trains everything up to the end of the conversation.
+    Tokens equal those of `apply_chat_template(..., tokenize=True)`. The mask is computed here, from the characters of
+    each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
+    space out of its offsets, and then trains everything up to the end of the conversation.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "") -> None:
-        """Load from `folder`, or else from `config.name`.
+        """Load from `folder` if given, or from `config.name`.
 
         Raises:
-            ConfigError: it cannot be loaded, is no fast tokenizer, or its template is no Jinja, or has no
-                `{% generation %}` while the masking rule needs it.
+            ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or lacks the
+                `{% generation %}` that the masking rule needs.
         """
         self.name = folder or config.name
         self.mask_rule = config.mask
         self._hf = _load(self.name)
         self._backend = self._hf.backend_tokenizer
-        # A tokenizer.json may carry settings of the run that wrote it.
+        # A tokenizer.json may carry settings of the program that wrote it.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
@@ -92,46 +92,44 @@ class ChatTokenizer:
         try:
             self.chat_template: str = self._hf.get_chat_template(None, None)
         except ValueError as error:
-            raise ConfigError(
-                "the tokenizer has no chat template", where=self.name, fix="name one with tokenizer.chat_template"
-            ) from error
-        self._check_syntax(config.chat_template or self.name)
-        if config.mask == "generation" and not _GENERATION_TAG.search(self.chat_template):
-            raise ConfigError(
-                "the chat template has no {% generation %}, so it does not say which tokens are the assistant's",
-                where=config.chat_template or self.name,
-                fix="set tokenizer.mask=assistant_turns, or name a template that has it with tokenizer.chat_template",
-            )
+            fix = "name a template with tokenizer.chat_template"
+            raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
+        self._check_template(config.chat_template or self.name)
         special_tokens = {token.content for token in self._hf.added_tokens_decoder.values() if token.special}
-        # Longest first, so that the token named in an error is the one that would be made.
+        # Longest first, so that an error names the token that would be made.
         special = sorted(special_tokens | set(self._hf.all_special_tokens), key=lambda token: (-len(token), token))
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
-        # A look for these costs next to nothing, and most text has none.
+        # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
 
-    def _check_syntax(self, where: str) -> None:
-        """Once and for all, where each conversation would say the same."""
+    def _check_template(self, where: str) -> None:
+        """Report a broken template once, instead of once a conversation."""
         import jinja2
 
         try:
             self._template([{"role": "user", "content": ""}])
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template is no Jinja: {error.message}, line {error.lineno}", where=where, fix="mend it there"
-            ) from None
+            what = f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
+            raise ConfigError(what, where=where, fix="fix the template") from None
         except Exception:
-            # Templates may refuse this conversation; each that is read is answered for on its own.
+            # Templates may refuse this conversation; each real one gets an outcome of its own.
             pass
+        if self.mask_rule == "generation" and not _GENERATION_TAG.search(self.chat_template):
+            raise ConfigError(
+                "the chat template has no {% generation %} that marks the assistant's tokens",
+                where=where,
+                fix="set tokenizer.mask=assistant_turns, or name a template with the tag with tokenizer.chat_template",
+            )
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id."""
+        """Highest token id plus one."""
         return 1 + int(max(self._hf.get_vocab().values()))
 
     @property
     def tokenizer_hash(self) -> str:
-        """16 hex digits over every token with its id and the roles of special ones."""
+        """16 hex digits over every token with its id and the roles of special tokens."""
         return _hash_tokens(self._hf)
 
     @property
@@ -140,29 +138,30 @@ class ChatTokenizer:
         return _digest(self.chat_template)
 
     def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face tokenizer folder, with the template in use."""
+        """Write a Hugging Face tokenizer folder that includes the template in use."""
         self._hf.save_pretrained(str(folder))
 
     def prompt(self, text: str) -> list[int]:
-        """Token ids of a conversation in which a user has said `text`, up to where the answer begins."""
+        """Return the token ids of a conversation with the user turn `text`, up to where the answer begins."""
         rendered, _ = self._template([{"role": "user", "content": text}], prompt=True)
         return list(self._backend.encode(rendered, add_special_tokens=False).ids)
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer."""
         return end_tokens(self._hf)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
-        """Tokenise; each result stands where its conversation did.
+        """Tokenise conversations; results are in the same order.
 
         Returns:
-            per conversation input_ids int32 [L] and loss_mask uint8 [L] (label-aligned, so shifted left by one from
-            the tokens that the assistant wrote), L at least 2 with something to train; or why there is none.
+            for each conversation input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train;
+            or the reason why there is none. The mask is label-aligned: shifted left by one from the tokens that the
+            assistant wrote.
         """
         rendered = [self._render(conversation) for conversation in conversations]
         texts = [item[0] for item in rendered if not isinstance(item, BadRecord)]
@@ -177,25 +176,23 @@ class ChatTokenizer:
             mask = np.zeros(len(ids), np.uint8)
             if item[1]:
                 mask[:-1] = mask_of_encoding(encoding, len(ids), *item)[1:]
-            results.append(self._check(conversation, SequenceView(ids, mask)))
+            if len(ids) < MIN_SEQUENCE_TOKENS:
+                detail = f"is {len(ids)} token long, so there is nothing to predict"
+                results.append(BadRecord(conversation.where, BadReason.TOO_SHORT, detail))
+            elif not mask.any():
+                detail = "the chat template writes no assistant token that can be trained"
+                results.append(BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail))
+            else:
+                results.append(SequenceView(ids, mask))
         return results
 
-    def _check(self, conversation: Conversation, sequence: SequenceView) -> SequenceView | BadRecord:
-        if len(sequence) < MIN_SEQUENCE_TOKENS:
-            detail = f"is {len(sequence)} token long, so there is nothing to predict"
-            return BadRecord(conversation.where, BadReason.TOO_SHORT, detail)
-        if not sequence.loss_mask.any():
-            detail = "the chat template writes no assistant token that can be trained"
-            return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
-        return sequence
-
     def _render(self, conversation: Conversation) -> tuple[str, list[Span]] | BadRecord:
-        """The conversation's text and the parts of it, in characters, that are trained."""
+        """Return the conversation's text and the spans of it that are trained."""
         if self._control is not None:
             for number, message in enumerate(conversation.messages, start=1):
                 begins = any(character in message.content for character in self._control_begins)
-                if begins and (found := self._control.search(message.content)):
-                    detail = f"turn {number} ({message.role}) spells the control token {found.group()!r}"
+                if begins and (match := self._control.search(message.content)):
+                    detail = f"turn {number} ({message.role}) spells the control token {match.group()!r}"
                     return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         messages = conversation.as_dicts()
         try:
@@ -205,7 +202,7 @@ class ChatTokenizer:
             if self.mask_rule == "all":
                 return text, [(0, len(text))]
             return text, self._assistant_turns(messages, text)
-        except Exception as error:  # a template is the user's program and can raise anything
+        except Exception as error:  # a template is a user's program and can raise anything
             detail = f"the chat template failed: {type(error).__name__}: {error}"
             return BadRecord(conversation.where, BadReason.TEMPLATE_FAILED, detail)
 
@@ -227,29 +224,86 @@ class ChatTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _RENDERING:
-            texts, found = render_jinja_template(
+            texts, generated = render_jinja_template(
                 conversations=[messages],
                 chat_template=self.chat_template,
                 return_assistant_tokens_mask=spans,
                 add_generation_prompt=prompt,
                 **self._hf.special_tokens_map,
             )
-        return texts[0], [(start, end) for start, end in found[0]] if spans else []
+        return texts[0], [(start, end) for start, end in generated[0]] if spans else []
+
+
+def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
+    """Mask the tokens with characters inside the spans.
+
+    A token covers everything since the token before it, even if its own offsets leave white space out.
+
+    Args:
+        offsets: [L] first and past-the-end character of each token.
+        spans: first and past-the-end character of each trained part.
+
+    Returns:
+        uint8 [L], token-aligned.
+    """
+    # Twice as fast as an array made of pairs.
+    starts, ends = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2).T
+    starts = np.minimum(starts, np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)])[: len(starts)])
+    mask = np.zeros(len(starts), np.uint8)
+    for start, end in spans:
+        mask |= (starts < end) & (ends > start)
+    return mask
+
+
+def mask_of_encoding(encoding: Any, num_tokens: int, text: str, spans: Sequence[Span]) -> UInt8Array:
+    """Compute `token_mask` of an encoding by the tokenizers library, mostly without reading every token's offsets.
+
+    Reading all offsets costs up to a third of tokenising.
+
+    Args:
+        encoding: of `text`, with `num_tokens` tokens.
+
+    Returns:
+        uint8 [num_tokens], token-aligned.
+    """
+    mask = np.zeros(num_tokens, np.uint8)
+    for start, end in spans:
+        tokens = _tokens_of(encoding, num_tokens, len(text), start, end)
+        if tokens is None:
+            return token_mask(encoding.offsets, spans)
+        mask[tokens] = 1
+    return mask
+
+
+def _tokens_of(encoding: Any, num_tokens: int, num_characters: int, start: int, end: int) -> slice | None:
+    """Return the tokens of a span that begins and ends at token boundaries; None if it does not."""
+    first = encoding.char_to_token(start)
+    if start >= end or first is None:
+        return None
+    following = num_tokens if end == num_characters else encoding.char_to_token(end)
+    # No character may be left out between the span and the next token: that token would cover it.
+    if following is None or encoding.char_to_token(end - 1) is None:
+        return None
+    if following < num_tokens and encoding.token_to_chars(following)[0] != end:
+        return None
+    # Nor may there be a token without characters.
+    last = encoding.token_to_chars(following - 1) if following > first else None
+    return slice(first, following) if last is not None and last[0] < end else None
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """Of a tokenizer of transformers: its own end, and what templates write after a turn."""
+    """Return the ids that end an answer: the end token of a transformers tokenizer, and those of common templates."""
     marks = [tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "</s>"]
-    known = tokenizer.get_vocab()
-    return sorted({known[mark] for mark in marks if mark in known})
+    vocabulary = tokenizer.get_vocab()
+    return sorted({vocabulary[mark] for mark in marks if mark in vocabulary})
 
 
 def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:
-    """Cut a sequence to what a pack can hold.
+    """Cut or drop a sequence that is longer than a pack.
 
     Returns:
-        the sequence and what was done (`kept`, `truncated`), or None and why (`over_long`, `truncated_untrained`: no
-        trained token is left in what fits).
+        the sequence and the outcome (`kept`, `truncated`), or None and the reason (`over_long`; `truncated_untrained`:
+        the part that fits has no trained token).
     """
     if len(sequence) <= pack_size:
         return sequence, "kept"
@@ -262,7 +316,7 @@ def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tu
 
 
 def tokenizer_hash(name: str) -> str:
-    """`ChatTokenizer.tokenizer_hash` of a folder or hub id, whether it has a chat template or not."""
+    """Return `ChatTokenizer.tokenizer_hash` of a folder or hub id, with or without a chat template."""
     return _hash_tokens(_load(name))
 
 
@@ -276,23 +330,23 @@ def _load(name: str) -> Any:
         from transformers import AutoTokenizer
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"tokenising takes a newer `transformers`: {error}", fix=INSTALL_FIX) from error
+        raise ConfigError(f"tokenising needs a newer `transformers`: {error}", fix=INSTALL_FIX) from error
+    folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
+    if looks_local and not folder.is_dir():
         raise ConfigError("there is no such tokenizer folder", where=name, fix="check tokenizer.name")
-    path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except Exception as error:  # the library raises almost anything for a damaged folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"the tokenizer cannot be loaded: {reason}",
             where=name,
-            fix="tokenizer.name takes a folder with tokenizer.json, or a hub id",
+            fix="set tokenizer.name to a folder with tokenizer.json, or a hub id",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
-            "it is not a fast tokenizer, so tokens cannot be traced to the text that they stand for",
+            "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text",
             where=name,
             fix="use a tokenizer with a tokenizer.json",
         )
@@ -303,7 +357,8 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the template cannot be read: {error}", where=path, fix="check the setting") from error
+        what = f"the template cannot be read: {error}"
+        raise ConfigError(what, where=path, fix="check tokenizer.chat_template") from error
 
 
 def _digest(text: str) -> str:

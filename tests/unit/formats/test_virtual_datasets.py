@@ -22,8 +22,7 @@ from harness.formats.remote import RemoteFolder
 from harness.formats.verify import diff_datasets, verify_dataset
 from harness.formats.virtual.plan import open_store, write_plan
 from harness.formats.virtual.store import FORMAT
-from harness.prep.packing.plan import plan_packs
-from harness.prep.repack import repack_store
+from harness.prep import plan_packs, repack_store
 from harness.records import Pack
 from harness.storage.uris import ObjectPath
 

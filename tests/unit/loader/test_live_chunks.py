@@ -17,8 +17,7 @@ from live_streams import Trained, some_chats, some_packs, train, write_stream
 from harness.errors import FormatError, LoaderError, ScheduleError
 from harness.loader.live.position import LivePosition
 from harness.loader.live.producer import LiveProducer
-from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
 

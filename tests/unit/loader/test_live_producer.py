@@ -23,8 +23,7 @@ from harness.loader.live.chunk import LiveChunk
 from harness.loader.live.folder import LiveFolder, chunk_name
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
 from harness.loader.live.producer import LiveProducer
-from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.storage import files
 
 

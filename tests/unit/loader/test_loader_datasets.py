@@ -40,7 +40,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(tmp_path):
 
 
 def test_a_dataset_of_another_tokenizer_than_the_one_asked_for_is_refused(tmp_path):
-    from harness.prep.tokenize.bpe import train_bpe
+    from harness.prep import train_bpe
 
     train_bpe(["some text to learn from"] * 20, tmp_path / "tokenizer", vocab_size=300)
     write(tmp_path / "train")

@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.chat import Chat, exported
-from harness.prep.tokenize.bpe import train_bpe
+from harness.prep import train_bpe
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 

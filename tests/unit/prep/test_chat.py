@@ -1,4 +1,4 @@
-"""What counts as a conversation, and what is said about a record that is not one."""
+"""Records are parsed into conversations, or reported as bad with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
 
 
-def test_a_good_line_becomes_a_conversation_with_its_place():
+def test_a_valid_line_becomes_a_conversation_with_file_and_line():
     line = b'{"id": 7, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
     assert parse_line(line, "chat.jsonl, line 3") == Conversation(
         (Message("user", "Hi"), Message("assistant", "Hello")), "chat.jsonl, line 3"
@@ -22,7 +22,7 @@ def test_a_good_line_becomes_a_conversation_with_its_place():
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_every_role_is_taken(role):
+def test_every_role_is_accepted(role):
     assert isinstance(parse_record({"messages": [{"role": role, "content": "x"}, ANSWER]}, ""), Conversation)
 
 
@@ -51,31 +51,31 @@ def test_every_role_is_taken(role):
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', BadReason.UNKNOWN_FIELD, "tools"),
     ],
 )
-def test_a_bad_line_says_why(line, reason, words):
+def test_a_bad_line_reports_reason_and_detail(line, reason, words):
     bad = parse_line(line, "f.jsonl, line 1")
     assert isinstance(bad, BadRecord)
     assert (bad.reason, bad.where) == (reason, "f.jsonl, line 1")
     assert words in bad.detail
 
 
-def test_a_null_field_is_the_same_as_none_at_all():
+def test_a_null_field_counts_as_absent():
     # Parquet gives every turn of a column the same fields.
     assert isinstance(parse_record({"messages": [ASK, {**ANSWER, "tool_calls": None}]}, ""), Conversation)
 
 
-def test_a_byte_order_mark_is_not_content():
+def test_a_byte_order_mark_is_ignored():
     line = b"\xef\xbb\xbf" + json.dumps({"messages": [ASK, ANSWER]}).encode()
     assert isinstance(parse_line(line, ""), Conversation)
 
 
-def test_the_hash_tells_conversations_apart_and_ignores_where_they_were_read():
+def test_the_hash_depends_on_roles_and_texts_and_not_on_the_place():
     def hash_of(*turns: tuple[str, str], where: str = "") -> int:
         return Conversation(tuple(Message(*turn) for turn in turns), where).hash()
 
     assert hash_of(("user", "ab"), ("assistant", "c")) == hash_of(("user", "ab"), ("assistant", "c"), where="x")
     assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("user", "a"), ("assistant", "bc"))
     assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("assistant", "ab"), ("user", "c"))
-    # A stored split depends on this number: it may never change.
+    # Stored splits depend on this number: it must never change.
     assert hash_of(("user", "Hi"), ("assistant", "Hello")) == 17707387282723869345
 
 
@@ -91,11 +91,11 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(JSON)
-def test_no_json_value_raises(value):
+def test_no_json_value_raises_an_exception(value):
     assert isinstance(parse_record(value, "here"), Conversation | BadRecord)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60))
-def test_no_bytes_raise(line):
+def test_no_bytes_raise_an_exception(line):
     assert isinstance(parse_line(line, "here"), BadRecord)

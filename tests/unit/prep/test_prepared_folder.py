@@ -1,4 +1,4 @@
-"""A prepared folder is done, in progress, or somebody else's; each is handled as what it is."""
+"""A prepared folder is finished, in progress, or holds something else; each case is handled."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def finish(path, settings=SETTINGS):
     return report
 
 
-def test_a_finished_folder_is_found_and_left_alone(tmp_path):
+def test_a_finished_folder_is_recognised_and_left_unchanged(tmp_path):
     report = finish(tmp_path / "d")
     assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) == report
     assert not (tmp_path / "d" / "_preparing").exists()
 
 
-def test_other_settings_are_named_and_need_overwrite(tmp_path):
+def test_changed_settings_are_listed_and_need_overwrite(tmp_path):
     finish(tmp_path / "d")
     folder = PreparedFolder(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"data\.pack_size was 8 and is 16") as error:
@@ -39,7 +39,7 @@ def test_other_settings_are_named_and_need_overwrite(tmp_path):
     assert folder.finished_report(OTHER, overwrite=True) is None
 
 
-def test_a_finished_folder_that_lost_its_data_is_made_again(tmp_path):
+def test_a_finished_folder_without_its_data_is_prepared_again(tmp_path):
     finish(tmp_path / "d")
     (tmp_path / "d" / "train" / "manifest.json").unlink()
     assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) is None
@@ -58,7 +58,7 @@ def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
     again.abandon()
 
 
-def test_a_run_that_is_going_on_keeps_others_out(tmp_path):
+def test_a_running_preparation_locks_the_folder(tmp_path):
     folder = PreparedFolder(tmp_path / "d")
     folder.begin()
     with pytest.raises(FormatError, match="another process"):
@@ -67,23 +67,23 @@ def test_a_run_that_is_going_on_keeps_others_out(tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_of_somebody_else_is_never_touched(tmp_path, overwrite):
+def test_a_folder_with_other_files_is_never_changed(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(PrepError, match=r"thesis\.tex"):
         PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
-    (tmp_path / "report.json").write_text(json.dumps({"title": "of another tool"}))
-    with pytest.raises(PrepError, match="not one of a preparation"):
+    (tmp_path / "report.json").write_text(json.dumps({"title": "another tool"}))
+    with pytest.raises(PrepError, match="was not written by a preparation"):
         PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path):
+def test_a_file_at_the_destination_is_an_error(tmp_path):
     (tmp_path / "d").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=True)
 
 
-def test_what_else_is_in_a_prepared_folder_survives_a_new_run(tmp_path):
+def test_other_files_in_a_prepared_folder_survive_a_new_run(tmp_path):
     finish(tmp_path / "d")
     (tmp_path / "d" / "notes.txt").write_text("mine")
     folder = PreparedFolder(tmp_path / "d")

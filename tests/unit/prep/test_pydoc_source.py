@@ -1,4 +1,4 @@
-"""The built-in corpus is big enough, the same on every run, and made of good conversations."""
+"""The built-in corpus is large enough, the same on every run, and made of valid conversations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from harness.errors import PrepError
 from harness.prep.chat import Conversation
+from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.pydoc.collect import sections
-from harness.prep.pydoc.source import write_pydoc_corpus
-from harness.prep.reading import read_chunks
-from harness.prep.sources import list_files
+from harness.prep.sources import list_files, read_chunks
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,7 @@ def corpus(tmp_path_factory):
     return path
 
 
-def test_there_are_at_least_8000_conversations_and_none_is_bad(corpus):
+def test_the_corpus_has_at_least_8000_conversations_and_no_bad_record(corpus):
     records = [record for chunk in read_chunks(list_files(str(corpus))) for record in chunk.parse()]
     assert len(records) >= 8000
     assert all(isinstance(record, Conversation) for record in records)
@@ -33,10 +32,10 @@ def test_there_are_at_least_8000_conversations_and_none_is_bad(corpus):
     assert sum(len(record.messages) > 3 for record in records) > 500
 
 
-def test_every_answer_is_given_once(corpus):
+def test_no_answer_occurs_twice(corpus):
     records = [record for chunk in read_chunks(list_files(str(corpus))) for record in chunk.parse()]
     answers = [m.content for record in records for m in record.messages if m.role == "assistant"]
-    # The same words under a question in validation and in training would make one of them worthless.
+    # The same answer in validation and in training would make the validation loss meaningless.
     assert len(set(answers)) == len(answers)
 
 
@@ -46,18 +45,18 @@ def test_a_second_run_writes_the_same_bytes(corpus, tmp_path):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["again.jsonl"]
 
 
-def test_nothing_of_where_this_python_lies_is_written(corpus):
+def test_the_corpus_does_not_contain_the_path_of_this_python(corpus):
     text = corpus.read_text()
     assert sys.prefix not in text
     assert "this Python if left out" in text
 
 
-def test_a_python_that_cannot_collect_is_a_clear_error(tmp_path, monkeypatch):
+def test_a_failing_collector_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PrepError, match="ended with code 1"):
         write_pydoc_corpus(tmp_path / "x.jsonl")
 
 
-def test_a_topic_is_cut_at_its_underlined_titles():
+def test_a_topic_is_split_at_its_underlined_titles():
     topic = "Numbers\n*******\n\nAll of them.\n\nIntegers\n========\n\nWhole.\n\n   code\n   ====\n"
     assert list(sections(topic)) == [("Numbers", "All of them."), ("Integers", "Whole.\n\n   code\n   ====")]

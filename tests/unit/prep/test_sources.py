@@ -1,4 +1,4 @@
-"""Files are found in natural order and read in a stream, each record with its file and number."""
+"""Chat files are listed in natural order and read in a stream, each record with its file and number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.reading import cut_shards, read_chunks, read_shard
-from harness.prep.sources import SourceConfig, list_files
+from harness.prep.sources import SourceConfig, cut_shards, list_files, list_skipped_files, read_chunks, read_shard
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
@@ -22,7 +21,7 @@ def read_all(path, limit=0):
     return [record for chunk in read_chunks(list_files(str(path)), limit=limit) for record in chunk.parse()]
 
 
-def test_a_folder_is_read_with_all_below_it_in_natural_order(tmp_path):
+def test_a_folder_is_read_recursively_in_natural_order(tmp_path):
     for name in ["part-10.jsonl", "part-2.jsonl", "deep/part-1.ndjson", ".hidden/x.jsonl", "README.md"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(GOOD) + "\n")
@@ -30,7 +29,7 @@ def test_a_folder_is_read_with_all_below_it_in_natural_order(tmp_path):
     assert names == ["deep/part-1.ndjson", "part-2.jsonl", "part-10.jsonl"]
 
 
-def test_a_glob_and_a_single_file_are_found(tmp_path):
+def test_a_glob_and_a_single_file_are_listed(tmp_path):
     for name in ["b.jsonl", "a.jsonl", "c.txt"]:
         (tmp_path / name).write_text("")
     assert [file.name for file in list_files(str(tmp_path / "*.jsonl"))] == ["a.jsonl", "b.jsonl"]
@@ -38,16 +37,16 @@ def test_a_glob_and_a_single_file_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "*.jsonl", ""])
-def test_no_files_is_an_error(tmp_path, name):
-    with pytest.raises(PrepError, match="no chat files"):
+def test_a_path_without_chat_files_is_an_error(tmp_path, name):
+    with pytest.raises(PrepError, match="there are no chat files"):
         list_files(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.xz", "b.zip", "b.tar.gz"])
-def test_a_file_compressed_in_a_way_that_is_not_read_is_refused_and_not_passed_over(tmp_path, name):
+def test_an_unsupported_compression_is_refused_and_not_skipped(tmp_path, name):
     (tmp_path / "a.jsonl").write_text("")
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(PrepError, match="compressed in this way"):
+    with pytest.raises(PrepError, match="compressed file is not supported"):
         list_files(str(tmp_path))
 
 
@@ -58,16 +57,16 @@ def compress(data, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
-def test_compressed_lines_are_read_as_the_lines_are_and_a_file_that_was_cut_off_is_an_error(tmp_path, suffix):
+def test_compressed_files_give_the_same_records_and_a_truncated_one_is_an_error(tmp_path, suffix):
     lines = [
         json.dumps({"messages": [{"role": "user", "content": f"{n} " * 500}, GOOD["messages"][1]]}) for n in range(900)
     ]
     text = "\n".join(lines).encode()
     (tmp_path / "chat.jsonl").write_bytes(text)
-    # Two members, as a tool that appends to such a file leaves it.
+    # Two members, as left by a tool that appends to a compressed file.
     (tmp_path / f"chat.jsonl{suffix}").write_bytes(compress(text[:1000], suffix) + compress(text[1000:], suffix))
     plain, packed = read_all(tmp_path / "chat.jsonl"), read_all(tmp_path / f"chat.jsonl{suffix}")
-    assert [one.hash() for one in packed] == [one.hash() for one in plain]
+    assert [record.hash() for record in packed] == [record.hash() for record in plain]
     assert packed[899].where == f"{tmp_path}/chat.jsonl{suffix}, line 900"
     whole = (tmp_path / f"chat.jsonl{suffix}").read_bytes()
     (tmp_path / "cut").mkdir()
@@ -76,7 +75,7 @@ def test_compressed_lines_are_read_as_the_lines_are_and_a_file_that_was_cut_off_
         read_all(tmp_path / "cut")
 
 
-def test_a_folder_that_hugging_face_datasets_saved_is_read_and_one_of_several_splits_is_refused(tmp_path):
+def test_a_saved_hugging_face_dataset_is_read_unless_it_holds_several_splits(tmp_path):
     rows = [
         {"messages": [{"content": f"{n}", "role": "user"}, {"content": "b", "role": "assistant"}]} for n in range(2500)
     ]
@@ -88,15 +87,15 @@ def test_a_folder_that_hugging_face_datasets_saved_is_read_and_one_of_several_sp
         with pa.OSFile(str(path), "wb") as file, opened(file, table.schema) as writer:
             writer.write_table(part, max_chunksize=1000)
     (tmp_path / "train" / "state.json").write_text("{}")
-    found = read_all(tmp_path / "train")
-    assert [one.messages[0].content for one in found] == [str(n) for n in range(2500)]
-    assert found[-1].where.endswith("data-00001-of-00002.arrow, row 1299")
+    records = read_all(tmp_path / "train")
+    assert [record.messages[0].content for record in records] == [str(n) for n in range(2500)]
+    assert records[-1].where.endswith("data-00001-of-00002.arrow, row 1299")
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(PrepError, match="holds the splits train"):
         list_files(str(tmp_path))
 
 
-def test_shards_hold_every_record_once_with_its_number_whatever_their_size(tmp_path):
+def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path):
     text = "".join(json.dumps({**GOOD, "n": "x" * (n % 700)}) + "\n" * (1 + n % 3) for n in range(3000)).rstrip("\n")
     (tmp_path / "a.jsonl").write_text(text)
     table = pa.Table.from_pylist([GOOD] * 5000)
@@ -127,7 +126,7 @@ def test_lines_are_counted_from_one_and_blank_lines_keep_the_count_right(tmp_pat
     assert third.where == f"{file}, line 5"
 
 
-def test_line_numbers_go_on_across_chunks(tmp_path):
+def test_line_numbers_continue_across_chunks(tmp_path):
     file = tmp_path / "chat.jsonl"
     line = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}, GOOD["messages"][1]]}) + "\n"
     file.write_text(line * 2500)
@@ -137,7 +136,7 @@ def test_line_numbers_go_on_across_chunks(tmp_path):
     assert [r.where for c in chunks for r in c.parse()] == [f"{file}, line {n}" for n in range(1, 2501)]
 
 
-def test_a_parquet_file_is_read_by_row(tmp_path):
+def test_a_parquet_file_is_read_row_by_row(tmp_path):
     file = tmp_path / "chat.parquet"
     turns = GOOD["messages"]
     pq.write_table(pa.table({"id": [1, 2, 3], "messages": [turns, None, turns]}), file)
@@ -170,7 +169,7 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 3, 5, 99])
-def test_the_limit_holds_over_files(tmp_path, limit):
+def test_the_limit_counts_across_files(tmp_path, limit):
     for name in ["a.jsonl", "b.jsonl"]:
         (tmp_path / name).write_text((json.dumps(GOOD) + "\n") * 3)
     assert len(read_all(tmp_path, limit)) == min(limit, 6)
@@ -190,17 +189,15 @@ def test_blank_lines_do_not_count_toward_the_limit(tmp_path):
         ({"limit": -1}, "source.limit"),
     ],
 )
-def test_bad_settings_are_refused(settings, where):
+def test_invalid_settings_are_refused(settings, where):
     with pytest.raises(ConfigError) as error:
         SourceConfig(**settings)
     assert error.value.where == where
 
 
-def test_a_folder_is_searched_whatever_the_case_and_what_is_left_out_is_known(tmp_path):
-    from harness.prep.sources import files_left_out
-
+def test_suffixes_ignore_case_and_skipped_files_are_listed(tmp_path):
     for name in ("a.jsonl", "b.JSONL", "c.json", "_d.jsonl", "sub/e.ndjson"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     assert [file.name for file in list_files(str(tmp_path))] == ["a.jsonl", "b.JSONL", "e.ndjson"]
-    assert [file.name for file in files_left_out(str(tmp_path))] == ["_d.jsonl", "c.json"]
+    assert [file.name for file in list_skipped_files(str(tmp_path))] == ["_d.jsonl", "c.json"]

@@ -1,11 +1,11 @@
-"""Sequences are packed as they come: tight, bounded, and never two packs at once."""
+"""A stream of sequences is packed tightly, with bounded memory, one pack at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from harness.prep.packing.stream import Member, StreamPacker, pack_of
+from harness.prep import Member, StreamPacker, pack_of
 from harness.records import SequenceView
 
 
@@ -14,7 +14,7 @@ def member(key: int, length: int) -> Member[int]:
 
 
 def packed(lengths: list[int], *, pack_size: int, max_open: int) -> list[list[int]]:
-    """Packs in the order in which they come out, as indices into `lengths`."""
+    """Packs in the order of leaving, as indices into `lengths`."""
     packer: StreamPacker[int] = StreamPacker(pack_size, max_open=max_open)
     out = [packer.add(member(number, length)) for number, length in enumerate(lengths)]
     while (left := packer.flush()) is not None:
@@ -22,22 +22,22 @@ def packed(lengths: list[int], *, pack_size: int, max_open: int) -> list[list[in
     return [[one.key for one in pack] for pack in out if pack is not None]
 
 
-def test_a_sequence_goes_where_it_leaves_the_least_room_and_full_packs_leave_at_once() -> None:
+def test_a_sequence_goes_to_the_tightest_pack_and_full_packs_leave_at_once() -> None:
     assert packed([6, 7, 3, 4], pack_size=10, max_open=4) == [[1, 2], [0, 3]]
 
 
-def test_the_oldest_pack_leaves_when_too_many_are_open() -> None:
+def test_the_oldest_pack_leaves_once_too_many_are_open() -> None:
     assert packed([6, 7, 8, 5], pack_size=10, max_open=2) == [[0], [1], [2], [3]]
     assert packed([6, 7, 8, 4], pack_size=10, max_open=3) == [[0, 3], [1], [2]]
 
 
 @pytest.mark.parametrize("max_open", [1, 8, 32])
-def test_every_sequence_comes_out_once_and_at_most_one_pack_for_each_that_goes_in(max_open: int) -> None:
+def test_every_sequence_leaves_once_and_each_one_added_completes_at_most_one_pack(max_open: int) -> None:
     lengths = np.random.default_rng(0).integers(2, 101, 2000).tolist()
     packer: StreamPacker[int] = StreamPacker(100, max_open=max_open)
     out = []
     for number, length in enumerate(lengths):
-        full = packer.add(member(number, length))  # one pack, or none: it cannot give two
+        full = packer.add(member(number, length))
         out += [full] if full is not None else []
         assert len(packer.open_keys) <= max_open
     while (left := packer.flush()) is not None:
@@ -46,13 +46,13 @@ def test_every_sequence_comes_out_once_and_at_most_one_pack_for_each_that_goes_i
     assert max(sum(one.size for one in pack) for pack in out) <= 100
 
 
-def test_conversations_of_usual_lengths_fill_packs_to_99_percent() -> None:
+def test_conversations_of_typical_lengths_fill_packs_to_98_percent() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 5000).clip(2, 4096).astype(int).tolist()
     packs = packed(lengths, pack_size=4096, max_open=32)
     assert sum(lengths) / (4096 * len(packs)) > 0.985
 
 
-def test_open_packs_are_restored_as_they_were() -> None:
+def test_restored_packs_continue_like_the_original() -> None:
     lengths = [5, 6, 7, 3, 2, 4, 9, 2, 2]
     whole: StreamPacker[int] = StreamPacker(12, max_open=3)
     part: StreamPacker[int] = StreamPacker(12, max_open=3)
@@ -65,13 +65,13 @@ def test_open_packs_are_restored_as_they_were() -> None:
     assert whole.open_keys == part.open_keys
 
 
-def test_a_pack_that_is_too_large_by_todays_sizes_becomes_several() -> None:
+def test_a_restored_pack_that_is_too_large_by_current_sizes_is_split() -> None:
     packer: StreamPacker[int] = StreamPacker(8, max_open=3)
     packer.restore([[member(0, 4), member(1, 4), member(2, 3)]])
     assert packer.open_keys == [[0, 1], [2]]
 
 
-def test_a_pack_has_its_members_end_to_end() -> None:
+def test_a_pack_joins_its_members_end_to_end() -> None:
     pack = pack_of([member(7, 3), member(9, 2)])
     assert pack.input_ids.tolist() == [7, 7, 7, 9, 9]
     assert pack.seq_start_id.tolist() == [0, 3]

@@ -1,4 +1,4 @@
-"""Conversations become the tokens of their chat template, with exactly the assistant's tokens trained."""
+"""Conversations become the tokens of their chat template, and exactly the assistant's tokens are trained."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
-from harness.prep.tokenize.mask import mask_of_encoding, token_mask
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig, fit_to_pack
+from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig, fit_to_pack, mask_of_encoding, token_mask
 from harness.records import SequenceView
 
 TEXTS = [
@@ -41,13 +40,13 @@ def with_template(folder, path, template, **settings):
     return ChatTokenizer(TokenizerConfig(name=str(folder), chat_template=str(file), **settings))
 
 
-def test_a_template_that_is_no_jinja_is_refused_before_any_conversation(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"the chat template is no Jinja: .*line 2") as caught:
+def test_a_template_that_is_not_valid_jinja_is_refused_before_any_conversation(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"the chat template is not valid Jinja: .*line 2") as caught:
         with_template(folder, tmp_path, "{% generation %}\n{% endfr %}")
     assert caught.value.where.endswith("template.jinja")
 
 
-def test_a_template_may_refuse_the_conversation_that_tries_its_syntax(folder, tmp_path):
+def test_a_template_may_refuse_the_conversation_used_to_check_its_syntax(folder, tmp_path):
     template = "{{ raise_exception('no') if messages | length < 2 }}"
     template += "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     refusing = with_template(folder, tmp_path, template)
@@ -66,7 +65,7 @@ def encode(tokenizer, conversation):
 
 
 def trained_text(tokenizer, sequence) -> str:
-    """What the labels of the trained positions spell."""
+    """Text of the labels of trained positions."""
     return tokenizer.decode(sequence.input_ids[1:][sequence.loss_mask[:-1] == 1])
 
 
@@ -93,7 +92,7 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(folder, tokenizer, con
     assert (sequence.input_ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.uint8)
 
 
-def test_what_is_trained_is_what_the_assistant_says_and_its_end(tokenizer):
+def test_the_assistants_text_and_its_end_are_trained(tokenizer):
     sequence = encode(tokenizer, chat("Hi", "Hello", "Bye", "So long"))
     assert trained_text(tokenizer, sequence) == "Hello<|im_end|>So long<|im_end|>"
     assert tokenizer.decode(sequence.input_ids) == (
@@ -102,14 +101,14 @@ def test_what_is_trained_is_what_the_assistant_says_and_its_end(tokenizer):
     )
 
 
-def test_a_batch_gives_what_one_at_a_time_gives(tokenizer):
+def test_a_batch_gives_the_same_as_single_conversations(tokenizer):
     for together, conversation in zip(tokenizer.encode(CHATS), CHATS, strict=True):
         alone = encode(tokenizer, conversation)
         np.testing.assert_array_equal(together.input_ids, alone.input_ids)
         np.testing.assert_array_equal(together.loss_mask, alone.loss_mask)
 
 
-def test_white_space_outside_the_offsets_neither_loses_nor_leaks_training(folder, tmp_path):
+def test_white_space_outside_the_offsets_neither_loses_nor_adds_trained_tokens(folder, tmp_path):
     # Tokenizers that trim offsets give no token for a space at either end of a turn; transformers' own mask then
     # stops before the first turn or runs on through the user's.
     shutil.copytree(folder, tmp_path / "trim")
@@ -137,13 +136,13 @@ def test_text_that_spells_a_control_token_cannot_forge_a_turn(tokenizer, who):
     assert "'<|im_end|>'" in bad.detail
 
 
-def test_control_tokens_in_text_pass_where_they_are_allowed(folder):
+def test_control_tokens_in_text_pass_if_allowed(folder):
     allowing = ChatTokenizer(TokenizerConfig(name=str(folder), control_tokens="allow"))
     sequence = encode(allowing, chat("Hi", "a<|endoftext|>b"))
     assert trained_text(allowing, sequence) == "a<|endoftext|>b<|im_end|>"
 
 
-def test_a_template_without_generation_is_refused_unless_another_rule_is_chosen(folder, tmp_path):
+def test_a_template_without_generation_tags_needs_another_masking_rule(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"no \{% generation %\}"):
         with_template(folder, tmp_path, PLAIN_TEMPLATE)
     by_turns = with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="assistant_turns")
@@ -176,7 +175,7 @@ def test_a_template_that_rewrites_earlier_turns_cannot_be_masked_by_turns(folder
         ("{% generation %}{% endgeneration %}", "too_short", "0 token"),
     ],
 )
-def test_a_template_that_fails_names_the_conversation(folder, tmp_path, template, reason, words):
+def test_a_failing_template_reports_the_conversation(folder, tmp_path, template, reason, words):
     bad = encode(with_template(folder, tmp_path, template), chat("Hi", "Hello"))
     assert (bad.reason, bad.where) == (reason, "chat.jsonl, line 1")
     assert words in bad.detail
@@ -199,7 +198,7 @@ def test_training_without_text_is_an_error(tmp_path):
         train_bpe([], tmp_path, vocab_size=300)
 
 
-def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, folder, tmp_path):
+def test_a_saved_tokenizer_has_the_same_hashes(tokenizer, folder, tmp_path):
     tokenizer.save(tmp_path / "copy")
     copy = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "copy")))
     assert copy.tokenizer_hash == tokenizer.tokenizer_hash
@@ -207,7 +206,7 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, folder, tmp_path):
     assert copy.vocab_size == tokenizer.vocab_size == 300
 
 
-def test_hashes_tell_tokenizers_and_templates_apart(tokenizer, folder, tmp_path):
+def test_tokenizers_and_templates_have_hashes_of_their_own(tokenizer, folder, tmp_path):
     train_bpe(TEXTS, tmp_path / "other", vocab_size=299)
     other = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "other")))
     assert other.tokenizer_hash != tokenizer.tokenizer_hash
@@ -217,7 +216,7 @@ def test_hashes_tell_tokenizers_and_templates_apart(tokenizer, folder, tmp_path)
     assert plain.chat_template_hash != tokenizer.chat_template_hash
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_one_clear_error(tmp_path):
+def test_a_tokenizer_that_cannot_be_loaded_is_a_clear_error(tmp_path):
     with pytest.raises(ConfigError, match="no such tokenizer folder"):
         ChatTokenizer(TokenizerConfig(name=str(tmp_path / "none")))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -232,7 +231,7 @@ def test_a_tokenizer_without_a_template_is_refused(folder, tmp_path):
         ChatTokenizer(TokenizerConfig(name=str(tmp_path)))
 
 
-def test_padding_and_truncation_left_in_a_tokenizer_file_do_nothing(folder, tokenizer, tmp_path):
+def test_padding_and_truncation_in_a_tokenizer_file_are_ignored(folder, tokenizer, tmp_path):
     shutil.copytree(folder, tmp_path / "cut")
     file = tmp_path / "cut" / "tokenizer.json"
     settings = json.loads(file.read_text())
@@ -242,7 +241,7 @@ def test_padding_and_truncation_left_in_a_tokenizer_file_do_nothing(folder, toke
     np.testing.assert_array_equal(encode(cut, CHATS[1]).input_ids, encode(tokenizer, CHATS[1]).input_ids)
 
 
-def test_a_token_belongs_to_a_span_when_it_shares_a_character_with_it():
+def test_a_token_that_shares_a_character_with_a_span_is_masked():
     # "ab|cd|ef" as tokens a, bc, d, e, f; the span is cd.
     assert token_mask([(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)], [(2, 4)]).tolist() == [0, 1, 1, 0, 0]
     # One character in three byte tokens.
@@ -255,12 +254,12 @@ def sequence(*mask: int) -> SequenceView:
     return SequenceView(np.arange(len(mask), dtype=np.int32), np.array(mask, np.uint8))
 
 
-def test_over_long_sequences_are_dropped_or_cut_and_the_cut_end_trains_nothing():
+def test_over_long_sequences_are_dropped_or_cut_and_the_last_token_is_untrained():
     long = sequence(0, 1, 1, 1, 0)
     assert fit_to_pack(long, pack_size=5, over_long="drop") == (long, "kept")
     assert fit_to_pack(long, pack_size=4, over_long="drop") == (None, "over_long")
-    cut, what = fit_to_pack(long, pack_size=3, over_long="truncate")
-    assert what == "truncated"
+    cut, outcome = fit_to_pack(long, pack_size=3, over_long="truncate")
+    assert outcome == "truncated"
     assert cut.input_ids.tolist() == [0, 1, 2]
     assert cut.loss_mask.tolist() == [0, 1, 0]
     assert long.loss_mask.tolist() == [0, 1, 1, 1, 0]
@@ -268,13 +267,13 @@ def test_over_long_sequences_are_dropped_or_cut_and_the_cut_end_trains_nothing()
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 258}, {"mask": "user"}, {"control_tokens": "escape"}])
-def test_unusable_settings_are_refused(change):
+def test_invalid_settings_are_refused(change):
     with pytest.raises(ConfigError):
         TokenizerConfig(**change)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words", "metaspace", "stripped"])
-def test_the_mask_of_an_encoding_is_that_of_all_its_places(kind):
+def test_the_fast_mask_of_an_encoding_equals_the_mask_from_all_offsets(kind):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     texts = [

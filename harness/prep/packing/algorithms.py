@@ -1,8 +1,8 @@
-"""Decreasing packers that work on the histogram of lengths.
+"""Packing algorithms: next fit and first fit in a given order, best-fit and first-fit decreasing over a histogram.
 
-Sequences of equal length are interchangeable, so best-fit and first-fit decreasing can place all of one length in one
-step over *runs*: bins with consecutive numbers, the same history and so the same free space. The work grows with the
-number of distinct lengths; each length splits at most one run, so runs stay few however many sequences there are.
+Sequences of equal length are interchangeable, so the decreasing algorithms place all of one length in one step over
+*runs*: bins with consecutive numbers, the same history and so the same free space. The work grows with the number of
+distinct lengths; each length splits at most one run, so runs stay few for any number of sequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _EXPAND_ITEMS = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Placement:
-    """Where items go, in the order of decreasing length.
+    """Placement of items in bins, in the order of decreasing length.
 
     Row i puts `per_bin[i]` equal items into each of the bins `first_bin[i] ... first_bin[i] + num_bins[i] - 1`, after
     the `before[i]` items that each of them already holds.
 
     Attributes:
         first_bin, num_bins, per_bin, before: int64 [rows].
-        total_bins: bins in all.
+        total_bins: number of bins.
     """
 
     first_bin: Int64Array
@@ -56,7 +56,7 @@ class Placement:
         row_ends = np.cumsum(self.num_bins * self.per_bin)
         row = done = 0
         while row < len(row_ends):
-            # In pieces of about a million items: temporaries stay in the cache and memory stays small.
+            # About a million items at a time keep temporaries in the cache and memory small.
             stop = max(int(np.searchsorted(row_ends, done + _EXPAND_ITEMS, side="right")), row + 1)
             end = int(row_ends[stop - 1])
             placed[self._positions(slice(row, stop), bin_starts)] = items[done:end]
@@ -76,8 +76,8 @@ class Placement:
 def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
     """Place every item into the fullest bin that has room for it, longest items first.
 
-    Exactly the number of bins of best-fit decreasing run item by item: after an item of length s went into the bin
-    with the least sufficient room r, that bin is again the tightest while it has room, so it takes r // s of them.
+    Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
+    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them.
 
     Args:
         sizes: int64 [distinct], decreasing, each at most `pack_size`.
@@ -101,7 +101,7 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
             insort(rooms, room)
 
     def fill(room: int, size: int, left: int, run: tuple[int, int, int]) -> int:
-        """Fill bins of one run with items of one size; returns how many items are left over."""
+        """Fill bins of one run with items of one size; returns the number of items left over."""
         first, bins, before = run
         per_bin = room // size
         full = min(bins, left // per_bin)
@@ -140,9 +140,9 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
 def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
     """Place every item into the first opened bin that has room for it, longest items first.
 
-    Arguments as of `best_fit_decreasing`; exactly the bins of first-fit decreasing run item by item.
+    Takes the arguments of `best_fit_decreasing`; makes exactly the bins of first-fit decreasing item by item.
     """
-    # Runs in the order in which their bins were opened: first bin, bins, room, items already in each.
+    # Runs in the order of opening their bins: first bin, bins, room, items already in each.
     runs = np.empty((0, 4), np.int64)
     rows: list[Int64Array] = []
     total_bins = 0
@@ -159,7 +159,7 @@ def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) 
             total_bins += bins
         last = int(np.searchsorted(ends, count))
         left = count - (int(ends[last - 1]) if last else 0)
-        # The run in which the items end is split into filled bins, a partly filled one, and untouched ones.
+        # Split the run where the items end into full bins, a partly filled one, and untouched ones.
         first, bins, room, before = runs[last].tolist()
         full, rest = divmod(left, int(per_bin[last]))
         pieces = [(first, full, int(per_bin[last])), (first + full, int(rest > 0), rest)]
@@ -186,3 +186,67 @@ def _ramps(counts: Int64Array) -> Int64Array:
     """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
     ends = np.cumsum(counts)
     return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
+
+
+def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
+    """Keep the order, and start a new pack wherever the next sequence does not fit.
+
+    Args:
+        lengths: int64 [sequences], each at most `pack_size`.
+        pack_size: room of an empty pack.
+
+    Returns:
+        int64 [packs + 1], first sequence of each pack; the last entry is the number of sequences.
+    """
+    ends = np.cumsum(lengths)
+    # For every sequence: the first later one that does not fit into a pack starting with it.
+    nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()
+    offsets = [0]
+    at = 0
+    while at < len(nexts):
+        at = nexts[at]
+        offsets.append(at)
+    return np.array(offsets, np.int64)
+
+
+def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
+    """Place each sequence, in order, into the first opened pack with room for it.
+
+    Takes a few microseconds a sequence: a tree over the packs holds the largest room in each subtree.
+
+    Args:
+        lengths: int64 [sequences], each at most `pack_size`.
+        pack_size: room of an empty pack.
+
+    Returns:
+        int64 [sequences], the pack of each sequence.
+    """
+    leaves = 1
+    tree = [pack_size, pack_size]
+    packs = []
+    for length in lengths.tolist():
+        if tree[1] < length:
+            # Every pack is too full: double the tree, with the old one as the left half.
+            tree = _doubled(tree, leaves, pack_size)
+            leaves *= 2
+        node = 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < length:
+                node += 1
+        packs.append(node - leaves)
+        tree[node] -= length
+        while node > 1:
+            node //= 2
+            left, right = tree[2 * node], tree[2 * node + 1]
+            tree[node] = left if left > right else right
+    return np.array(packs, np.int64)
+
+
+def _doubled(tree: list[int], leaves: int, pack_size: int) -> list[int]:
+    doubled = [pack_size, pack_size]
+    width = 1
+    while width <= leaves:
+        doubled += tree[width : 2 * width] + [pack_size] * width
+        width *= 2
+    return doubled

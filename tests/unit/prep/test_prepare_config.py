@@ -6,7 +6,7 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.prep.pipeline import PrepareConfig
+from harness.prep import PrepareConfig
 
 REQUIRED = {
     "source=files": ["source.path=chats"],

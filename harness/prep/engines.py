@@ -1,0 +1,144 @@
+"""Engines that make shards: this process, processes beside it, or a Ray cluster; the result is the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.shards import Receipt, ShardJob, do_shard
+from harness.prep.sources import Shard
+
+ENGINES = ("local", "ray")
+# Below this size of the source, starting processes takes longer than tokenising.
+_WORKERS_PAY_BYTES = 64 << 20
+# A lost node takes its tasks with it; they run again elsewhere.
+_MAX_RETRIES = 10
+
+
+def do_shards(
+    job: ShardJob, shards: Sequence[Shard], *, engine: str, num_workers: int, source_bytes: int
+) -> Iterator[Receipt]:
+    """Make all shards that do not exist yet, and yield the receipts of all in order.
+
+    Args:
+        engine: `local`, or `ray` for the cluster at RAY_ADDRESS (one on this machine if that is unset).
+        num_workers: processes of the local engine; 0 works in this process, -1 decides by `source_bytes`.
+        source_bytes: size of the source.
+
+    Raises:
+        HarnessError: of the first shard that cannot be made.
+        PrepError: a worker died.
+        ConfigError: Ray is not installed, or its cluster cannot be reached.
+    """
+    if engine == "ray":
+        outcomes = _run_on_ray(job, shards)
+    else:
+        outcomes = _run_locally(job, shards, _count_workers(num_workers, source_bytes))
+    for outcome in outcomes:
+        if isinstance(outcome, HarnessError):
+            raise outcome
+        yield outcome
+
+
+def _count_workers(num_workers: int, source_bytes: int) -> int:
+    if num_workers >= 0:
+        return num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores > 1 and source_bytes >= _WORKERS_PAY_BYTES else 0
+
+
+def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> Iterator[Receipt | HarnessError]:
+    if num_workers == 0:
+        for number, shard in enumerate(shards):
+            yield do_shard(job, number, shard)
+        return
+    # Spawned, not forked: the tokenizers library has threads of its own, which a fork would leave locked.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:
+        waiting: deque[Future[Receipt | HarnessError]] = deque()
+        try:
+            for number, shard in enumerate(shards):
+                waiting.append(pool.submit(do_shard, job, number, shard))
+                if len(waiting) > 3 * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise PrepError(
+                "a tokenising process died",
+                where=f"{num_workers} workers",
+                fix="start again, finished shards are kept; if memory ran out, lower data.num_workers",
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    # One process per core is enough; more threads would compete for the same cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A worker holds both ends of the pool's pipes, and would wait forever for work from a killed main process.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | HarnessError]:
+    """Make shards as tasks of a Ray cluster, whose nodes all see the source and the destination."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed", where="engine", fix="pip install 'ray', or set engine=local"
+        ) from error
+
+    here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines
+
+    def work(number: int, shard: Shard) -> Receipt | HarnessError:
+        os.chdir(here)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+        return do_shard(job, number, shard)
+
+    was_connected = ray.is_initialized()
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        if not was_connected:
+            _probe_address(address)
+            ray.init(log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the Ray cluster cannot be reached: {error}",
+            where=f"RAY_ADDRESS={address}",
+            fix="start it with `ray start --head`, or unset RAY_ADDRESS to work on this machine",
+        ) from error
+    try:
+        task = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(work)
+        for outcome in [task.remote(number, shard) for number, shard in enumerate(shards)]:
+            yield ray.get(outcome)
+    except ray.exceptions.RayError as error:
+        raise PrepError(
+            f"a task was lost: {str(error).strip().splitlines()[-1]}",
+            where="engine=ray",
+            fix="check the cluster and start again; finished shards are kept",
+        ) from error
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _probe_address(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT: Ray would keep trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in address:
+        socket.create_connection((host, int(port)), timeout=10).close()

@@ -1,0 +1,301 @@
+"""Tokenise one shard of the source into a folder of its own, with a receipt; a shard with a valid receipt is kept.
+
+Folder `00007` holds `sequences.bin` (one record a sequence), `input_ids.bin`, `loss_mask.bin`, `bad_records.jsonl` and
+`receipt.json`. It is written under another name and renamed once complete, so that an abandoned attempt, wherever it
+may still be running, changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from harness.errors import HarnessError, PrepError
+from harness.prep.chat import BadReason, BadRecord
+from harness.prep.folder import settings_hash
+from harness.prep.sources import Chunk, Shard, read_shard
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
+from harness.records import SequenceView
+from harness.storage import sync_folder
+
+# Increment when the same settings begin to give other data.
+VERSION = 1
+RECEIPT = "receipt.json"
+SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS = "sequences.bin", "input_ids.bin", "loss_mask.bin", "bad_records.jsonl"
+# A sequence: offset of its tokens in the shard's files, hash of its conversation, its tokens, and how many are trained.
+SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("length", "<i4"), ("trained", "<i4")])
+_READ_BYTES = 1 << 20
+_SHOWN_BAD = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """Settings shared by all shards; plain values, so that they can be sent to workers.
+
+    Attributes:
+        folder: of the shards.
+        tokenizer: the tokenizer's folder, which includes the chat template.
+        content: hashes of that folder's content; part of the identity of a loaded tokenizer.
+        mask, control_tokens: as in TokenizerConfig.
+        pack_size, over_long: as in PackingConfig.
+        on_bad: as in SourceConfig.
+    """
+
+    folder: str
+    tokenizer: str
+    content: str
+    mask: str
+    control_tokens: str
+    pack_size: int
+    over_long: str
+    on_bad: str
+
+    @property
+    def settings(self) -> str:
+        """Hash of everything that the sequences depend on beside the shard itself."""
+        values = asdict(self)
+        del values["folder"], values["tokenizer"]
+        return settings_hash({**values, "version": VERSION})
+
+    def shard_folder(self, number: int) -> Path:
+        return Path(self.folder) / f"{number:05d}"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Input and content of a finished shard.
+
+    Attributes:
+        shard: fields of the `Shard`.
+        settings: of the job.
+        input: `size` and `mtime_ns` of the file, and `xxh3` of the shard's bytes in it.
+        output: `num_bytes` and `xxh3` of each written file, by name.
+        records: number of records read.
+        sequences, tokens, trained_tokens: stored.
+        bad: bad records by reason.
+        dropped: conversations left out for their length, by reason.
+        truncated: conversations that were cut.
+        was_there: an earlier run made it.
+    """
+
+    shard: dict[str, Any]
+    settings: str
+    input: dict[str, Any]
+    output: dict[str, dict[str, Any]]
+    records: int
+    sequences: int
+    tokens: int
+    trained_tokens: int
+    bad: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    was_there: bool = False
+
+
+def do_shard(job: ShardJob, number: int, shard: Shard) -> Receipt | HarnessError:
+    """Make a shard unless it exists. Errors are returned, not raised: they cross processes and machines."""
+    try:
+        return _find_receipt(job, number, shard) or _make(job, number, shard)
+    except HarnessError as error:
+        return error
+    except OSError as error:
+        return PrepError(
+            f"the shard cannot be written: {error.strerror or error}",
+            where=str(job.shard_folder(number)),
+            fix="free some space, or name another folder in data.path; finished shards are kept",
+        )
+
+
+def refuse(bad: list[BadRecord]) -> None:
+    """Raise PrepError that lists the first of the bad records, if there are any."""
+    if not bad:
+        return
+    shown = [f"{record.where}: {record.reason}: {record.detail}" for record in bad[:_SHOWN_BAD]]
+    if len(bad) > _SHOWN_BAD:
+        shown.append(f"and {len(bad) - _SHOWN_BAD:,} more nearby")
+    fix = "fix the records, or leave bad ones out with source.on_bad=skip"
+    if any(record.reason == BadReason.CONTROL_TOKEN for record in bad):
+        fix += "; tokenizer.control_tokens=allow turns such text into the token itself"
+    counts = Counter(record.reason.value for record in bad)
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
+    raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
+
+
+def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
+    """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
+    folder = job.shard_folder(number)
+    try:
+        receipt = Receipt(**json.loads((folder / RECEIPT).read_bytes()))
+        if (receipt.shard, receipt.settings) != (_as_json(shard), job.settings):
+            return None
+        stat = Path(shard.path).stat()
+        is_same = (receipt.input["size"], receipt.input["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
+        # A copy of the same bytes has another time.
+        if not is_same and receipt.input["xxh3"] != _digest(Path(shard.path), shard.start, shard.end):
+            return None
+        intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
+        return replace(receipt, was_there=True) if intact else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(folder: str, content: str, mask: str, control_tokens: str) -> ChatTokenizer:
+    """Load a tokenizer once a process; `content` reloads a folder that was written again."""
+    return ChatTokenizer(TokenizerConfig(name=folder, mask=mask, control_tokens=control_tokens))
+
+
+def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
+    tokenizer = _load_tokenizer(job.tokenizer, job.content, job.mask, job.control_tokens)
+    final = job.shard_folder(number)
+    folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
+    folder.mkdir(parents=True)
+    try:
+        before = Path(shard.path).stat()
+        counts = _write(job, folder, (_tokenize(chunk, tokenizer, job) for chunk in read_shard(shard)))
+        digest = _digest(Path(shard.path), shard.start, shard.end)
+        after = Path(shard.path).stat()
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise PrepError(
+                "the file changed while it was read", where=shard.path, fix="prepare it once nothing writes to it"
+            )
+        receipt = Receipt(
+            shard=_as_json(shard),
+            settings=job.settings,
+            input={"size": after.st_size, "mtime_ns": after.st_mtime_ns, "xxh3": digest},
+            output={name: _describe(folder / name) for name in (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS)},
+            **counts,
+        )
+        with (folder / RECEIPT).open("wb") as file:
+            file.write(json.dumps(asdict(receipt)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        _put_in_place(folder, final)
+        return receipt
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class _TokenizedChunk:
+    """Sequences of one chunk with the hashes of their conversations, and an account of every record."""
+
+    sequences: list[SequenceView] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_records: int = 0
+
+
+def _tokenize(chunk: Chunk, tokenizer: ChatTokenizer, job: ShardJob) -> _TokenizedChunk:
+    made, conversations = _TokenizedChunk(), []
+    for record in chunk.parse():
+        made.num_records += 1
+        if isinstance(record, BadRecord):
+            made.bad.append(record)
+        else:
+            conversations.append(record)
+    for conversation, encoded in zip(conversations, tokenizer.encode(conversations), strict=True):
+        if isinstance(encoded, BadRecord):
+            made.bad.append(encoded)
+            continue
+        sequence, outcome = fit_to_pack(encoded, pack_size=job.pack_size, over_long=job.over_long)
+        made.outcomes[outcome] += 1
+        if sequence is not None:
+            made.sequences.append(sequence)
+            made.hashes.append(conversation.hash())
+    return made
+
+
+def _write(job: ShardJob, folder: Path, chunks: Iterable[_TokenizedChunk]) -> dict[str, Any]:
+    """Write the sequences and bad records of all chunks; return the counts of the receipt."""
+    bad: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    num_records = num_sequences = tokens = trained_tokens = 0
+    with (
+        (folder / SEQUENCES).open("wb") as records,
+        (folder / INPUT_IDS).open("wb") as ids,
+        (folder / LOSS_MASK).open("wb") as mask,
+        (folder / BAD_RECORDS).open("w", encoding="utf-8") as bad_records,
+    ):
+        for chunk in chunks:
+            if job.on_bad == "refuse":
+                refuse(chunk.bad)
+            rows = np.zeros(len(chunk.sequences), SEQUENCE)
+            rows["hash"] = chunk.hashes
+            rows["length"] = [len(sequence) for sequence in chunk.sequences]
+            rows["trained"] = [np.count_nonzero(sequence.loss_mask) for sequence in chunk.sequences]
+            ends = tokens + np.cumsum(rows["length"], dtype=np.int64)
+            rows["offset"] = ends - rows["length"]
+            records.write(rows.tobytes())
+            for sequence in chunk.sequences:
+                ids.write(sequence.input_ids.astype("<i4", copy=False).tobytes())
+                mask.write(sequence.loss_mask.tobytes())
+            bad_records.writelines(json.dumps(asdict(record)) + "\n" for record in chunk.bad)
+            bad.update(record.reason.value for record in chunk.bad)
+            outcomes += chunk.outcomes
+            num_records += chunk.num_records
+            num_sequences += len(rows)
+            tokens += int(rows["length"].sum(dtype=np.int64))
+            trained_tokens += int(rows["trained"].sum(dtype=np.int64))
+        for file in (records, ids, mask, bad_records):
+            file.flush()
+            os.fsync(file.fileno())
+    return {
+        "records": num_records,
+        "sequences": num_sequences,
+        "tokens": tokens,
+        "trained_tokens": trained_tokens,
+        "bad": dict(bad),
+        "dropped": {name: count for name, count in outcomes.items() if name not in ("kept", "truncated")},
+        "truncated": outcomes["truncated"],
+    }
+
+
+def _put_in_place(folder: Path, final: Path) -> None:
+    """Rename a complete shard; of two concurrent attempts either will do, since they hold the same bytes."""
+    for _ in range(3):
+        try:
+            folder.rename(final)
+            break
+        except OSError:
+            # There is one without a valid receipt, or another attempt has just finished.
+            with suppress(OSError):
+                shutil.rmtree(final)
+    else:
+        raise PrepError("the shard cannot be put in place", where=str(final), fix="remove the folder, then try again")
+    sync_folder(final.parent)
+
+
+def _as_json(shard: Shard) -> dict[str, Any]:
+    """Return its fields as they come back from JSON."""
+    fields: dict[str, Any] = json.loads(json.dumps(asdict(shard)))
+    return fields
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {"num_bytes": size, "xxh3": _digest(path, 0, size)}
+
+
+def _digest(path: Path, start: int, end: int) -> str:
+    """Return xxh3_64 (hexadecimal) of a byte range of a file."""
+    total, left = xxhash.xxh3_64(), end - start
+    with path.open("rb") as file:
+        file.seek(start)
+        while left and (block := file.read(min(left, _READ_BYTES))):
+            total.update(block)
+            left -= len(block)
+    return str(total.hexdigest())
