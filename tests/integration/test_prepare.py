@@ -1,4 +1,4 @@
-"""The whole preparation on real files, with real tokenizers and real datasets."""
+"""A whole preparation: real files, real tokenizers and real datasets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.formats import open_dataset
-from harness.formats.verify import verify_dataset
+from harness.formats import open_dataset, verify_dataset
 from harness.prep import (
     ChatTokenizer,
     PackingConfig,
@@ -62,7 +61,7 @@ def settings(path, source: str, *, tokenizer=None, on_bad="refuse", limit=0, **d
 
 
 def run(config: PrepareConfig):
-    """The report and what was printed."""
+    """The report and the printed text."""
     console = Console(file=io.StringIO(), width=120)
     return prepare(config, console=console), console.file.getvalue()
 
@@ -76,11 +75,11 @@ def sequences(path) -> list[tuple[bytes, bytes]]:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, chats):
     path = tmp_path_factory.mktemp("data") / "chats"
-    report, shown = run(settings(path, chats))
-    return path, report, shown
+    report, output = run(settings(path, chats))
+    return path, report, output
 
 
-def test_every_conversation_is_in_a_pack_just_as_the_tokenizer_gives_it(prepared, chats):
+def test_every_conversation_is_stored_with_the_tokens_and_mask_of_the_tokenizer(prepared, chats):
     path, report, _ = prepared
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
     with open(chats, "rb") as lines:  # noqa: PTH123
@@ -91,8 +90,8 @@ def test_every_conversation_is_in_a_pack_just_as_the_tokenizer_gives_it(prepared
     assert len(expected) < 300
 
 
-def test_the_report_counts_what_is_stored(prepared):
-    path, report, shown = prepared
+def test_the_report_counts_the_stored_data(prepared):
+    path, report, output = prepared
     for name, split in report.splits.items():
         reader = open_dataset(path / name)
         assert split.conversations == len(reader.sequence_lengths)
@@ -103,8 +102,8 @@ def test_the_report_counts_what_is_stored(prepared):
         assert split.fingerprint == reader.fingerprint
     assert report.records == 300
     assert json.loads((path / "report.json").read_text())["splits"]["train"]["packs"] == report.splits["train"].packs
-    assert "dropped: over_long" in shown
-    assert f"{report.splits['train'].tokens:,}" in shown
+    assert "dropped: over_long" in output
+    assert f"{report.splits['train'].tokens:,}" in output
     assert sorted(entry.name for entry in path.iterdir()) == [
         "report.json",
         "report.md",
@@ -114,7 +113,7 @@ def test_the_report_counts_what_is_stored(prepared):
     ]
 
 
-def test_the_page_of_a_preparation_shows_lengths_and_fill(prepared):
+def test_the_markdown_report_shows_lengths_and_fill(prepared):
     path, report, _ = prepared
     page = (path / "report.md").read_text()
     train = report.splits["train"]
@@ -128,24 +127,24 @@ def test_the_page_of_a_preparation_shows_lengths_and_fill(prepared):
     assert ("#" * 50 in bar) == (train.length_counts["64"] == max(train.length_counts.values()))
 
 
-def test_the_manifest_says_how_the_data_was_made(prepared):
+def test_the_manifest_records_the_provenance(prepared):
     path, report, _ = prepared
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
-    found = open_dataset(path / "validation").manifest.provenance
-    assert found.tokenizer_hash == tokenizer.tokenizer_hash
-    assert found.chat_template_hash == tokenizer.chat_template_hash
-    assert (found.tokenizer, found.packer, found.seed) == ("../tokenizer", "best_fit_decreasing", 0)
-    assert found.settings_hash == report.settings_hash
-    assert found.counts["vocab_size"] == 400
-    assert found.counts["dropped_over_long"] == report.dropped["over_long"]
+    provenance = open_dataset(path / "validation").manifest.provenance
+    assert provenance.tokenizer_hash == tokenizer.tokenizer_hash
+    assert provenance.chat_template_hash == tokenizer.chat_template_hash
+    assert (provenance.tokenizer, provenance.packer, provenance.seed) == ("../tokenizer", "best_fit_decreasing", 0)
+    assert provenance.settings_hash == report.settings_hash
+    assert provenance.counts["vocab_size"] == 400
+    assert provenance.counts["dropped_over_long"] == report.dropped["over_long"]
 
 
-def test_the_same_settings_again_change_nothing(prepared, chats):
+def test_a_second_run_with_the_same_settings_changes_nothing(prepared, chats):
     path, report, _ = prepared
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
-    again, shown = run(settings(path, chats, num_workers=1))
+    again, output = run(settings(path, chats, num_workers=1))
     assert again.reused
-    assert "is there already" in shown
+    assert "is already prepared" in output
     assert again.splits == report.splits
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
 
@@ -159,7 +158,7 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path, chats):
     assert open_dataset(tmp_path / "d" / "train").manifest.provenance.seed == 1
 
 
-def test_a_source_that_changed_is_noticed(tmp_path):
+def test_a_changed_source_is_refused_unless_overwritten(tmp_path):
     source = tmp_path / "chats.jsonl"
     config = settings(tmp_path / "d", write_jsonl(source, map(record, range(40))))
     run(config)
@@ -168,9 +167,9 @@ def test_a_source_that_changed_is_noticed(tmp_path):
         run(config)
 
 
-def test_worker_processes_change_nothing(prepared, chats, tmp_path):
+def test_worker_processes_do_not_change_the_result(prepared, chats, tmp_path):
     path, report, _ = prepared
-    # The tokenizer is named, so that the chunks are all that is left to differ.
+    # With a given tokenizer only the order of work can differ.
     config = settings(tmp_path / "d", chats, tokenizer={"name": str(path / "tokenizer")}, num_workers=2)
     parallel, _ = run(config)
     assert [split.fingerprint for split in parallel.splits.values()] == [
@@ -178,7 +177,7 @@ def test_worker_processes_change_nothing(prepared, chats, tmp_path):
     ]
 
 
-def test_bad_records_stop_the_run_with_file_and_line(tmp_path):
+def test_bad_records_stop_the_run_and_are_listed_with_file_and_line(tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(record(1)) + "\nbroken\n" + '{"messages": []}\n')
     with pytest.raises(PrepError) as error:
@@ -190,20 +189,20 @@ def test_bad_records_stop_the_run_with_file_and_line(tmp_path):
     assert not (tmp_path / "d" / "report.json").exists()
 
 
-def test_bad_records_are_skipped_counted_and_listed_where_that_is_asked_for(tmp_path):
+def test_bad_records_can_be_skipped_counted_and_listed(tmp_path):
     source = tmp_path / "chats.jsonl"
     forged = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]}
     lines = [*map(json.dumps, map(record, range(30))), "broken", "[]", json.dumps(forged), "{}"]
     source.write_text("\n".join(lines))
-    report, shown = run(settings(tmp_path / "d", str(source), on_bad="skip"))
+    report, output = run(settings(tmp_path / "d", str(source), on_bad="skip"))
     assert report.bad == {"not_json": 1, "not_an_object": 1, "control_token": 1, "no_messages": 1}
     assert report.records == 34
-    assert "bad: control_token" in shown
+    assert "bad: control_token" in output
     listed = [json.loads(line) for line in (tmp_path / "d" / "bad_records.jsonl").read_text().splitlines()]
     assert {one["where"] for one in listed} == {f"{source}, line {n}" for n in (31, 32, 33, 34)}
 
 
-def test_a_failed_run_is_simply_run_again(tmp_path):
+def test_a_failed_run_can_be_repeated(tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text("broken\n")
     with pytest.raises(PrepError):
@@ -223,7 +222,7 @@ def test_truncated_conversations_fill_a_pack_and_are_counted(tmp_path, chats):
         assert all(one.loss_mask[-1] == 0 and one.loss_mask.any() for one in pack.sequences())
 
 
-def test_a_conversation_stays_in_its_split_when_others_come(tmp_path, prepared, chats):
+def test_a_conversation_stays_in_its_split_when_others_are_added(tmp_path, prepared, chats):
     path, _, _ = prepared
     more = write_jsonl(tmp_path / "more.jsonl", map(record, range(299, -1, -3)))
     run(settings(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")}))
@@ -241,19 +240,19 @@ def test_parquet_and_jsonl_of_the_same_chats_give_the_same_dataset(tmp_path, pre
     assert again.splits == report.splits
 
 
-def test_sequences_stored_once_make_the_same_packs(tmp_path, prepared, chats):
+def test_virtual_storage_gives_the_same_packs_and_can_be_repacked(tmp_path, prepared, chats):
     path, report, _ = prepared
     again, _ = run(settings(tmp_path / "d", chats, packed_storage="virtual"))
     assert again.splits == report.splits
     assert list(open_dataset(tmp_path / "d" / "train")) == list(open_dataset(path / "train"))
-    # Planned anew, it is what a preparation for longer packs makes.
+    # Repacked for longer packs it holds the sequences of a preparation for longer packs.
     repack_store(str(tmp_path / "d" / "train"), str(tmp_path / "longer"), pack_size=256)
     longer, _ = run(settings(tmp_path / "l", chats, pack_size=256, limit=300))
     assert open_dataset(tmp_path / "longer").fingerprint != report.splits["train"].fingerprint
     kept = set(sequences(tmp_path / "longer"))
     assert kept <= set(sequences(tmp_path / "l" / "train"))
     assert len(kept) == report.splits["train"].conversations <= longer.splits["train"].conversations
-    # The folder is moved as a whole.
+    # The whole folder can be moved.
     (tmp_path / "d").rename(tmp_path / "moved")
     assert verify_dataset(tmp_path / "moved" / "train") == []
     reader = open_dataset(tmp_path / "moved" / "train")
@@ -262,7 +261,7 @@ def test_sequences_stored_once_make_the_same_packs(tmp_path, prepared, chats):
     assert (tmp_path / "moved" / "sequences" / "train" / stored / "tokenizer.json").exists()
 
 
-def test_all_of_it_can_be_for_training(tmp_path, chats):
+def test_without_validation_everything_is_training_data(tmp_path, chats):
     report, _ = run(
         settings(tmp_path / "d", chats, validation_fraction=0.0, limit=60, packed_storage="legacy_npy_pickle")
     )
@@ -291,7 +290,7 @@ def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):
     assert left <= {"_preparing", "tokenizer", ".shards"}
 
 
-def test_a_hugging_face_tokenizer_without_generation_needs_another_mask(tmp_path, prepared, chats):
+def test_a_template_without_generation_tags_needs_another_masking_rule(tmp_path, prepared, chats):
     path, _, _ = prepared
     template = tmp_path / "plain.jinja"
     template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}")
@@ -309,8 +308,8 @@ def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
         tokenizer=TokenizerConfig(vocab_size=1000),
         data=PackingConfig(path=str(tmp_path / "d"), pack_size=1024, num_workers=0),
     )
-    report, shown = run(config)
+    report, output = run(config)
     assert report.records == 400
-    assert "documentation of Python" in shown
+    assert "documentation of Python" in output
     assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
     assert run(config)[0].reused

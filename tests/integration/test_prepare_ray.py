@@ -1,4 +1,4 @@
-"""The same shards as tasks of a real Ray cluster of three nodes, of which one is killed."""
+"""Shards as tasks of a real Ray cluster of three nodes, one of which is killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare(path: Path, source: Path, tokenizer: str, address: str, *more: str) 
     )
 
 
-def test_a_node_that_is_killed_costs_only_its_shards_and_the_result_is_the_same(cluster, tmp_path):
+def test_a_killed_node_costs_only_its_shards_and_does_not_change_the_result(cluster, tmp_path):
     source = write_source(tmp_path / "chats", files=4, records=6000)
     subprocess.run(command(tmp_path / "whole", source, ""), check=True, capture_output=True)
     process = prepare(tmp_path / "d", source, "", cluster.address)
@@ -51,24 +51,24 @@ def test_a_node_that_is_killed_costs_only_its_shards_and_the_result_is_the_same(
         assert time.monotonic() < limit
         time.sleep(0.02)
     node = cluster.worker_nodes.pop()
-    for one in node.all_processes["raylet"]:
-        os.kill(one.process.pid, signal.SIGKILL)
+    for raylet in node.all_processes["raylet"]:
+        os.kill(raylet.process.pid, signal.SIGKILL)
     done = len(receipts(tmp_path / "d"))
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     assert done < 60
     assert content(tmp_path / "d") == content(tmp_path / "whole")
 
 
-def test_a_cluster_that_is_not_there_and_bad_records_are_errors_that_say_so(cluster, tmp_path):
+def test_an_unreachable_cluster_and_bad_records_are_clear_errors(cluster, tmp_path):
     source = write_source(tmp_path / "chats")
     refused = prepare(tmp_path / "d", source, "", cluster.address, "source.on_bad=refuse")
-    said, _ = refused.communicate(timeout=300)
+    output, _ = refused.communicate(timeout=300)
     assert refused.returncode == 2
-    assert "part-1.jsonl, line 51: not_json" in said
-    assert "Traceback" not in said
+    assert "part-1.jsonl, line 51: not_json" in output
+    assert "Traceback" not in output
     nowhere = prepare(tmp_path / "e", source, "", "127.0.0.1:1")
-    said, _ = nowhere.communicate(timeout=60)
+    output, _ = nowhere.communicate(timeout=60)
     assert nowhere.returncode == 2
-    assert "the Ray cluster cannot be reached" in said
-    assert "Traceback" not in said
+    assert "the Ray cluster cannot be reached" in output
+    assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""A preparation works in shards: what is done is not done again, and what is wrong with a shard is found."""
+"""A preparation works in shards: finished shards are kept, damaged ones are made again."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, pipeline, prepare
-from harness.prep import shard as shard_work
-from harness.storage.files import natural_key
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, pipeline, prepare, shards
+from harness.storage import natural_key
 
 WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]
 SETTINGS = {"pack_size": 256, "validation_fraction": 0.2, "num_workers": 0}
 
 
 def write_source(folder: Path, *, files: int = 3, records: int = 120) -> Path:
-    """Chats in files, the second one with a bad record and one that comes twice."""
+    """Chats in several files; the second file has a bad record and a duplicate."""
     folder.mkdir()
     for file in range(files):
         rng = np.random.default_rng(file)
@@ -49,7 +48,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory, source) -> str:
-    """As the first preparation would train it."""
+    """The tokenizer that the first preparation would train."""
     path = tmp_path_factory.mktemp("tokenizer") / "d"
     run(path, source, tokenizer=TokenizerConfig(vocab_size=300))
     return str(path / "tokenizer")
@@ -62,28 +61,27 @@ def run(path: Path, source: Path, *, tokenizer: TokenizerConfig, engine: str = "
         data=PackingConfig(path=str(path), **{**SETTINGS, **data}),
         engine=engine,
     )
-    with (path.parent / "said").open("w") as said:
-        return prepare(config, console=Console(file=said, width=200))
+    return prepare(config, console=Console(quiet=True))
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """All files of a preparation but its reports, which hold times."""
+    """All files of a preparation except its reports, which hold times."""
     files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.stem != "report")
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def receipts(path: Path) -> dict[str, int]:
-    """When each shard was made; none where the preparation is done, and has just deleted them."""
-    found = {}
+    """Modification time of each shard; empty once the preparation has finished and deleted them."""
+    times = {}
     for file in path.glob(".shards/?????/receipt.json"):
         with suppress(FileNotFoundError):
-            found[file.parent.name] = file.stat().st_mtime_ns
-    return found
+            times[file.parent.name] = file.stat().st_mtime_ns
+    return times
 
 
 @pytest.fixture
 def interrupted(tmp_path, source, tokenizer, monkeypatch):
-    """A preparation that ended after its shards were made; with a source of its own that can be changed."""
+    """A preparation that was interrupted after making its shards; its copy of the source can be changed."""
     own = tmp_path / "chats"
     shutil.copytree(source, own)
 
@@ -98,7 +96,7 @@ def interrupted(tmp_path, source, tokenizer, monkeypatch):
 
 
 def finish(path: Path, source: Path, tokenizer: str, monkeypatch, **data) -> list[str]:
-    """Go on; gives the shards that were made anew. The result is that of a preparation in one go."""
+    """Continue, compare against an uninterrupted run, and return the names of shards that were made again."""
     before, after = receipts(path), {}
     with monkeypatch.context() as patch:
         count = pipeline._Preparation._count
@@ -113,37 +111,37 @@ def finish(path: Path, source: Path, tokenizer: str, monkeypatch, **data) -> lis
     return sorted(name for name in after if after[name] != before.get(name))
 
 
-def test_shards_that_are_done_are_not_done_again(interrupted, tokenizer, monkeypatch):
+def test_finished_shards_are_kept(interrupted, tokenizer, monkeypatch):
     path, source = interrupted
     assert len(receipts(path)) > 10
     assert finish(path, source, tokenizer, monkeypatch) == []
 
 
-def test_a_shard_that_is_missing_damaged_or_half_is_made_again(interrupted, tokenizer, monkeypatch):
+def test_missing_damaged_and_incomplete_shards_are_made_again(interrupted, tokenizer, monkeypatch):
     path, source = interrupted
-    shards = path / ".shards"
-    shutil.rmtree(shards / "00001")
-    damaged = bytearray((shards / "00003" / "input_ids.bin").read_bytes())
+    made = path / ".shards"
+    shutil.rmtree(made / "00001")
+    damaged = bytearray((made / "00003" / "input_ids.bin").read_bytes())
     damaged[100] ^= 1
-    (shards / "00003" / "input_ids.bin").write_bytes(damaged)
-    (shards / "00005" / "receipt.json").unlink()
-    (shards / "00006" / "receipt.json").write_text("{")
-    (shards / "00007" / "loss_mask.bin").write_bytes((shards / "00007" / "loss_mask.bin").read_bytes()[:-1])
-    (shards / "00002.0123abcd").mkdir()
+    (made / "00003" / "input_ids.bin").write_bytes(damaged)
+    (made / "00005" / "receipt.json").unlink()
+    (made / "00006" / "receipt.json").write_text("{")
+    (made / "00007" / "loss_mask.bin").write_bytes((made / "00007" / "loss_mask.bin").read_bytes()[:-1])
+    (made / "00002.0123abcd").mkdir()
     assert finish(path, source, tokenizer, monkeypatch) == ["00001", "00003", "00005", "00006", "00007"]
 
 
-def test_what_a_shard_was_made_from_counts_by_its_bytes_and_not_by_its_time(interrupted, tokenizer, monkeypatch):
+def test_a_source_file_is_compared_by_content_and_not_by_time(interrupted, tokenizer, monkeypatch):
     path, source = interrupted
     os.utime(source / "part-0.jsonl", (1, 1))
     changed = source / "part-2.jsonl"
     changed.write_text(changed.read_text().replace("checked", "counted"))
-    of_it = [
+    affected = [
         receipt.parent.name
         for receipt in path.glob(".shards/?????/receipt.json")
         if json.loads(receipt.read_text())["shard"]["path"] == str(changed)
     ]
-    assert finish(path, source, tokenizer, monkeypatch) == sorted(of_it)
+    assert finish(path, source, tokenizer, monkeypatch) == sorted(affected)
 
 
 def test_other_settings_make_every_shard_again(interrupted, tokenizer, monkeypatch):
@@ -170,14 +168,14 @@ def test_splits_by_hash_and_duplicates_are_counted(tmp_path, source, tokenizer):
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, source, tokenizer, monkeypatch):
     own = tmp_path / "chats"
     shutil.copytree(source, own)
-    read = shard_work.read_shard
+    read = shards.read_shard
 
     def touch(shard):
         yield from read(shard)
         with (own / "part-1.jsonl").open("a") as file:
             file.write("{}\n")
 
-    monkeypatch.setattr(shard_work, "read_shard", touch)
+    monkeypatch.setattr(shards, "read_shard", touch)
     with pytest.raises(PrepError, match="changed while it was read"):
         run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
 
@@ -191,10 +189,10 @@ def command(path: Path, source: Path, tokenizer: str, *more: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path, tokenizer):
+def test_a_preparation_killed_at_any_moment_and_restarted_gives_the_same_bytes(tmp_path, tokenizer):
     source = write_source(tmp_path / "chats", files=4, records=6000)
     subprocess.run(command(tmp_path / "whole", source, tokenizer), check=True, capture_output=True)
-    draw, killed, shards = random.Random(0), 0, set()
+    draw, killed, finished = random.Random(0), 0, set()
     while True:
         process = subprocess.Popen(
             command(tmp_path / "d", source, tokenizer, "data.num_workers=2"),
@@ -203,7 +201,7 @@ def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path
         )
         try:
             # From the first shard on: before it there is nothing to lose.
-            wanted = len(shards) + draw.choice([0, 1, 3, 9])
+            wanted = len(finished) + draw.choice([0, 1, 3, 9])
             limit = time.monotonic() + 120
             while process.poll() is None and len(receipts(tmp_path / "d")) <= wanted:
                 assert time.monotonic() < limit
@@ -215,11 +213,11 @@ def test_killed_at_any_moment_and_started_again_it_gives_the_same_bytes(tmp_path
             workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.kill()
             process.wait()
-        # Nobody is left behind.
+        # No worker survives.
         assert psutil.wait_procs(workers, timeout=20)[1] == []
         killed += 1
-        before, shards = shards, set(receipts(tmp_path / "d"))
-        assert before <= shards
+        before, finished = finished, set(receipts(tmp_path / "d"))
+        assert before <= finished
     assert process.returncode == 0
     assert killed >= 5
     assert content(tmp_path / "d") == content(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Every settings file of the preparation composes into its dataclasses, and mistakes in settings are refused."""
+"""Every YAML file of the preparation composes into its dataclasses, and invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_every_file_composes(choice):
         "source=files",
     ],
 )
-def test_a_wrong_setting_is_one_clear_error(override):
+def test_an_invalid_setting_is_a_clear_error(override):
     with pytest.raises(ConfigError):
         compose_config("prepare", PrepareConfig, [override])
 
 
 @pytest.mark.parametrize("choice", sorted(REQUIRED))
-def test_a_choice_that_needs_a_name_is_refused_without_it(choice):
+def test_a_choice_that_needs_a_name_is_refused_without_one(choice):
     with pytest.raises(ConfigError, match=r"named|no path is given"):
         compose_config("prepare", PrepareConfig, [choice])
