@@ -23,8 +23,8 @@ Every setting is `key=value` on the command line, with the same dotted name in e
 with `group=file`:
 
 ```shell
-harness prepare source=files source.path=chats.jsonl data.pack_size=4096 --cfg
-harness train sft model=qwen3_0_6b parallel=data_distributed optimizer.lr=1e-5 --cfg
+harness prepare source.path=chats.jsonl data.pack_size=4096 --cfg
+harness train sft model=qwen3_0_6b parallel=data_distributed optimizer.lr=1e-5 optimizer.min_lr=1e-6 --cfg
 ```
 
 `--cfg` prints all settings as they are composed, with explanations, and starts nothing. An unknown key is refused with

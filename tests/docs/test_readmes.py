@@ -36,7 +36,7 @@ from harness.prep import PrepareConfig
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docker", "harness", "tests")
+FOLDERS = ("configs", "docker", "harness", "slurm", "tests")
 READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 LANGUAGES = ("shell", "python", "text", "json", "yaml", "mermaid")
@@ -115,6 +115,8 @@ def check_command(words: list[str]) -> None:
     elif program == "harness" and words[1] == "train":
         rest = iter(words[3:])
         check_settings(words[2], [word for word in rest if word != "--ranks" or not next(rest)])
+    elif program == "harness" and words[1] == "parity" and "=" in words[2]:
+        check_settings("parity", words[2:])
     elif program == "harness":
         command = typer.main.get_command(app)
         context = click.Context(command)
