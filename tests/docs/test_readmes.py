@@ -30,15 +30,21 @@ import typer
 import yaml
 
 from harness.cli.app import app
-from harness.config import compose_config
+from harness.cli.launch import PlanSettings
+from harness.config import compose_config, compose_run
+from harness.launch import SubmitConfig
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
+from harness.settings import CONFIGS, explain_settings
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("configs", "docker", "harness", "slurm", "tests")
 READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
+EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]
+# Settings of the commands themselves; all others are those of a recipe.
+OWN = {setting.key.partition(".")[0] for schema in (PlanSettings, SubmitConfig) for setting in explain_settings(schema)}
 LANGUAGES = ("shell", "python", "text", "json", "yaml", "mermaid")
 MARKER = re.compile(r"<!-- (not run|nightly): (.+) -->")
 TIMEOUT_S = 280
@@ -126,6 +132,9 @@ def check_command(words: list[str]) -> None:
             assert found is not None, f"harness has no command {name}"
             command, context = found, click.Context(found, parent=context, info_name=name)
         command.make_context(command.name, list(rest))
+        if words[1] in ("plan", "submit") and words[2] in (*SCHEMAS, *EXPERIMENTS):
+            settings = [word for word in words[3:] if "=" in word]
+            compose_run(words[2], [text for text in settings if re.split("[.=]", text)[0] not in OWN])
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
