@@ -20,7 +20,7 @@ from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.formats import find_datasets, find_tokenizer_folder, open_dataset
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
-from harness.megatron.state import checkpoint
+from harness.megatron.state import find_newest, read_progress
 from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
 from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.train import CHECKPOINTS, RUN_FILE
@@ -58,7 +58,7 @@ def export_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("something is there already", where=str(out), fix="name a new folder")
     path, settings = _find(source)
-    progress = checkpoint.read_progress(path)
+    progress = read_progress(path)
     model = ModelConfig(**settings["model"])
     vocab_size = model.vocab_size
     if vocab_size is None:
@@ -117,7 +117,7 @@ def _find(source: Path) -> tuple[Path, dict[str, Any]]:
             where=str(config),
             fix="name the folder of a run (runs/sft-001), or one of its checkpoints",
         )
-    path = source if is_checkpoint else checkpoint.find_newest(run / CHECKPOINTS)[0]
+    path = source if is_checkpoint else find_newest(run / CHECKPOINTS)[0]
     if path is None:
         raise CheckpointError(
             "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for some steps first"

@@ -1,7 +1,7 @@
-"""What a run trained, step by step: digests of every sequence's tokens, labels, mask, positions and boundaries.
+"""Digests of the data of every step: each sequence's tokens, labels, mask, positions and boundaries.
 
-Taken from the rows that the step was given, padding left out, so that runs of any layout compare: equal digests prove
-the data path whatever the model does.
+They are computed from the rows that the step receives, without padding, so that runs on any layout compare: equal
+digests prove the data path, whatever the model does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.train.metrics import keep_lines_before, whole_lines
 DIGESTS_FILE = "digests.jsonl"
 BATCHES = "batches"
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-# The first stage of a pipeline reads tokens, the last one labels; stages between have positions and boundaries alone.
+# The first stage of a pipeline reads tokens, the last one labels; stages between read positions and boundaries alone.
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens",), ("labels", "loss_mask")
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -37,11 +37,11 @@ class RowDigests:
     """One microbatch row on one data-parallel rank; S is its number of sequences.
 
     Attributes:
-        microbatch, rank: its place; rank is the data-parallel one.
-        sequences: int64 [S], ids in the dataset; -1 for a stretch of tokens that no sequence accounts for.
-        lengths: int64 [S], real model tokens between the boundaries that attention is given; 0 where there is none.
+        microbatch, rank: place in the step; rank is the data-parallel one.
+        sequences: int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence.
+        lengths: int64 [S], real model tokens between the boundaries that attention receives; 0 if there are none.
         digests: uint64 [S, fields], xxh3_64 of each of FIELDS.
-        arrays: the real tokens of the whole row by field, where batches are kept; empty otherwise.
+        arrays: the real tokens of the whole row by field if batches are kept; empty otherwise.
     """
 
     microbatch: int
@@ -54,7 +54,7 @@ class RowDigests:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankRows:
-    """The rows of one process of the job, and which fields it really read."""
+    """The rows of one process of the job, and the fields that it really reads."""
 
     process: int
     fields: tuple[str, ...]
@@ -70,7 +70,7 @@ class StepDigests:
         epoch: from 0.
         packs: ids of the global batch's packs in training order.
         rows: by microbatch, then rank; rows of zero loss left out.
-        disagreements: where ranks that train one row did not have the same, in words.
+        disagreements: messages about ranks that train one row and had different data.
     """
 
     step: int
@@ -81,7 +81,7 @@ class StepDigests:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits over the global batch: its packs in order and its sequences, wherever they lie."""
+        """32 hexadecimal digits over the global batch: its packs in order, and its sequences in any placement."""
         ids = np.concatenate([row.sequences for row in self.rows] or [np.zeros(0, np.int64)])
         lengths = np.concatenate([row.lengths for row in self.rows] or [np.zeros(0, np.int64)])
         digests = np.concatenate([row.digests for row in self.rows] or [np.zeros((0, len(FIELDS)), np.uint64)])
@@ -96,11 +96,11 @@ class StepDigests:
 def rank_rows(
     batch: RankBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
 ) -> RankRows:
-    """Digests of what this process was given to train.
+    """Return digests of the rows that this process trains.
 
     Args:
         process: its rank in the job.
-        keep: hold the arrays too, as copies.
+        keep: keep the arrays too, as copies.
     """
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
     rows = []
@@ -112,7 +112,7 @@ def rank_rows(
 
 
 def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank: int, *, keep: bool) -> RowDigests:
-    # From the boundaries that attention reads, never from the dataset's index: a boundary that is lost must show.
+    # From the boundaries that attention reads, never from the dataset's index: a lost boundary must show.
     lengths = np.diff(row.cu_seqlens).astype(np.int64)
     starts = row.cu_seqlens_padded[:-1].astype(np.int64)
     count = max(lengths.shape[0], sequences.shape[0])
@@ -131,50 +131,43 @@ def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank:
 
 
 def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:
-    """One step of the job from what its processes were given.
+    """Return one step of the job from the rows of its processes.
 
     Tokens are those of the first pipeline stage, labels and masks those of the last; every other process that trains
-    the same rows is held against them.
+    the same rows is compared against them.
     """
     merged: dict[tuple[int, int], RowDigests] = {}
-    disagreements: list[str] = []
-    for rank in sorted({row.rank for part in parts for row in part.rows}):
-        held = [sorted(row.microbatch for row in part.rows) for part in parts if any(r.rank == rank for r in part.rows)]
-        if any(one != held[0] for one in held):
-            disagreements.append(
-                f"processes of data-parallel rank {rank} have other microbatches than those beside them"
-            )
-    for name in FIELDS:
-        column = FIELDS.index(name)
-        for part in parts:
-            if name not in part.fields:
-                continue
-            for row in part.rows:
-                place = (row.microbatch, row.rank)
-                one = merged.setdefault(
-                    place,
-                    RowDigests(*place, row.sequences, row.lengths, np.zeros_like(row.digests), {}),
-                )
-                where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
-                if not np.array_equal(one.sequences, row.sequences) or not np.array_equal(one.lengths, row.lengths):
-                    disagreements.append(f"{where}: other sequences or boundaries than the ranks beside it")
-                    continue
-                if not one.digests[:, column].any():
-                    one.digests[:, column] = row.digests[:, column]
-                    if row.arrays:
-                        one.arrays[name] = row.arrays[name]
-                elif not np.array_equal(one.digests[:, column], row.digests[:, column]):
-                    at = int(np.argmax(one.digests[:, column] != row.digests[:, column]))
-                    disagreements.append(f"{where}: other {name} of sequence {int(row.sequences[at])} than beside it")
+    disagreements: set[str] = set()
+    for rank in {row.rank for part in parts for row in part.rows}:
+        numbers = [
+            sorted(row.microbatch for row in part.rows) for part in parts if any(r.rank == rank for r in part.rows)
+        ]
+        if any(other != numbers[0] for other in numbers):
+            disagreements.add(f"processes of data-parallel rank {rank} have different microbatches")
+    for column, name in enumerate(FIELDS):
+        for part, row in [(p, r) for p in parts if name in p.fields for r in p.rows]:
+            place = (row.microbatch, row.rank)
+            fresh = RowDigests(*place, row.sequences, row.lengths, np.zeros_like(row.digests), {})
+            first = merged.setdefault(place, fresh)
+            where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
+            if not np.array_equal(first.sequences, row.sequences) or not np.array_equal(first.lengths, row.lengths):
+                disagreements.add(f"{where}: other sequences or boundaries than the ranks beside it")
+            elif not first.digests[:, column].any():
+                first.digests[:, column] = row.digests[:, column]
+                if row.arrays:
+                    first.arrays[name] = row.arrays[name]
+            elif not np.array_equal(first.digests[:, column], row.digests[:, column]):
+                at = int(np.argmax(first.digests[:, column] != row.digests[:, column]))
+                disagreements.add(f"{where}: other {name} of sequence {int(row.sequences[at])} than beside it")
     rows = [merged[place] for place in sorted(merged)]
-    return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(set(disagreements)))
+    return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(disagreements))
 
 
 class DigestWriter:
-    """Appends to `digests.jsonl` in a run's folder; a line a step.
+    """Appends to `digests.jsonl` in a run's folder, one line per step.
 
     Args:
-        first_step: lines of it and later ones, left by a run that was stopped, are removed: they are trained again.
+        first_step: lines of this step and later ones, left by a stopped run, are removed: they are trained again.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 1) -> None:
@@ -183,7 +176,7 @@ class DigestWriter:
         self._file: IO[str] = (folder / DIGESTS_FILE).open("a")
 
     def write(self, step: StepDigests) -> None:
-        """Append a step, and its arrays, where it holds them, as `batches/step-NNNNNNNN.npz`."""
+        """Append a step, and write its arrays, if kept, as `batches/step-NNNNNNNN.npz`."""
         arrays = {
             f"{row.microbatch}.{row.rank}.{name}": values for row in step.rows for name, values in row.arrays.items()
         }
@@ -198,7 +191,7 @@ class DigestWriter:
 
 
 def to_json(step: StepDigests) -> dict[str, Any]:
-    """The step as `digests.jsonl` has it; digests of a row's sequences are hexadecimal, 16 digits each."""
+    """Return the step as a line of `digests.jsonl`; digests of a row's sequences are hexadecimal, 16 digits each."""
     rows = [
         {
             "microbatch": row.microbatch,
@@ -220,7 +213,7 @@ def to_json(step: StepDigests) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> StepDigests:
-    """What `to_json` gave; raises ValueError where the line is not whole or its digest is not that of its rows."""
+    """Return the step of a line of `to_json`; raise ValueError if its digest is not that of its rows."""
     rows = [
         RowDigests(
             int(row["microbatch"]),
@@ -241,7 +234,7 @@ def from_json(values: dict[str, Any]) -> StepDigests:
 
 
 def read_digests(folder: Path) -> list[StepDigests]:
-    """The steps that a run recorded, in order; raises FormatError where there are none or a line is not one."""
+    """Return the recorded steps of a run in order; raise FormatError if there are none or a line is damaged."""
     path = folder / DIGESTS_FILE
     if not path.exists():
         raise FormatError("the run recorded no digests", where=str(path), fix="run it with trainer.record_digests=true")
@@ -259,7 +252,7 @@ def read_digests(folder: Path) -> list[StepDigests]:
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
-    """By field, the array of the sequence at `index` of `row`, as it was trained; empty where batches were not kept."""
+    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept."""
     path = _batch_file(folder, step)
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Where a run keeps what it writes: a new folder for a new run, the same one for a run that goes on."""
+"""The folder of a run: a new one for a new run, the same one for a resumed run, and never two runs in one."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError
 from harness.storage import Marker
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 
 RESUME = ("false", "true", "auto")
 CHECKPOINTS = "checkpoints"
-# Written last into a checkpoint.
+# Written last into a checkpoint, which is whole with it.
 RUN_FILE = "run.json"
-# Locked while a run writes to its folder; one that was killed leaves it behind unlocked.
+# Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints below `folder`, oldest first."""
+    """Return the whole checkpoints below `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / RUN_FILE).is_file())
 
 
 def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str) -> Path:
-    """The folder that a run writes to; nothing is created.
+    """Return the folder that a run writes to; nothing is created.
 
     Args:
-        run_dir: a folder, or None for `<runs>/<name>-NNN`: to resume, the newest of them with a whole checkpoint
-            (one that failed before its first has nothing to go on from); else the next number.
-        resume: `false` starts anew, `true` goes on, `auto` goes on where there is something to go on from.
+        run_dir: a folder, or None for `<runs>/<name>-NNN`: to resume, the newest with a whole checkpoint (a run that
+            failed before its first has nothing to resume from); else the next number.
+        resume: `false` starts a new run, `true` resumes, `auto` resumes if there is a checkpoint.
 
     Raises:
-        ConfigError: another word for `resume`, a name that is no folder name, nothing to resume, or a folder that
-            holds a run already.
+        ConfigError: an unknown value of `resume`, a name that cannot name a folder, nothing to resume, or a folder
+            that has a run already.
     """
-    if resume not in RESUME:
-        raise ConfigError(f"resume is {resume!r}", where="resume", fix=f"one of {', '.join(RESUME)}")
+    require_choice(resume, RESUME, setting="resume")
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name a run's folder", where="name", fix="letters, digits, dots, dashes and underscores"
@@ -60,27 +60,27 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         raise ConfigError(
             "the run folder is not empty",
             where=str(folder),
-            fix="resume=true goes on with the run in it; or name another with run_dir=",
+            fix="resume=true continues the run in it; run_dir= names another folder",
         )
     if resume == "true" and not whole_checkpoints(folder / CHECKPOINTS):
         raise ConfigError(
-            "the run folder holds no whole checkpoint to resume from",
+            "the run folder has no whole checkpoint to resume from",
             where=str(folder),
-            fix="resume=auto starts anew where there is none",
+            fix="resume=auto starts a new run in that case",
         )
     return folder
 
 
 @contextmanager
-def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[None]:
-    """Make the folder of a run that is about to train, write its settings down, and keep other runs out of it.
+def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[None]:
+    """Create the folder of a run that is about to train, write its settings, and keep other runs out of it.
 
-    Those of the part before, where they differ, are kept as `config.before-N.yaml`.
+    If the settings of an earlier part differ, they are kept as `config.before-N.yaml`.
 
     Raises:
-        ConfigError: another run has taken the folder meanwhile, or is still writing to it.
+        ConfigError: another run has just taken the folder, or is still writing to it.
     """
-    if not goes_on and folder.is_dir() and any(folder.iterdir()):
+    if not resumes and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError("another run has just taken this folder", where=str(folder), fix="start again")
     folder.mkdir(parents=True, exist_ok=True)
     running = Marker(folder / _RUNNING)
@@ -101,9 +101,9 @@ def open_run_folder(folder: Path, *, settings: str, goes_on: bool) -> Iterator[N
 
 
 def leave_refusal(folder: Path, error: HarnessError) -> None:
-    """`leave_early_stop` of an error, after the steps that the run has done.
+    """Write an error as the reason of an attempt that ended before it began, after the steps done so far.
 
-    A launcher may turn every exit code into 1; a scheduler would start again what is refused each time.
+    A launcher may turn every exit code into 1, and a scheduler would restart a run that is refused each time.
     """
     requeue = isinstance(error, LoaderError | LostRankError)
     rank = error.about if isinstance(error, LostRankError) else None
@@ -111,8 +111,10 @@ def leave_refusal(folder: Path, error: HarnessError) -> None:
 
 
 def leave_early_stop(folder: Path, stop: Stop) -> bool:
-    """Leave in a run's folder why a try of it ended before it began, where no other run is at work in it; False where
-    one of its ranks has."""
+    """Write why an attempt ended before it began, unless another run is active in the folder.
+
+    Return False if another rank of this attempt has done so.
+    """
     if not folder.is_dir():
         return True
     running = Marker(folder / _RUNNING)
@@ -137,5 +139,4 @@ def _numbered(runs: Path, name: str) -> dict[int, Path]:
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
     if not runs.is_dir():
         return {}
-    found = ((pattern.fullmatch(path.name), path) for path in runs.iterdir())
-    return {int(match[1]): path for match, path in found if match}
+    return {int(match[1]): path for path in runs.iterdir() if (match := pattern.fullmatch(path.name))}

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a line of JSON a step, events of trackers, and at the end a plot and a page."""
+"""Metrics of a run: a line of JSON per step, the curves of trackers, and at the end a plot and a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from harness.errors import FormatError
 from harness.train.loop import StepRecord
-from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, shown_values
+from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -24,15 +24,15 @@ class StepMetrics:
     Attributes:
         step: 1 for the first.
         epoch: 0 for the first.
-        loss: mean of a trained token, nats.
-        validation_loss: the same over the validation set, None where this step was not followed by a validation.
+        loss: mean over the trained tokens, in nats.
+        validation_loss: the same over the validation set; None if no validation followed this step.
         learning_rate, grad_norm: of this step; the norm before clipping.
-        tokens: model tokens of the global batch, padding not counted.
-        trained_tokens: those of them with a loss.
-        tokens_per_s: tokens / step_s, the whole job.
+        tokens: model tokens of the global batch, without padding.
+        trained_tokens: tokens with a loss.
+        tokens_per_s: tokens / step_s, of the whole job.
         fill: share of the rows' capacity that holds tokens.
         num_microbatches: of each rank.
-        step_s: wall time of the step, data wait included, validation and checkpoint not.
+        step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
         imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
             1 is even.
@@ -60,7 +60,7 @@ class StepMetrics:
 
 
 def step_metrics(record: StepRecord) -> StepMetrics:
-    """The metrics of one step."""
+    """Return the metrics of one step."""
     batch, result = record.batch, record.result
     return StepMetrics(
         step=record.step,
@@ -79,20 +79,20 @@ def step_metrics(record: StepRecord) -> StepMetrics:
         imbalance_tokens=batch.imbalance.token_ratio,
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
-        evaluation_losses={name: one.loss for name, one in record.evaluations.items()},
+        evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
     )
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` below `folder`, and tells the run's trackers.
+    """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
-    A tracker that fails is told of once and never ends the run; `metrics.jsonl` it goes on without.
+    A tracker that fails is reported once and never ends the run, which continues without it.
 
     Args:
-        first_step: lines of this step and later ones, left by a run that was stopped after its newest checkpoint,
+        first_step: lines of this step and later ones, written after the newest checkpoint by a run that was stopped,
             are removed: these steps are trained again.
-        trackers: of `harness.plan.settings.TRACKERS`.
-        say: takes a line for the reader of the log.
+        trackers: names of `harness.plan.settings.TRACKERS`.
+        log: prints a line.
     """
 
     def __init__(
@@ -101,43 +101,40 @@ class MetricsWriter:
         *,
         first_step: int = 1,
         trackers: Sequence[str] = ("tensorboard",),
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         keep_lines_before(path, first_step)
         self._file: IO[str] = path.open("a")
-        self._say = say
+        self._log = log
         self._events: Any = None
         if "tensorboard" in trackers:
             self._with_events(lambda: self._open_events(folder / "tensorboard", first_step))
         self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step; it is on its way to the disk when this returns."""
+        """Append one step and flush it."""
         values = asdict(metrics)
-        # JSON has no NaN; readers of other languages refuse Python's.
-        whole = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
-        self._file.write(json.dumps(whole) + "\n")
+        # JSON has no NaN; parsers of other languages refuse Python's.
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._events is not None:
-            self._with_events(lambda: self._add_events(metrics.step, shown_values(values)))
+            self._with_events(lambda: self._add_events(metrics.step, curve_values(values)))
         for tracker in self._trackers:
-            self._tell(tracker.news())
+            self._report(tracker.problem())
 
-    def close(self, how: str = "finished") -> None:
-        """End the files, and tell the trackers how the run ended, `finished` or `stopped`: that may take seconds."""
+    def close(self, status: str = "finished") -> None:
+        """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
         self._file.close()
         if self._events is not None:
             self._with_events(self._events.close)
         for tracker in self._trackers:
-            tracker.end(how)
-        until = time.monotonic() + PATIENCE_S[how]
+            tracker.end(status)
+        deadline = time.monotonic() + PATIENCE_S[status]
         for tracker in self._trackers:
-            self._tell(tracker.wait(until))
+            self._report(tracker.wait(deadline))
 
     def _open_events(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -151,23 +148,23 @@ class MetricsWriter:
     def _with_events(self, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:  # its writer's thread hands on whatever ended it
+        except Exception as error:  # its writer's thread passes on whatever ended it
             self._events = None
-            self._say(f"tensorboard is not told of this run any more ({error}); training goes on")
+            self._log(f"tensorboard gets no more metrics of this run ({error}); training continues")
 
-    def _tell(self, news: str | None) -> None:
-        if news is not None:
-            self._say(news)
+    def _report(self, problem: str | None) -> None:
+        if problem is not None:
+            self._log(problem)
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Lines that end; a process that was killed may have left half of one."""
+    """Yield the lines that end; a process that was killed may have left half of one."""
     with path.open() as file:
         yield from (line for line in file if line.endswith("\n"))
 
 
 def keep_lines_before(path: Path, first_step: int) -> None:
-    """Leave of a file of JSON lines, a line a step, the whole ones of steps before `first_step`; make it if missing."""
+    """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing."""
     kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
     rewritten = path.with_suffix(".rewritten")
     rewritten.write_text("".join(kept))
@@ -175,7 +172,7 @@ def keep_lines_before(path: Path, first_step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a `metrics.jsonl`, in order; raises FormatError for a line that is not one."""
+    """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
     steps = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
@@ -192,20 +189,28 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return steps
 
 
+def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
+    """Return the losses by step of the own validation set, then of further ones by name."""
+    losses: dict[str, dict[int, float]] = {"validation": {}}
+    for step in steps:
+        if step.validation_loss is not None:
+            losses["validation"][step.step] = step.validation_loss
+        for name, loss in step.evaluation_losses.items():
+            losses.setdefault(name, {})[step.step] = loss
+    return losses
+
+
 def plot_loss(steps: list[StepMetrics], path: Path) -> None:
-    """Draw training and validation loss over the steps as a PNG."""
+    """Draw training and validation losses over the steps as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
-    validated = [(s.step, s.validation_loss) for s in steps if s.validation_loss is not None]
-    if validated:
-        xs, ys = zip(*validated, strict=True)
-        axes.plot(xs, ys, "o--", label="validation", color="#d1570c", markersize=5)
-    for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses):
-        points = [(s.step, s.evaluation_losses[name]) for s in steps if name in s.evaluation_losses]
-        axes.plot(*zip(*points, strict=True), "o:", label=name, markersize=4)
+    for number, (name, losses) in enumerate(_validations(steps).items()):
+        style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
+        if losses:
+            axes.plot(list(losses), list(losses.values()), "o--" if number == 0 else "o:", label=name, **style)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per trained token)")
     axes.grid(alpha=0.25)
@@ -214,14 +219,14 @@ def plot_loss(steps: list[StepMetrics], path: Path) -> None:
     figure.savefig(path)
 
 
-def _told(losses: Mapping[int, float]) -> str:
-    """First, lowest and last of the losses by step, and the last as a perplexity."""
+def _summary(losses: Mapping[int, float]) -> str:
+    """Return the first, lowest and last of the losses by step, and the perplexity of the last."""
     if not losses:
         return "not measured"
     steps = list(losses)
     shown = sorted({steps[0], min(steps, key=losses.__getitem__), steps[-1]}) if len(steps) > 4 else steps
     last = losses[steps[-1]]
-    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "beyond count"
+    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "too large to show"
     return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
 
 
@@ -229,24 +234,19 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     """Write `report.md`: the result first, then what ran where.
 
     Args:
-        facts: name to value, in the order to show: dataset, model, device, versions, how to go on.
+        facts: name to value, in the order to show: dataset, model, device, versions.
     """
-    first, last = steps[0], steps[-1]
-    validated = [s for s in steps if s.validation_loss is not None]
-    seconds = sum(s.step_s for s in steps)
+    first, last, count = steps[0], steps[-1], len(steps)
+    seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
-        "validation loss": _told({s.step: s.validation_loss for s in validated if s.validation_loss is not None}),
-        **{
-            f"{name} loss": _told({s.step: s.evaluation_losses[name] for s in steps if name in s.evaluation_losses})
-            for name in dict.fromkeys(name for s in steps for name in s.evaluation_losses)
-        },
-        "tokens": f"{sum(s.tokens for s in steps):,}, of them {sum(s.trained_tokens for s in steps):,} trained",
-        "tokens per second": f"{sum(s.tokens for s in steps) / seconds:,.0f}",
-        "fill of rows": f"{sum(s.fill for s in steps) / len(steps):.1%}",
+        **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
+        "tokens": f"{tokens:,}, of them {sum(s.trained_tokens for s in steps):,} trained",
+        "tokens per second": f"{tokens / seconds:,.0f}",
+        "fill of rows": f"{sum(s.fill for s in steps) / count:.1%}",
         "busiest rank over the mean": (
-            f"{sum(s.imbalance_tokens for s in steps) / len(steps):.3f} in tokens, "
-            f"{sum(s.imbalance_cost for s in steps) / len(steps):.3f} in attention cost"
+            f"{sum(s.imbalance_tokens for s in steps) / count:.3f} in tokens, "
+            f"{sum(s.imbalance_cost for s in steps) / count:.3f} in attention cost"
         ),
         "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
         **facts,

@@ -1,8 +1,11 @@
-"""Services that are told of a run beside TensorBoard: Weights & Biases and MLflow, each by a process of its own.
+"""Weights & Biases and MLflow beside TensorBoard, each fed by a process of its own.
 
-That process (`harness.train.tracker_process`) follows the run's `metrics.jsonl`, so that training never waits for a
-service, and a service that comes back is told what it missed. Its end of a pipe says how the run ended: a word, or
-nothing where the run was killed.
+That process (`harness.train.tracker_process`) follows the run's `metrics.jsonl`. Training never waits for a service or
+fails by one, and a service that comes back gets what it missed. The services' own asynchronous modes offer neither: if
+the server is unreachable, `wandb.init` blocks for its whole timeout and raises, `mlflow.start_run` likewise, and steps
+whose retries MLflow has used up are dropped.
+
+The process learns from its end of a pipe how the run ended: one word, or nothing if the run was killed.
 """
 
 from __future__ import annotations
@@ -20,20 +23,18 @@ from typing import Any
 
 from harness.errors import ConfigError
 
-# Package and extra are called alike.
+# The package and the extra of each have the same name.
 SERVICES = ("wandb", "mlflow")
-# At the end of a run, for what is still on its way; less where the run was asked to leave.
+# Wait at the end of a run for what is still on its way, by status; shorter if the run was asked to leave.
 PATIENCE_S = {"finished": 20.0, "stopped": 5.0}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse services whose package is missing; raises ConfigError with the extra that has it."""
+    """Raise ConfigError, with the extra to install, if the package of a service is missing."""
     for name in names:
-        if name not in SERVICES:
-            continue
-        found = find_spec(name)
-        # A folder of that name, which wandb makes where it runs, is found too, and has no file to begin with.
-        if found is None or found.origin is None:
+        spec = find_spec(name) if name in SERVICES else None
+        # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
+        if name in SERVICES and (spec is None or spec.origin is None):
             raise ConfigError(
                 f"the package {name} is not installed",
                 where=f"trainer.trackers, {sys.executable}",
@@ -41,70 +42,69 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def shown_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics by the names of their curves: `train/loss`, `train/code_loss` of set `code`."""
-    named = {f"{name}_loss": loss for name, loss in line["evaluation_losses"].items()}
-    values = {**{key: value for key, value in line.items() if key not in ("step", "evaluation_losses")}, **named}
+def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a metrics line by curve: `train/loss`, `train/code_loss` of validation set `code`."""
+    further = {f"{name}_loss": loss for name, loss in line["evaluation_losses"].items()}
+    values = {**{key: value for key, value in line.items() if key not in ("step", "evaluation_losses")}, **further}
     return {f"train/{key}": value for key, value in values.items() if value is not None}
 
 
 class Tracker:
-    """Tells one service of a run, from its `metrics.jsonl` and the `config.yaml` beside it.
+    """Starts and ends the process that feeds one service from a run's `metrics.jsonl` and its `config.yaml`.
 
-    Nothing raises: what goes wrong is told once, by `news`.
+    Nothing raises: `problem` reports the first failure once.
     """
 
     def __init__(self, name: str, metrics: Path) -> None:
         self._name = name
-        self._has_told = False
-        self._failed = ""
+        self._was_reported = False
+        self._failure = ""
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.train.tracker_process", name, str(metrics.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # Signals that end the run are for the run; and at the end all that a service started can be ended.
+                # Signals that end the run are not for this process; and at the end its children end with it.
                 start_new_session=True,
             )
             os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
         except OSError as error:
-            self._failed = f"{name} is not told of this run: {error}"
+            self._failure = f"{name} gets no metrics of this run: {error}"
 
-    def news(self) -> str | None:
-        """What there is to say of the service: at most once, that it cannot be told."""
-        if self._has_told:
+    def problem(self) -> str | None:
+        """Return a message if the service cannot be reached, the first time that this is called after the failure."""
+        if self._was_reported:
             return None
-        told = self._failed or self._said()
+        message = self._failure or self._output()
         code = None if self._process is None else self._process.poll()
-        if not told and code:
-            told = f"{self._name} is not told of this run any more: its process ended with code {code}"
-        self._has_told = bool(told)
-        return told or None
+        if not message and code:
+            message = f"{self._name} gets no more metrics of this run: its process ended with code {code}"
+        self._was_reported = bool(message)
+        return message or None
 
-    def end(self, how: str) -> None:
-        """Say how the run ended: `finished`, `stopped` (it will go on) or `failed`."""
+    def end(self, status: str) -> None:
+        """Pass on how the run ended: `finished`, `stopped` (to be continued) or `failed`."""
         if self._process is not None:
             with suppress(OSError):
-                self._process.stdin.write(how.encode())  # type: ignore[union-attr]
+                self._process.stdin.write(status.encode())  # type: ignore[union-attr]
                 self._process.stdin.close()  # type: ignore[union-attr]
 
-    def wait(self, until: float) -> str | None:
-        """Wait, after `end`, until the service knows everything, or until time.monotonic() is `until`; gives `news`."""
+    def wait(self, deadline: float) -> str | None:
+        """Wait, after `end`, until the service has everything or time.monotonic() is `deadline`; return `problem`."""
         if self._process is None:
-            return self.news()
+            return self.problem()
         try:
-            self._process.wait(max(0.0, until - time.monotonic()))
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._failed = (
-                self._said() or f"{self._name} did not take the end of this run in time; its log.txt has more"
-            )
+            timed_out = f"{self._name} did not accept the end of this run in time; its log.txt has more"
+            self._failure = self._output() or timed_out
             with suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        return self.news()
+        return self.problem()
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         with suppress(OSError):
             if self._process is not None and self._process.stdout is not None:
                 return (self._process.stdout.read() or b"").decode(errors="replace").strip()

@@ -12,8 +12,7 @@ from harness.errors import HarnessError
 from harness.formats import open_dataset
 from harness.loader import Loader, LoaderConfig, PackSource, RankLayout
 from harness.megatron.data.feed import Feed, readable
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig

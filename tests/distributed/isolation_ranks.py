@@ -20,8 +20,7 @@ from harness.config import compose_config
 from harness.loader import RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
 from harness.parity.isolation import IsolationCheck, Prepare
 from harness.plan.layout import ParallelConfig

@@ -21,8 +21,7 @@ from harness.megatron.data.two_phase import (
     needs_data_iterator,
     wrap_data_iterator,
 )
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig

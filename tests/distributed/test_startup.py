@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_come_is_named(dataset, tmp_path) -> None:
     arguments = unlike(dataset, tmp_path / "run", "trainer.startup_timeout_s=5", rank_1="exec sleep 1000")
     code, output = run_command(arguments)
     assert code == 1
-    assert output.count("LostRankError: rank 1 of 2 has not come within 5 s") == 1, output
+    assert output.count("LostRankError: rank 1 of 2 did not connect within 5 s") == 1, output
     assert not (tmp_path / "run").exists()
 
 
@@ -82,7 +82,9 @@ def test_storage_that_does_not_answer_ends_the_job_and_names_who_waits_for_it(
     ]
     told = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks][1] == 70, told
-    named = "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none goes on"
+    named = (
+        "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none makes progress"
+    )
     said = [line for line in "".join(told).splitlines() if line.startswith("HarnessError: no progress for 12 s")]
     assert len(said) == 1, told
     assert f"in step 1: {named}" in said[0]
@@ -105,6 +107,6 @@ def test_a_job_that_is_asked_to_stop_before_its_first_step_ends(unreadable, tmp_
     assert 15 < time.monotonic() - began < 90
     assert code == 1
     assert "exitcode  : 75" in output
-    assert "SIGUSR2 came before the first step, in step 1, opening the data" in output
+    assert "SIGUSR2 received before the first step, in step 1, opening the data" in output
     assert job.stopped()["reason"] == "signal"
     assert decide(folder, exit_code=code).requeue

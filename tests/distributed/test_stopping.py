@@ -119,7 +119,7 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     stopped = job.stopped()
     done = curve(folder)[-1]["step"]
     assert (stopped["reason"], stopped["step"]) == ("signal", done)
-    assert f"SIGUSR2 came: stopped after step {done}" in output
+    assert f"SIGUSR2 received: stopped after step {done}" in output
     assert "exitcode  : 75" in output
     assert checkpoints_in(folder)[-1] == done
     assert decide(folder, exit_code=code).requeue
@@ -135,8 +135,8 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_goes_o
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
     # Both went on from where they stood, and not from the beginning.
-    assert f"goes on behind step {done}, from {folder}" in output
-    assert f"goes on behind step {kept}, from {tmp_path / 'killed'}" in output
+    assert f"resuming after step {done}, from {folder}" in output
+    assert f"resuming after step {kept}, from {tmp_path / 'killed'}" in output
     assert curve(folder) == curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
@@ -150,7 +150,9 @@ def test_a_lost_rank_is_named_and_what_was_begun_is_not_loaded(dataset, tmp_path
         _, output = job.end()
     stopped = job.stopped()
     assert (stopped["reason"], stopped["rank"]) == ("LostRankError", 1), output
-    assert f"rank 1 is gone or stopped (host {os.uname().nodename}, process {victim.pid})" in str(stopped["message"])
+    assert f"rank 1 has died or is stopped (host {os.uname().nodename}, process {victim.pid})" in str(
+        stopped["message"]
+    )
     assert "resume=auto" in output
     assert decide(folder, exit_code=1).requeue
 
@@ -167,7 +169,7 @@ def test_a_rank_that_stands_still_ends_the_job_and_is_named(dataset, tmp_path) -
     stopped = job.stopped()
     assert (stopped["reason"], stopped["rank"]) == ("hang", 1), output
     assert "no progress for 15 s in step" in output
-    assert "rank 1 is gone or stopped" in output
+    assert "rank 1 has died or is stopped" in output
     assert decide(folder, exit_code=1).requeue
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from harness.errors import HarnessError
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.weights.mapping import (
     HfWeights,

@@ -41,7 +41,7 @@ def attempts(job: SlurmJob) -> list[dict]:
 
 def resumed_step(job: SlurmJob) -> int:
     """Return the step of the checkpoint that the last attempt resumed from."""
-    return int(re.findall(r"goes on behind step (\d+), from", job.log)[-1])
+    return int(re.findall(r"resuming after step (\d+), from", job.log)[-1])
 
 
 def wait_for_step(job: SlurmJob, step: int) -> None:
@@ -116,7 +116,7 @@ def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit,
     ("how", "message"),
     [
         (signal.SIGKILL, "srun: error: node2: task 1: Killed"),
-        (signal.SIGSTOP, "rank 1 is gone or stopped (host node2, process"),
+        (signal.SIGSTOP, "rank 1 has died or is stopped (host node2, process"),
     ],
 )
 def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slurm, undisturbed, how, message):

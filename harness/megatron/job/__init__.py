@@ -1,11 +1,15 @@
-"""TODO."""
+"""The job of a run: its ranks and their device, and the signals, hangs and lost ranks that can end it.
+
+`runtime` starts a process in its job and joins Megatron's groups; `stopping` turns signals into a last checkpoint;
+`watchdog` names the rank that holds the others up; `all_reduce` is the preflight's check of the links.
+"""
 
 from __future__ import annotations
 
+from harness.megatron.job import runtime
 from harness.megatron.job.all_reduce import check_all_reduce
-from harness.megatron.job.runtime import on_rank_0
+from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.job.stopping import StopSignals
-from harness.megatron.job.topology import join
 from harness.megatron.job.watchdog import Watchdog, is_about_ranks, waiting
 
 __all__ = [
@@ -15,5 +19,6 @@ __all__ = [
     "is_about_ranks",
     "join",
     "on_rank_0",
+    "runtime",
     "waiting",
 ]

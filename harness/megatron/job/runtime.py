@@ -1,12 +1,13 @@
-"""The process: its device, its place in the job, and Megatron-Core on a CPU.
+"""The process in its job: its device, its rank, its parallel groups, and Megatron-Core on a CPU.
 
-Megatron-Core says `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under
-a function mode that maps those to the CPU; nothing of Megatron is replaced, so what trains here is what trains there.
+Megatron-Core has `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under a
+function mode that maps these to the CPU; no part of Megatron is replaced, so a CPU trains with the code of a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -23,8 +24,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
+from harness.checks import require_choice
 from harness.errors import ConfigError, HarnessError, LostRankError
+from harness.loader import RankLayout
 from harness.megatron.job.watchdog import waiting
+from harness.plan import ParallelConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 T = TypeVar("T")
@@ -32,12 +36,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Runtime:
-    """What this process is.
+    """This process in its job.
 
     Attributes:
-        device: where tensors live.
-        rank, world_size: place in the job.
-        local_rank: place on the node.
+        device: of its tensors.
+        rank, world_size: in the job.
+        local_rank: on the node.
     """
 
     device: torch.device
@@ -47,9 +51,8 @@ class Runtime:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`; raises ConfigError where CUDA is asked for and missing."""
-    if name not in DEVICES:
-        raise ConfigError(f"device {name!r} is unknown", where="trainer.device", fix=f"one of {', '.join(DEVICES)}")
+    """Return the device for `auto`, `cpu` or `cuda`; raise ConfigError if CUDA is requested and missing."""
+    require_choice(name, DEVICES, setting="trainer.device")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -61,17 +64,17 @@ def choose_device(name: str) -> torch.device:
     local_rank = place_in_job("LOCAL_RANK")
     if local_rank >= torch.cuda.device_count():
         error = ConfigError(
-            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}",
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
             where=f"host {socket.gethostname()}",
-            fix="start as many processes a node as it has GPUs",
+            fix="start one process per GPU of the node",
         )
-        error.rank = place_in_job("RANK")  # ranks beside it have theirs and say nothing
+        error.rank = place_in_job("RANK")  # other ranks have a GPU and report nothing
         raise error
     return torch.device("cuda", local_rank)
 
 
 def place_in_job(name: str) -> int:
-    """RANK, WORLD_SIZE or LOCAL_RANK as a launcher sets it; without a launcher a process is a job of its own."""
+    """Return RANK, WORLD_SIZE or LOCAL_RANK of the launcher; without a launcher a process is a job of its own."""
     text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
     if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
         raise ConfigError(f"{name} is {text!r}", where="environment", fix="start with torchrun, or unset it")
@@ -80,17 +83,17 @@ def place_in_job(name: str) -> int:
 
 @contextmanager
 def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None) -> Iterator[Runtime]:
-    """Join the job that torchrun (or a lone process) describes in its environment; leave it at the end.
+    """Join the job that the environment describes (torchrun, or a lone process), and leave it at the end.
 
     Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
 
     Args:
         timeout_s: of a collective.
-        meet_timeout_s: how long ranks wait for one that has not come; None for `timeout_s`.
+        meet_timeout_s: wait for missing ranks at the start; None for `timeout_s`.
 
     Raises:
         ConfigError: no such device, or an incomplete launcher environment.
-        LostRankError: a rank has not come, or rank 0 cannot be reached.
+        LostRankError: a rank is missing, or rank 0 cannot be reached.
     """
     chosen = choose_device(device)
     rank, world_size, local_rank = (place_in_job(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -122,14 +125,41 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
             torch.distributed.destroy_process_group()
 
 
+def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:
+    """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them."""
+    from megatron.core import parallel_state
+
+    dp_size = config.dp_size(world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+    )
+    return RankLayout(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=dp_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=config.tensor_parallel_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=config.context_parallel_size,
+        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        pad_to_multiple=config.pad_to_multiple,
+        group_size=config.group_size,
+    )
+
+
 def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
-    """The store of the job, once every rank has come to it; who has not is told on every rank."""
+    """Return the store of the job once every rank has reached it; otherwise every rank names the missing one."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     timeout = timedelta(seconds=timeout_s)
-    fix = "look at its log and node: it hangs, was refused or never began. The others wait trainer.startup_timeout_s"
+    fix = "check its log and node: it hangs, was refused or never started. The others wait trainer.startup_timeout_s"
     try:
         store = _open_store(rank, world_size, timeout)
-        names = [f"came/{one}" for one in range(world_size)]
+        names = [f"came/{number}" for number in range(world_size)]
         store.set(names[rank], socket.gethostname())
         if rank == 0:
             _wait_for(store, names, timeout)
@@ -142,15 +172,15 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
         else:
             hosts = {name: store.get(name).decode() for name in names if store.check([name])}
     except (RuntimeError, ValueError) as error:
-        lost = LostRankError(f"rank 0 cannot be met: {str(error).splitlines()[0]}", where=place, fix=fix)
+        lost = LostRankError(f"rank 0 cannot be reached: {str(error).splitlines()[0]}", where=place, fix=fix)
         lost.about = 0
         raise lost from None
-    missing = [one for one, name in enumerate(names) if name not in hosts]
+    missing = [number for number, name in enumerate(names) if name not in hosts]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        told = f"rank {missing[0]}{more} of {world_size} has not come within {timeout_s:g} s"
-        there = ", ".join(f"{host} ({count})" for host, count in sorted(Counter(hosts.values()).items()))
-        lost = LostRankError(told, where=f"{place}, where ranks have come from {there}", fix=fix)
+        message = f"rank {missing[0]}{more} of {world_size} did not connect within {timeout_s:g} s"
+        present = ", ".join(f"{host} ({count})" for host, count in sorted(Counter(hosts.values()).items()))
+        lost = LostRankError(message, where=f"{place}, reached by ranks from {present}", fix=fix)
         lost.about = missing[0]
         lost.is_shared = True
         raise lost
@@ -161,7 +191,7 @@ def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps one
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         return cast(Store, store)
-    # PyTorch's own way waits for all without saying who is missing.
+    # PyTorch's own rendezvous waits for all without naming a missing rank.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, world_size, rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
 
@@ -175,9 +205,9 @@ def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and give its result to every rank; its error is raised on every rank.
+    """Run `function` on rank 0 and return its result on every rank; its error is raised on every rank.
 
-    What the file system refuses becomes a ConfigError: `function` is there to find and make folders.
+    An OSError becomes a ConfigError: the purpose of `function` is to find and make folders.
     """
     outcome: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
@@ -201,11 +231,11 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def gather_on_rank_0(value: T) -> list[T]:
-    """Every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
+    """Return every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
     if torch.distributed.get_world_size() == 1:
         return [value]
-    speaks = torch.distributed.get_rank() == 0
-    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if speaks else None
+    receives = torch.distributed.get_rank() == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if receives else None
     torch.distributed.gather_object(value, gathered, dst=0)
     return gathered or []
 
@@ -217,7 +247,7 @@ def _on_gpu(device: torch.device) -> Iterator[None]:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Maps `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` answers as a GPU tensor would.
+    """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
 
     Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
     """
@@ -240,12 +270,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    # A plain integer is a GPU's index, but a bool would be an argument of another meaning.
+    # A plain integer is the index of a GPU; a bool is an argument with another meaning.
     return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
 
 
 class _NoStream:
-    """Stands for a CUDA stream where work is never asynchronous."""
+    """Stand-in for a CUDA stream where work is never asynchronous."""
 
     def wait_stream(self, stream: object) -> None: ...
 
@@ -282,7 +312,7 @@ def _cpu_as_cuda() -> Iterator[None]:
         "empty_cache": lambda: None,
     }.items():
         replace(torch.cuda, name, value)
-    # Megatron's seed tracker reaches for the GPU's generator; on a CPU the one generator there is serves.
+    # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
     replace(megatron_random, "_set_cuda_rng_state", set_rng_state)
     replace(megatron_random, "_get_cuda_rng_state", get_rng_state)
     try:

@@ -1,4 +1,4 @@
-"""Asked to stop: a signal from a scheduler becomes a checkpoint after the step that is running."""
+"""Signals to stop: a scheduler's signal becomes a checkpoint after the current step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed
 
-# SIGTERM is what Slurm, torchrun and container engines send; SIGUSR2 what `sbatch --signal` is told to send before the
-# end. SIGUSR1 is left alone: NCCL's libraries may catch it.
+# Slurm, torchrun and container engines send SIGTERM; `sbatch --signal` is set to send SIGUSR2 before the time limit.
+# SIGUSR1 is not used: NCCL's libraries may catch it.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopSignals:
-    """Context manager: remembers a signal to stop instead of dying of it.
+    """Remember a signal to stop instead of being killed by it. Use as a context manager.
 
-    A second signal of the same kind changes nothing: a scheduler that has run out of patience sends SIGKILL.
+    A second signal changes nothing: a scheduler that waits no longer sends SIGKILL.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
-        # A handler has to wait for a main thread that is in a read or a collective; these bytes come at once.
+        # A handler waits until the main thread returns from a read or a collective; these bytes arrive at once.
         self._bytes, self._wakeup = os.pipe()
         os.set_blocking(self._bytes, False)
         os.set_blocking(self._wakeup, False)
@@ -52,20 +52,20 @@ class StopSignals:
         self._seen = number
 
     def noticed(self) -> tuple[str, float] | None:
-        """The signal that this rank has seen, and for how many seconds another thread has known; None for none.
+        """Return the signal that this rank has received and the seconds since the first such call; None for none.
 
-        For one thread beside the main one, which may be stuck.
+        To be called by one thread other than the main one, which may be stuck.
         """
         if self._noticed is None:
-            with suppress(OSError):  # nothing came, or all is over
-                came = [number for number in os.read(self._bytes, 4096) if number in SIGNALS]
-                self._noticed = (signal.Signals(came[0]).name, time.monotonic()) if came else None
+            with suppress(OSError):  # no signal, or already closed
+                received = [number for number in os.read(self._bytes, 4096) if number in SIGNALS]
+                self._noticed = (signal.Signals(received[0]).name, time.monotonic()) if received else None
         return None if self._noticed is None else (self._noticed[0], time.monotonic() - self._noticed[1])
 
     def agreed(self) -> str | None:
-        """The signal that any rank has seen, the same answer on every rank; every rank takes part.
+        """Return the signal that any rank has received, the same on every rank; every rank takes part.
 
-        Signals arrive on each rank at a time of its own, and all have to stop after the same step.
+        Signals arrive on each rank at a different time, and all have to stop after the same step.
         """
         seen = self._seen
         if torch.distributed.get_world_size() > 1:

@@ -1,8 +1,7 @@
-"""Notices ranks that stand still or are gone, from where they have met to the last step, and says which.
+"""Detect ranks that hang or have died, from the meeting of the ranks to the last step, and name them.
 
-Every rank tells the others, through the store that the job met at, which step it is in, what it does there and since
-when. A rank that has made no progress for the limit ends the job; collectives alone would end it later, and would name
-whoever waited.
+Every rank publishes, through the store where the job met, its step, its activity and the time without progress. A rank
+without progress for the limit ends the job; collectives alone would end it later, and would name a rank that waited.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed
 from torch.distributed import distributed_c10d
@@ -29,30 +28,30 @@ from harness.errors import HarnessError, LoaderError, LostRankError
 from harness.train import EXIT_STOPPED, Stop, write_stop
 
 EXIT_HANG = 70
-# What a rank does while it waits for the others: the others' own work is the likelier cause of a standstill.
+# Activity of a rank that waits for the others, whose own work is the likelier cause of a hang.
 _WAITING = "waiting for the others"
 _TOGETHER = ("training", _WAITING)
-# A rank that has not told anything for so many intervals is gone or stopped.
+# A rank that published nothing for this many intervals has died or is stopped.
 _SILENT_INTERVALS = 4
-# A rank that is asked to stop before its first step may still come to it, and save it, within so long.
+# A rank that is asked to stop before its first step gets this long to reach it and save it.
 _STARTUP_GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells of itself.
+    """State that a rank publishes.
 
     Attributes:
-        count: grows with each telling.
-        step: that it is in, 1 for the first.
-        doing: what, as in "training" or "reading data".
-        stood_s: seconds without progress.
+        count: grows with every beat.
+        step: the current step, 1 for the first.
+        activity: such as "training" or "reading data".
+        idle_s: seconds without progress.
     """
 
     count: int
     step: int
-    doing: str
-    stood_s: float
+    activity: str
+    idle_s: float
     host: str
     process: int
 
@@ -61,43 +60,45 @@ class Beat:
 
 
 def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple[int | None, str]:
-    """Which rank holds the others up, from what all told at two moments.
+    """Find the rank that holds the others up, from the beats of all ranks at two moments.
 
     Args:
-        before, after: by rank. A rank whose count is the same in both is silent; one that is in neither never spoke.
+        before, after: by rank. A rank with the same count in both is silent; a rank in neither never published.
 
     Returns:
-        The rank, None where it cannot be told; and a sentence.
+        The rank, None if it is unknown; and a sentence.
     """
     silent = [rank for rank, beat in sorted(after.items()) if rank in before and before[rank].count == beat.count]
     if silent:
         rank, beat = silent[0], after[silent[0]]
         others = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
-        return rank, f"rank {rank}{others} is gone or stopped ({beat}); last heard of in step {beat.step}, {beat.doing}"
-    same = {(beat.step, beat.doing) for beat in after.values()}
+        return (
+            rank,
+            f"rank {rank}{others} has died or is stopped ({beat}); last seen in step {beat.step}, {beat.activity}",
+        )
+    same = {(beat.step, beat.activity) for beat in after.values()}
     if len(same) == 1 and len(after) > 1:
-        step, doing = same.pop()
-        return None, f"all {len(after)} ranks are in step {step}, {doing}, and none goes on"
-    # Behind, or at something of its own; of these the one that has stood longest.
+        step, activity = same.pop()
+        return None, f"all {len(after)} ranks are in step {step}, {activity}, and none makes progress"
+    # The suspects are behind, or busy with work of their own; of these the one without progress for the longest time.
     first_step = min(beat.step for beat in after.values())
     behind = {rank: beat for rank, beat in after.items() if beat.step == first_step}
-    alone = {rank: beat for rank, beat in behind.items() if beat.doing not in _TOGETHER}
-    suspects = alone or behind
-    rank = max(suspects, key=lambda one: suspects[one].stood_s)
+    suspects = {rank: beat for rank, beat in behind.items() if beat.activity not in _TOGETHER} or behind
+    rank = max(suspects, key=lambda number: suspects[number].idle_s)
     beat = suspects[rank]
-    return rank, f"rank {rank} ({beat}) has been in step {beat.step}, {beat.doing}, for {beat.stood_s:.0f} s"
+    return rank, f"rank {rank} ({beat}) has been in step {beat.step}, {beat.activity}, for {beat.idle_s:.0f} s"
 
 
 class Watchdog:
-    """Context manager around what one rank does, from the opening of its data to its last step.
+    """Watches one rank from the opening of its data to its last step. Use as a context manager.
 
     Args:
-        limit_s: a rank without progress for so long before its first step ends the job, with exit code 70.
-        asked: the signal to stop that this rank has seen, and since how many seconds; None for none.
-        leave: keeps the reason of an end before `training_begins`; False where it has that of another rank.
+        limit_s: a rank without progress for this long before its first step ends the job, with exit code 70.
+        requested: returns the signal to stop that this rank has received, and the seconds since; None for none.
+        leave: records the reason of an end before `training_begins`; False if another rank has recorded one.
 
     Attributes:
-        current: the one at work in this process.
+        current: the active watchdog of this process.
     """
 
     current: ClassVar[Watchdog | None] = None
@@ -106,12 +107,12 @@ class Watchdog:
         self,
         *,
         limit_s: float,
-        asked: Callable[[], tuple[str, float] | None] = lambda: None,
+        requested: Callable[[], tuple[str, float] | None] = lambda: None,
         leave: Callable[[Stop], bool] = lambda stop: True,
     ) -> None:
         self._folder: Path | None = None
         self._limit_s, self._setting = limit_s, "trainer.startup_timeout_s"
-        self._asked, self._leave_early = asked, leave
+        self._requested, self._leave_early = requested, leave
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store: Any = distributed_c10d._get_default_store()
         # A connection of its own: the main thread may be waiting on the other.
@@ -124,7 +125,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         Watchdog.current = self
-        self._tell()
+        self._publish()
         self._thread.start()
         return self
 
@@ -134,43 +135,22 @@ class Watchdog:
         if isinstance(error, RuntimeError) and self._world > 1 and is_about_ranks(error):
             lost = self._lost(error)
             self._end_watching()
-            lost.is_shared = not self._leave(lost, rank=lost.about)
+            lost.is_shared = not self._leave_error(lost, rank=lost.about)
             raise lost from None
         self._end_watching()
         if isinstance(error, Exception):
             is_shared = isinstance(error, HarnessError) and error.is_shared
-            self._leave(error, rank=None if is_shared else self._rank)
+            self._leave_error(error, rank=None if is_shared else self._rank)
 
     def training_begins(self, folder: Path, *, limit_s: float) -> None:
-        """From here on the limit is `limit_s`, and the reason of an end is left in `folder`, which is this run's."""
-        self.at(*self.now)  # the limit is for what begins now
+        """Use `limit_s` from now on, and record the reason of an end in `folder`, which is this run's."""
+        self.at(*self.now)  # the new limit is for what begins now
         self._limit_s, self._setting = limit_s, "trainer.timeout_s"
         self._folder = folder
 
-    @property
-    def _interval_s(self) -> float:
-        # Each telling is one request to the store's process: a thousand ranks make 250 a second.
-        return min(self._limit_s / 8, max(1.0, self._world / 256))
-
-    def _leave_stop(self, stop: Stop) -> bool:
-        """Leave the reason of an end; True on one rank, which tells it."""
-        if self._folder is not None:
-            return write_stop(self._folder, stop)
-        is_first = self._leave_early(stop)
-        with suppress(RuntimeError):
-            # The store alone decides while it answers: of two ranks one may be first there, the other in the folder.
-            is_first = int(self._store.add("told", 1)) == 1
-        return is_first
-
-    def _leave(self, error: Exception, *, rank: int | None) -> bool:
-        told = error.what if isinstance(error, HarnessError) else str(error).partition("\n")[0]
-        # Data that does not come and ranks that go may be better next time; what is refused is refused again.
-        requeue = isinstance(error, LoaderError | LostRankError) or not isinstance(error, HarnessError)
-        return self._leave_stop(Stop(max(0, self.step - 1), type(error).__name__, told, rank, requeue))
-
-    def at(self, step: int, doing: str) -> None:
-        """Progress: this rank now does `doing` in `step`."""
-        self._now = (step, doing, time.monotonic())
+    def at(self, step: int, activity: str) -> None:
+        """Report progress: this rank now does `activity` in `step`."""
+        self._now = (step, activity, time.monotonic())
 
     @property
     def step(self) -> int:
@@ -178,8 +158,29 @@ class Watchdog:
 
     @property
     def now(self) -> tuple[int, str]:
-        """The step, and what this rank does in it."""
+        """The step and this rank's activity in it."""
         return self._now[:2]
+
+    @property
+    def _interval_s(self) -> float:
+        # Each beat is one request to the store's process: a thousand ranks make 250 a second.
+        return min(self._limit_s / 8, max(1.0, self._world / 256))
+
+    def _leave(self, stop: Stop) -> bool:
+        """Record the reason of an end; return True on the one rank that is to print it."""
+        if self._folder is not None:
+            return write_stop(self._folder, stop)
+        is_first = self._leave_early(stop)
+        with suppress(RuntimeError):
+            # While the store answers it alone decides: of two ranks each may be first in one of store and folder.
+            is_first = int(self._store.add("told", 1)) == 1
+        return is_first
+
+    def _leave_error(self, error: Exception, *, rank: int | None) -> bool:
+        message = error.what if isinstance(error, HarnessError) else str(error).partition("\n")[0]
+        # Missing data and lost ranks may be back at the next attempt; refused input is refused again.
+        requeue = isinstance(error, LoaderError | LostRankError) or not isinstance(error, HarnessError)
+        return self._leave(Stop(max(0, self.step - 1), type(error).__name__, message, rank, requeue))
 
     def _end_watching(self) -> None:
         Watchdog.current = None
@@ -188,27 +189,25 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
-            self._tell()
+            self._publish()
             if time.monotonic() - self._now[2] > self._limit_s:
-                self._end_job()
-            asked = self._asked() if self._folder is None else None
-            if asked is not None and asked[1] > _STARTUP_GRACE_S:
-                self._end_startup(asked[0])
+                self._end_hang()
+            requested = self._requested() if self._folder is None else None
+            if requested is not None and requested[1] > _STARTUP_GRACE_S:
+                self._end_startup(requested[0])
 
-    def _end_startup(self, name: str) -> None:
-        step, doing, _ = self._now
-        message = f"{name} came before the first step, in step {step}, {doing}"
-        if self._leave_stop(Stop(max(0, step - 1), "signal", message)):
+    def _end_startup(self, signal_name: str) -> None:
+        step, activity = self.now
+        message = f"{signal_name} received before the first step, in step {step}, {activity}"
+        if self._leave(Stop(max(0, step - 1), "signal", message)):
             print(f"{message}: there is nothing to save, resume=auto starts again", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_STOPPED)  # the main thread may be stuck
+        _exit_now(EXIT_STOPPED)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self._count += 1
-        step, doing, since = self._now
-        beat = Beat(self._count, step, doing, time.monotonic() - since, socket.gethostname(), os.getpid())
-        with suppress(RuntimeError):  # the store's process is gone; so is the job
+        step, activity, since = self._now
+        beat = Beat(self._count, step, activity, time.monotonic() - since, socket.gethostname(), os.getpid())
+        with suppress(RuntimeError):  # the store's process has ended, and the job with it
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _beats(self) -> dict[int, Beat]:
@@ -217,79 +216,82 @@ class Watchdog:
             if not self._store.check(names):
                 names = [name for name in names if self._store.check([name])]
             # One request: a thousand ranks may ask at the same time.
-            told = self._store.multi_get(names) if names else []
-            return {int(name): Beat(**json.loads(one)) for name, one in zip(names, told, strict=True)}
+            values = self._store.multi_get(names) if names else []
+            return {int(name): Beat(**json.loads(value)) for name, value in zip(names, values, strict=True)}
         return {}
 
     def _culprit(self, wait: Callable[[float], object]) -> tuple[int | None, str]:
         before = self._beats()
         wait(_SILENT_INTERVALS * self._interval_s)
         after = self._beats()
-        if len(after) < self._world:
-            missing = sorted(set(range(self._world)) - set(after))
-            if 0 in missing and not after:
-                return 0, "rank 0 has ended or stopped, and the ranks tell each other through it: see its log first"
-            return missing[0], f"rank {missing[0]} has never been heard of"
+        missing = sorted(set(range(self._world)) - set(after))
+        if 0 in missing and not after:
+            return 0, "rank 0 has ended or stopped, and the ranks communicate through it: check its log first"
+        if missing:
+            return missing[0], f"rank {missing[0]} never reported"
         return find_culprit(before, after)
 
-    def _end_job(self) -> None:
+    def _end_hang(self) -> None:
         def wait(seconds: float) -> None:
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                self._tell()
+                self._publish()
                 self._over.wait(self._interval_s / 2)
 
         since = self._now[2]
-        rank, told = self._culprit(wait)
+        rank, sentence = self._culprit(wait)
         if self._over.is_set() or self._now[2] != since:
             return
-        step = self.step
-        message = f"no progress for {self._limit_s:g} s in step {step}: {told}"
-        if self._leave_stop(Stop(max(0, step - 1), "hang", message, rank=rank)):
+        message = f"no progress for {self._limit_s:g} s in step {self.step}: {sentence}"
+        if self._leave(Stop(max(0, self.step - 1), "hang", message, rank=rank)):
             print(
                 f"HarnessError: {message}\n  where: {self._folder or f'rank {self._rank}'}\n"
-                "  fix:   look at that rank's log and node; the run resumes from its newest checkpoint with "
-                f"resume=auto. Raise {self._setting} where it may take longer",
+                "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Raise "
+                f"{self._setting} if it may take longer",
                 file=sys.stderr,
             )
         if rank in (self._rank, None):
-            faulthandler.dump_traceback(all_threads=True)  # where it stands, for its log
-        sys.stdout.flush()
-        sys.stderr.flush()
+            faulthandler.dump_traceback(all_threads=True)  # for its log
         if self._rank == 0 and self._world > 1:
+            sys.stderr.flush()
             wait(_SILENT_INTERVALS * self._interval_s)  # others are asking the store, which may be in this process
-        # The main thread is stuck, in a collective or in a read: there is nothing to clean up with.
-        os._exit(EXIT_HANG)
+        _exit_now(EXIT_HANG)
 
     def _lost(self, error: RuntimeError) -> LostRankError:
-        rank, told = self._culprit(time.sleep)
+        rank, sentence = self._culprit(time.sleep)
         lost = LostRankError(
-            told if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}",
+            sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}",
             where=f"rank {self._rank}, step {self.step}",
-            fix="see the log of that rank and the kernel's (out of memory?); the run resumes from its newest "
-            "checkpoint with resume=auto",
+            fix="check the log of that rank and the kernel's (out of memory?); resume=auto continues from the newest "
+            "checkpoint",
         )
-        lost.rank = self._rank
-        lost.about = rank
+        lost.rank, lost.about = self._rank, rank
         return lost
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End the process although its main thread may be stuck in a collective or a read."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around a collective that ranks come to from work of their own: who is not there yet holds the others up."""
+    """Mark a collective that ranks reach from work of their own: a rank that is still missing holds the others up."""
     watchdog = Watchdog.current
     if watchdog is None:
         yield
         return
-    step, doing = watchdog.now
+    step, activity = watchdog.now
     watchdog.at(step, _WAITING)
     yield
-    watchdog.at(step, doing)
+    watchdog.at(step, activity)
 
 
 def is_about_ranks(error: BaseException) -> bool:
-    """True for what gloo and NCCL raise when another rank is gone."""
-    told = str(error)
+    """Return True for the errors that gloo and NCCL raise when another rank has died."""
+    text = str(error)
     return isinstance(error, torch.distributed.DistError) or any(
-        word in told for word in ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+        word in text for word in ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
     )

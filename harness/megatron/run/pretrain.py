@@ -14,8 +14,7 @@ from harness.loader import LoaderConfig, LoaderState, RankLayout
 from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
-from harness.megatron.run.opening import Task
-from harness.megatron.run.training import run_training
+from harness.megatron.run.training import Task, run_training
 from harness.megatron.state import Progress
 from harness.megatron.weights import find_pretrained
 from harness.plan import PretrainConfig, sequence_cost

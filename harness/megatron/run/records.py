@@ -1,16 +1,14 @@
-"""What a run leaves of its steps: metrics, digests of data, answers to prompts, and a line for whoever watches."""
+"""Records of each step: metrics, digests of data, answers to sample prompts, and progress on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from harness.loader import RankBatch, RankLayout
+from harness.loader import RankLayout
 from harness.megatron.job import runtime
-from harness.megatron.sampling import Sampler
+from harness.megatron.run.sampling import Sampler
 from harness.plan import TrainerConfig
 from harness.train import (
     METRICS_FILE,
@@ -29,12 +27,15 @@ from harness.train import (
 
 
 class RunRecords:
-    """Context manager; every rank has one, and that of rank 0 writes.
+    """Writes the records of a run; every rank has one, and that of rank 0 writes.
 
     Args:
         folder: of the run.
-        first_step: what an earlier part of the run left of it and of later steps is removed.
+        first_step: records of this step and later ones, left by an earlier part of the run, are removed.
         sampler: answers prompts at every evaluation.
+
+    Attributes:
+        progress: the terminal's view, a context manager; it prints nothing on other ranks.
     """
 
     def __init__(
@@ -50,72 +51,52 @@ class RunRecords:
         self._trainer, self._folder, self._ranks, self._layout = trainer, folder, ranks, layout
         self._sampler = sampler
         self._keeps_data = trainer.record_digests or trainer.record_batches
-        speaks = ranks.rank == 0
-        self._shown = RunProgress(trainer.steps, done=first_step - 1, quiet=not speaks)
-        self._digests = DigestWriter(folder, first_step=first_step) if speaks and self._keeps_data else None
-        self._metrics = (
-            MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, say=self._shown.say)
-            if speaks
-            else None
-        )
+        writes = ranks.rank == 0
+        self.progress = RunProgress(trainer.steps, done=first_step - 1, quiet=not writes)
+        self._digests: DigestWriter | None = None
+        self._metrics: MetricsWriter | None = None
+        if writes:
+            log = self.progress.log
+            self._digests = DigestWriter(folder, first_step=first_step) if self._keeps_data else None
+            self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
 
-    def __enter__(self) -> RunRecords:
-        self._shown.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._shown.__exit__(kind, error, trace)
-
-    def say(self, line: str) -> None:
-        self._shown.say(line)
-
-    def doing(self, what: str) -> AbstractContextManager[None]:
-        return self._shown.doing(what)
-
-    def doing_each(self, what: str, batches: Iterator[RankBatch]) -> Iterable[RankBatch]:
-        return self._shown.doing_each(what, batches)
-
-    def step(self, taken: StepRecord) -> None:
-        """Every rank takes part."""
-        # Before the metrics: a step that these have is one whose data is known.
+    def step(self, record: StepRecord) -> None:
+        """Record one step; every rank takes part."""
+        # Before the metrics: the data of every step in these is known.
         if self._keeps_data:
-            self._data(taken)
-        metrics = step_metrics(taken)
+            own = rank_rows(
+                record.batch,
+                process=self._ranks.rank,
+                dp_rank=self._layout.dp_rank,
+                is_first_stage=self._layout.is_first_stage,
+                is_last_stage=self._layout.is_last_stage,
+                keep=self._trainer.record_batches,
+            )
+            parts = runtime.gather_on_rank_0(own)
+            if self._digests is not None:
+                self._digests.write(merge_ranks(record.step, record.batch, parts))
+        metrics = step_metrics(record)
         if self._metrics is not None:
             self._metrics.write(metrics)
-        self._shown.step(metrics)
-        if self._sampler is not None and is_due(taken.step, self._trainer.eval_interval, self._trainer.steps):
-            with self.doing("answering prompts"):
-                for prompt, answer in self._sampler.answer(taken.step):
-                    self.say(f"  {prompt!r}: {answer!r}")
-
-    def _data(self, taken: StepRecord) -> None:
-        own = rank_rows(
-            taken.batch,
-            process=self._ranks.rank,
-            dp_rank=self._layout.dp_rank,
-            is_first_stage=self._layout.is_first_stage,
-            is_last_stage=self._layout.is_last_stage,
-            keep=self._trainer.record_batches,
-        )
-        parts = runtime.gather_on_rank_0(own)
-        if self._digests is not None:
-            self._digests.write(merge_ranks(taken.step, taken.batch, parts))
+        self.progress.step(metrics)
+        if self._sampler is not None and is_due(record.step, self._trainer.eval_interval, self._trainer.steps):
+            with self.progress.doing("answering prompts"):
+                for prompt, answer in self._sampler.answer(record.step):
+                    self.progress.log(f"  {prompt!r}: {answer!r}")
 
     def close(self, status: str) -> None:
-        """The run has ended; `status` as trackers tell it: finished or stopped."""
+        """End the records of a run; `status` is finished or stopped."""
         if self._metrics is not None:
             self._metrics.close(status)
         if self._digests is not None:
             self._digests.close()
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Draw the losses of all steps and write what was done, once the run is closed."""
+        """Plot the losses and write the report of a closed run."""
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
         plot_loss(steps, self._folder / "loss.png")
         write_report(self._folder, steps, facts)
-        self.say(f"run {self._folder}, loss plot {self._folder / 'loss.png'}, report {self._folder / 'report.md'}")
+        plot, report = self._folder / "loss.png", self._folder / "report.md"
+        self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")

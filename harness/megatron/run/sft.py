@@ -25,8 +25,7 @@ from harness.loader.live.consumer import BatchPlan
 from harness.megatron.data import Feed, LiveFeed, readable
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
-from harness.megatron.run.opening import Task
-from harness.megatron.run.training import run_training
+from harness.megatron.run.training import Task, run_training
 from harness.megatron.state import Progress
 from harness.megatron.weights import Pretrained, find_pretrained
 from harness.plan import SftConfig, sequence_cost

@@ -1,45 +1,106 @@
-"""A training run, whatever its data: ranks meet, the run's folder opens, steps are trained, told of and saved.
+"""A training run on any data: the ranks meet, the run's folder opens, and steps are trained, recorded and saved.
 
-A recipe opens its data and says how batches come of them; everything else of a run is here, once for all recipes.
+`sft` and `pretrain` open their data as a `Task`; everything else of a run is here, once for all recipes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
+import yaml
 
-from harness.errors import HarnessError
-from harness.loader import LoaderState, RankBatch
+from harness.errors import ConfigError, HarnessError
+from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
-from harness.megatron.data import Feed, LiveFeed
-from harness.megatron.job import StopSignals, Watchdog, runtime
-from harness.megatron.run.opening import Run, Task, open_run
+from harness.megatron.data import Feed, LiveFeed, together
+from harness.megatron.job import StopSignals, Watchdog, join, runtime
+from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.run.records import RunRecords
-from harness.megatron.sampling import Sampler
-from harness.megatron.state import CheckpointWriter, checkpoint
+from harness.megatron.run.sampling import Sampler
+from harness.megatron.state import CheckpointWriter, Progress, find_newest, load_checkpoint, read_progress
+from harness.megatron.step import MegatronStep
+from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig
+from harness.prep import ChatTokenizer
+from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,
     EXIT_STOPPED,
+    METRICS_FILE,
+    OWN_VALIDATION,
     Stop,
+    choose_run_folder,
     leave_early_stop,
     leave_refusal,
+    note_lost,
+    open_run_folder,
+    read_metrics,
     train,
     whole_checkpoints,
     write_stop,
 )
 
 
+@dataclass(frozen=True)
+class Task:
+    """The part of a run that depends on the kind of data.
+
+    Attributes:
+        feeds: returns the training batches after a progress, None for the start, and the validation sets by name, each
+            read once per validation; every rank takes part.
+        vocab_size: of the model.
+        row_tokens: pad every row to this many tokens; None to leave rows as long as they are.
+        pretrained: initial weights.
+        facts: about data and schedule, for the run's report.
+        tokenizer: of the data, for sample prompts.
+    """
+
+    feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
+    vocab_size: int
+    row_tokens: int | None
+    pretrained: Pretrained | None
+    facts: Mapping[str, str]
+    tokenizer: ChatTokenizer | None = None
+
+
+@dataclass(frozen=True)
+class _OpenRun:
+    """A run before its next step.
+
+    Attributes:
+        folder: of the run; no other run writes there.
+        newest: the checkpoint that it resumes from, None for a new run.
+        first_step: the next step.
+        training, validation: of `Task.feeds`.
+        step: has the weights that `first_step` begins with.
+        validated: losses of the validations before it.
+    """
+
+    ranks: runtime.Runtime
+    task: Task
+    layout: RankLayout
+    folder: Path
+    newest: Path | None
+    first_step: int
+    training: Feed | LiveFeed
+    validation: dict[str, Feed]
+    step: MegatronStep
+    validated: list[float]
+
+
 def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
-    """Train; gives the exit code, 75 where a signal ended the run before its last step.
+    """Train; return the exit code, 75 if a signal ended the run before its last step.
 
     Args:
-        open_task: checks the settings and opens the data; called on every rank, once they have met.
+        open_task: checks the settings and opens the data; called on every rank once the ranks have met.
 
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
@@ -47,7 +108,7 @@ def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]
     try:
         return _run(config, open_task)
     except HarnessError as error:
-        if (folder := _folder_of_slurm(config)) is not None:
+        if (folder := _slurm_folder(config)) is not None:
             leave_refusal(folder, error)
         raise
 
@@ -56,36 +117,81 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
     trainer = config.trainer
     with ExitStack() as stack:
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
-        started = runtime.start(trainer.device, **limits)
-        ranks = stack.enter_context(started)
+        ranks = stack.enter_context(runtime.start(trainer.device, **limits))
         signals = stack.enter_context(StopSignals())
 
         def leave(stop: Stop) -> bool:
-            folder = _folder_of_slurm(config)
+            folder = _slurm_folder(config)
             return folder is None or leave_early_stop(folder, stop)
 
-        with Watchdog(limit_s=trainer.startup_timeout_s, asked=signals.noticed, leave=leave) as watchdog:
-            run = open_run(config, open_task, ranks, watchdog, stack)
-            records = RunRecords(
-                trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=_sampler(config, run)
-            )
-            stack.enter_context(records)
+        with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
+            run = _open_run(config, open_task, ranks, watchdog, stack)
+            sampler = _make_sampler(config, run)
+            records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
+            log = stack.enter_context(records.progress).log
             if run.newest is not None:
-                records.say(f"goes on behind step {run.first_step - 1}, from {run.newest}")
+                log(f"resuming after step {run.first_step - 1}, from {run.newest}")
             reason = _train(config, run, records, signals, watchdog)
         records.close("finished" if reason is None else "stopped")
         if reason is not None:
             done = watchdog.step
-            # Every rank, the first of them counts: srun ends the others as soon as one has left.
-            write_stop(run.folder, Stop(done, "signal", f"{reason} came"))
-            records.say(f"{reason} came: stopped after step {done}, run_dir={run.folder} resume=true goes on")
+            # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
+            write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
+            log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume=true")
             return EXIT_STOPPED
         records.report({**run.task.facts, **_facts(config, run.task, ranks)})
     return 0
 
 
-def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignals, watchdog: Watchdog) -> str | None:
-    """Train to the last step, whose checkpoint is whole at the end; gives the signal that ended it earlier."""
+def _open_run(
+    config: RunConfig,
+    open_task: Callable[[runtime.Runtime], Task],
+    ranks: runtime.Runtime,
+    watchdog: Watchdog,
+    stack: ExitStack,
+) -> _OpenRun:
+    """Do everything before the first step; push onto `stack` what has to be closed."""
+    trainer = config.trainer
+    watchdog.at(0, "looking for a checkpoint")
+    folder, newest = runtime.on_rank_0(lambda: _choose_folder(config))
+    progress = read_progress(newest) if newest is not None else None
+    first_step = progress.step + 1 if progress else 1
+    watchdog.at(first_step, "opening the data")
+    task = together(lambda: open_task(ranks), device=ranks.device)
+    layout = join(config.parallel, ranks.world_size, timeout_s=trainer.patience_s)
+    training, validation = task.feeds(layout, progress, ranks)
+    stack.enter_context(training)
+    runtime.on_rank_0(lambda: _check_validations(config, validation))
+    watchdog.at(first_step, "building the model")
+    # A checkpoint has the weights that the pretrained ones became.
+    fill = task.pretrained.filler(layout) if task.pretrained is not None and newest is None else None
+    step = MegatronStep(
+        build_model(config.model, config.parallel, vocab_size=task.vocab_size, device=ranks.device, fill=fill),
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        layout=layout,
+        device=ranks.device,
+        vocab_size=task.vocab_size,
+        decay_steps=trainer.steps,
+        row_tokens=task.row_tokens,
+    )
+    if newest is not None:
+        watchdog.at(first_step, "loading the checkpoint")
+        load_checkpoint(newest, step)
+    watchdog.at(first_step, "opening the run's folder")
+    # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
+    settings = to_yaml(replace(config, trainer=replace(trainer, device=ranks.device.type)))
+    opened = open_run_folder(folder, settings=settings, resumes=config.resume != "false")
+    runtime.on_rank_0(lambda: stack.enter_context(opened))
+    watchdog.training_begins(folder, limit_s=trainer.timeout_s)
+    validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
+    return _OpenRun(ranks, task, layout, folder, newest, first_step, training, validation, step, validated)
+
+
+def _train(
+    config: RunConfig, run: _OpenRun, records: RunRecords, signals: StopSignals, watchdog: Watchdog
+) -> str | None:
+    """Train to the last step, whose checkpoint is whole on return; return the signal that ended it earlier."""
     trainer, folder = config.trainer, run.folder / CHECKPOINTS
     checkpoints = CheckpointWriter(
         folder,
@@ -97,8 +203,8 @@ def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignal
     )
 
     def save(number: int, state: LoaderState) -> None:
-        with records.doing("writing a checkpoint"):
-            checkpoints.start(checkpoint.Progress(number, state))
+        with records.progress.doing("writing a checkpoint"):
+            checkpoints.start(Progress(number, state))
 
     def stop() -> str | None:
         checkpoints.poll()
@@ -108,8 +214,9 @@ def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignal
         watchdog.at(watchdog.step, "waiting for live chunks")
         return stop()
 
-    def validate(batches: Feed) -> Iterable[RankBatch]:
-        return records.doing_each("validating", _first(iter(batches), trainer.eval_batches))
+    def validate(batches: Feed) -> Iterator[RankBatch]:
+        with records.progress.doing("validating"):
+            yield from islice(batches, trainer.eval_batches)
 
     if isinstance(run.training, LiveFeed):
         run.training.call_while_waiting(wait)
@@ -122,7 +229,7 @@ def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignal
         record=records.step,
         stop=stop,
         at=watchdog.at,
-        say=records.say,
+        log=records.progress.log,
         first_step=run.first_step,
         validated=run.validated,
     )
@@ -132,7 +239,7 @@ def _train(config: RunConfig, run: Run, records: RunRecords, signals: StopSignal
     return reason
 
 
-def _sampler(config: RunConfig, run: Run) -> Sampler | None:
+def _make_sampler(config: RunConfig, run: _OpenRun) -> Sampler | None:
     if run.task.tokenizer is None or not config.trainer.sample_prompts:
         return None
     return Sampler(
@@ -141,18 +248,58 @@ def _sampler(config: RunConfig, run: Run) -> Sampler | None:
         run.folder if run.ranks.rank == 0 else None,
         prompts=config.trainer.sample_prompts,
         max_tokens=config.trainer.sample_tokens,
-        pad_to_multiple=config.parallel.pad_to_multiple,
         first_step=run.first_step,
     )
 
 
-def _folder_of_slurm(config: RunConfig) -> Path | None:
-    """The run's folder where Slurm's script has made it, and reads there why a try ended before its first step."""
+def _slurm_folder(config: RunConfig) -> Path | None:
+    """Return the run's folder if Slurm's script made it; the script reads there why an attempt ended early."""
     return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
 
 
+def _choose_folder(config: RunConfig) -> tuple[Path, Path | None]:
+    """Return the run's folder and the checkpoint to resume from, if there is one."""
+    folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if job is not None and config.run_dir is not None and restarts.isdecimal():
+        note_lost(folder, job=job, restarts=int(restarts))
+    if config.resume == "false":
+        return folder, None
+    newest, passed_over = find_newest(folder / CHECKPOINTS)
+    for error in passed_over:
+        print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+    if newest is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # no readable settings, no reason
+            before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+            check_same_adapters(config.model, before, str(folder))
+        done = read_progress(newest).step
+        if done > config.trainer.steps:
+            raise ConfigError(
+                f"{done} steps are done, and trainer.steps is {config.trainer.steps}",
+                where=str(newest),
+                fix=f"trainer.steps={done} or more, or start a new run",
+            )
+    return folder, newest
+
+
+def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:
+    if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
+        raise ConfigError(
+            "early_stop needs validations, and there are none before the last step",
+            where="trainer.early_stop",
+            fix="set trainer.eval_interval, and name a validation set: data.validation_path, or a share in data.split",
+        )
+
+
+def _read_validations(folder: Path, first_step: int) -> list[float]:
+    """Return the losses of the validations before `first_step`."""
+    path = folder / METRICS_FILE
+    steps = read_metrics(path) if path.exists() else []
+    return [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
+
+
 def _facts(config: RunConfig, task: Task, ranks: runtime.Runtime) -> dict[str, str]:
-    """What a run's report tells of model, ranks and versions."""
+    """Return the facts of a run's report about model, ranks and versions."""
     model, parallel = config.model, config.parallel
     return {
         "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
@@ -163,15 +310,8 @@ def _facts(config: RunConfig, task: Task, ranks: runtime.Runtime) -> dict[str, s
     }
 
 
-def _mark_trained(training: Feed | LiveFeed, held_by: list[Path]) -> None:
-    """Mark the live chunks of which these checkpoints hold every row."""
+def _mark_trained(training: Feed | LiveFeed, checkpoints: list[Path]) -> None:
+    """Mark the live chunks all rows of which are in these checkpoints."""
     if isinstance(training, LiveFeed):
-        for path in held_by:
-            training.trained(checkpoint.read_progress(path).loader)
-
-
-def _first(batches: Iterator[RankBatch], count: int | None) -> Iterator[RankBatch]:
-    for number, batch in enumerate(batches, start=1):
-        yield batch
-        if number == count:
-            return
+        for path in checkpoints:
+            training.trained(read_progress(path).loader)

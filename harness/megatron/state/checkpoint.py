@@ -1,24 +1,34 @@
-"""Checkpoints by Megatron-Core's `dist_checkpointing`: any layout can load what another wrote.
+"""Checkpoints by Megatron-Core's `dist_checkpointing`, written in the background; any layout can load any of them.
 
-A checkpoint holds model, optimizer, learning-rate schedule, and in `run.json` the step and the loader's state. There is
-no random state to keep: nothing draws from a generator once the weights are made (dropout is not offered).
-`checkpoint_writer` writes them.
+A checkpoint has the model, the optimizer, the learning-rate schedule, and in `run.json` the step and the loader's
+state. There is no random state: nothing draws from a generator after the weights are made (dropout is not supported).
+
+Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs, and writes in a forked process of each
+rank; on a CPU the fork itself is the copy. A checkpoint is written beside its final name and renamed once every rank
+has written its part, so a folder `step-...` is whole, and older ones are removed only then.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
 from harness.loader import LoaderState
-from harness.megatron.job import is_about_ranks
+from harness.megatron import compat
+from harness.megatron.job import is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.step import MegatronStep
 from harness.train import RUN_FILE, whole_checkpoints
@@ -26,7 +36,7 @@ from harness.train import RUN_FILE, whole_checkpoints
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: optimizer steps done, and what the loader gives next."""
+    """Position of a run: optimizer steps done, and the state from which the loader continues."""
 
     step: int
     loader: LoaderState
@@ -37,10 +47,10 @@ def _weights(step: MegatronStep) -> dict[str, Any]:
     return {name: chunk.module.sharded_state_dict() for name, chunk in zip(names, step.chunks, strict=True)}
 
 
-def model_state(
+def _run_state(
     step: MegatronStep, *, is_loading: bool
 ) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
-    """What `dist_checkpointing` saves or loads, and the optimizer's share of it."""
+    """Return the tree that `dist_checkpointing` saves or loads, and the optimizer's share of it."""
     weights = _weights(step)
     tensors = [
         optimizer_state.sharded_tensors(
@@ -61,16 +71,15 @@ def model_state(
 
 
 def read_progress(path: Path) -> Progress:
-    """The progress that a checkpoint holds.
+    """Return the progress in a checkpoint.
 
     Raises:
-        CheckpointError: it is cut short or damaged: a file is missing, or has another size than was written.
+        CheckpointError: a file is missing, damaged, or has another size than was written.
     """
 
     def damaged(what: str) -> CheckpointError:
-        return CheckpointError(
-            what, where=str(path), fix="remove this folder; an older checkpoint beside it is used then"
-        )
+        fix = "remove this folder; an older checkpoint beside it is used then"
+        return CheckpointError(what, where=str(path), fix=fix)
 
     try:
         document = json.loads((path / RUN_FILE).read_text())
@@ -79,18 +88,18 @@ def read_progress(path: Path) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(f"the checkpoint's {RUN_FILE} cannot be read: {error}") from error
     for name, size in sizes.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            now = "is missing" if found is None else f"has {found:,} bytes"
-            raise damaged(f"the checkpoint's file {name} {now}, {size:,} were written")
+        now = (path / name).stat().st_size if (path / name).is_file() else None
+        if now != size:
+            problem = "is missing" if now is None else f"has {now:,} bytes"
+            raise damaged(f"the checkpoint's file {name} {problem}, {size:,} were written")
     return progress
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """The newest whole checkpoint below `folder`, and why newer ones are passed over.
+    """Return the newest whole checkpoint below `folder`, and the errors of newer ones.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     passed_over: list[CheckpointError] = []
     for path in reversed(whole_checkpoints(folder)):
@@ -105,18 +114,18 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     return None, []
 
 
-def load(path: Path, step: MegatronStep) -> None:
+def load_checkpoint(path: Path, step: MegatronStep) -> None:
     """Load model, optimizer and learning-rate schedule; every rank takes part.
 
     Raises:
         CheckpointError: it does not fit this model.
-        LoaderError: it cannot be read, which may go better at the next try.
-        RuntimeError: another rank is gone.
+        LoaderError: it cannot be read, which may succeed at the next attempt.
+        RuntimeError: another rank has died.
     """
-    wanted, tensors = model_state(step, is_loading=True)
+    wanted, tensors = _run_state(step, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
-    # Megatron and torch raise many kinds, one of them no Exception; the reader needs one sentence.
+    # Megatron and torch raise many kinds, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
         if is_about_ranks(error):
             raise
@@ -126,11 +135,10 @@ def load(path: Path, step: MegatronStep) -> None:
             raise LoaderError(
                 f"the checkpoint cannot be read: {unread}", where=str(path), fix="look at the file system of that node"
             ) from error
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {told}",
+            f"the checkpoint does not fit this run: {type(error).__name__}: {error}".splitlines()[0],
             where=str(path),
-            fix="resume with the model's settings of the run that wrote it (its config.yaml)",
+            fix="resume with the model settings of the run that wrote it (its config.yaml)",
         ) from error
     for index, chunk in enumerate(step.chunks):
         chunk.module.load_state_dict(state["model" if len(step.chunks) == 1 else f"model{index}"])
@@ -138,3 +146,145 @@ def load(path: Path, step: MegatronStep) -> None:
     for number, (part, asked) in enumerate(zip(parts, tensors, strict=True)):
         optimizer_state.put_back(part, asked, state["optimizer"][str(number)], state["optimizer_steps"])
     step.scheduler.load_state_dict(state["scheduler"])
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run; every rank has one and calls its methods at the same points.
+
+    Args:
+        folder: of the run's checkpoints.
+        keep: number of newest checkpoints to keep.
+        in_background: `start` returns once the state is copied, not once it is on disk.
+        on_whole: called on rank 0 with the progress of each checkpoint that is complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: MegatronStep,
+        *,
+        keep: int,
+        in_background: bool = True,
+        on_whole: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self._folder, self._step = folder, step
+        self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
+        compat.keep_checkpoint_results_in_a_file()
+        self._calls = AsyncCallsQueue()
+        self._writing: Progress | None = None
+        self._unfinished = folder
+
+    def start(self, progress: Progress) -> None:
+        """Begin to write a checkpoint of the current state, after waiting for one that is still being written.
+
+        Raises:
+            CheckpointError: this checkpoint or the previous one cannot be written.
+        """
+        self.finish()
+        self._unfinished = on_rank_0(lambda: self._make_folder(progress))
+        self._writing = progress
+        try:
+            request = dist_checkpointing.save(
+                _run_state(self._step, is_loading=False)[0],
+                str(self._unfinished),
+                validate_access_integrity=False,
+                async_sharded_save=True,
+                **compat.async_checkpoint_arguments(dist_checkpointing.save),
+            )
+            self._calls.schedule_async_request(request)
+        except CheckpointException as error:
+            self._fail_together(error)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) or "PytorchStreamWriter" in str(error):  # torch.save's own kind
+                raise self._failed(str(error)) from error
+            raise
+        if not self._in_background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written if every rank has written its part."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and complete it."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, *, blocking: bool) -> None:
+        if self._writing is None:
+            return
+        try:
+            finished = self._calls.maybe_finalize_async_calls(blocking=blocking)
+        except CheckpointException as error:
+            self._fail_together(error)
+        if finished:
+            progress, self._writing = self._writing, None
+            on_rank_0(lambda: self._put_in_place(progress))
+
+    def _make_folder(self, progress: Progress) -> Path:
+        # The name is unique to this process: the writer of a killed run may still be writing to its own.
+        for leftover in ("unfinished*", "removed"):  # of a killed run
+            for old in self._folder.glob(f"step-*.{leftover}"):
+                shutil.rmtree(old, ignore_errors=True)
+        name = f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
+        path = self._folder / name
+        path.mkdir(parents=True)
+        return path
+
+    def _put_in_place(self, progress: Progress) -> None:
+        files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
+        document = {
+            "step": progress.step,
+            "loader": progress.loader.to_json(),
+            "megatron_core": compat.MEGATRON_VERSION,
+            "torch": torch.__version__,
+            "world_size": torch.distributed.get_world_size(),
+            "files": {str(path.relative_to(self._unfinished)): path.stat().st_size for path in files},
+        }
+        for path in files:
+            _sync(path)
+        with (self._unfinished / RUN_FILE).open("w") as file:
+            json.dump(document, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(self._unfinished)
+        final = self._folder / f"step-{progress.step:08d}"
+        if final.exists():  # of an earlier attempt at the same step, resumed from before it
+            _remove(final)
+        self._unfinished.rename(final)
+        _sync(self._folder)
+        for old in whole_checkpoints(self._folder)[: -self._keep]:
+            _remove(old)
+        self._on_whole(progress)
+
+    def _fail_together(self, error: CheckpointException) -> NoReturn:
+        """Raise on every rank the causes that rank 0 knows."""
+
+        def raise_it() -> NoReturn:
+            failures = sorted((rank, cause) for rank, (cause, _) in error.failures.items())
+            raise self._failed("; ".join(f"rank {rank}: {cause}" for rank, cause in failures))
+
+        on_rank_0(raise_it)
+        raise AssertionError("the error of rank 0 was not shared") from error
+
+    def _failed(self, why: str) -> CheckpointError:
+        assert self._writing is not None
+        return CheckpointError(
+            f"the checkpoint of step {self._writing.step} cannot be written: {why}",
+            where=str(self._unfinished),
+            fix="make room or name another disk with runs= or run_dir=; the checkpoints before it are whole",
+        )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems refuse it for folders
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(checkpoint: Path) -> None:
+    # Renamed first: what a kill leaves behind must not pass for whole.
+    removed = checkpoint.rename(checkpoint.with_suffix(".removed"))
+    shutil.rmtree(removed)

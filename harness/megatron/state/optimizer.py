@@ -1,9 +1,9 @@
 """Optimizer state in one form on disk, whichever of Megatron's optimizers wrote it or will read it.
 
-Megatron's plain optimizer and its distributed one store the same numbers under different names, and neither reads the
-other's. Here a checkpoint holds, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W` and,
-for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (of a float32 model that is `W` itself), and
-beside them the number of steps taken. Learning rates and weight decay come from the configuration and the schedule.
+Megatron's plain and distributed optimizers store the same numbers under different names, and neither reads the
+other's. Here a checkpoint has, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W` and,
+for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (in a float32 model that is `W` itself), and
+the number of steps taken. Learning rates and weight decay come from the configuration and the schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-# What the distributed optimizer calls the float32 weights that it trains.
+# Name that the distributed optimizer has for the float32 weights that it trains.
 _MAIN = "param"
 
 
@@ -25,9 +25,9 @@ class OptimizerTensors:
     """The sharded tensors of one of Megatron's optimizers, under the names of the disk.
 
     Attributes:
-        by_number: what `dist_checkpointing` saves or loads, under keys that mean nothing.
-        values: the tensors behind them, in the same order.
-        places: where the distributed optimizer expects each: number of the weight and name of the state.
+        by_number: sharded tensors for `dist_checkpointing`, under keys that mean nothing.
+        values: their local tensors, in the same order.
+        places: number of the weight and name of the state under which the distributed optimizer expects each.
     """
 
     by_number: dict[str, ShardedBase]
@@ -36,50 +36,50 @@ class OptimizerTensors:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Megatron chains optimizers where a model needs several; mostly it is one."""
+    """Return the optimizers that Megatron chains if a model needs several; usually there is one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_loading: bool) -> OptimizerTensors:
-    """The state of one optimizer as sharded tensors; every rank takes part.
+    """Return the state of one optimizer as sharded tensors; every rank takes part.
 
     Args:
         part: one of `parts_of`.
         weights: the model's own sharded state.
-        is_float32: of the model's weights.
+        is_float32: True if the model's weights are.
     """
     if is_loading:
         _make_empty_state(part.optimizer)
     state = part.sharded_state_dict(
         weights, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
     )
-    found: list[tuple[tuple[int, str], ShardedBase]] = []
+    placed: list[tuple[tuple[int, str], ShardedBase]] = []
     if isinstance(part, DistributedOptimizer):
         for number, tensors in state["param_state"].items():
             for name, tensor in tensors.items():
                 if is_float32 and name == _MAIN:
-                    continue  # the model's own weights, which are saved and loaded as such
+                    continue  # the model's own weights, which the model saves and loads
                 key = tensor.key.replace(f"optimizer.state.{_MAIN}.", "optimizer.state.fp32_param.", 1)
-                found.append(((number, name), replace(tensor, key=key)))
+                placed.append(((number, name), replace(tensor, key=key)))
     else:
-        found = [((0, ""), tensor) for tensor in _sharded_in(state)]
+        placed = [((0, ""), tensor) for tensor in _sharded_in(state)]
     return OptimizerTensors(
-        by_number={str(number): tensor for number, (_, tensor) in enumerate(found)},
-        values=[tensor.data for _, tensor in found],
-        places=[place for place, _ in found],
+        by_number={str(number): tensor for number, (_, tensor) in enumerate(placed)},
+        values=[tensor.data for _, tensor in placed],
+        places=[place for place, _ in placed],
     )
 
 
 @torch.no_grad()
 def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Give an optimizer the `loaded` tensors that its `sharded_tensors` asked for, and the steps taken.
+    """Copy into an optimizer the `loaded` tensors of its `sharded_tensors`, and the number of steps taken.
 
     The model's weights must be loaded already.
     """
     inner = part.optimizer
     if isinstance(part, DistributedOptimizer):
         for state in inner.state.values():
-            state.pop("step", None)  # Megatron takes all that is there for tensors of the weight's shape
+            state.pop("step", None)  # Megatron expects every entry to have the weight's shape
         by_weight: dict[int, dict[str, torch.Tensor]] = {}
         for number, (weight, name) in enumerate(tensors.places):
             by_weight.setdefault(weight, {})[name] = loaded[str(number)]
@@ -93,12 +93,12 @@ def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tenso
 
 
 def _weights_of(part: DistributedOptimizer) -> list[torch.nn.Parameter]:
-    """The model's weights in the order in which the distributed optimizer numbers them."""
+    """Return the model's weights in the order in which the distributed optimizer numbers them."""
     return [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
 
 
 def steps_taken(part: Any) -> int:
-    """Updates that an optimizer has made, wherever its implementation counts them."""
+    """Return the number of updates, wherever the implementation counts them."""
     inner = part.optimizer
     counts = {int(state["step"]) for state in inner.state.values() if "step" in state}
     counts |= {int(group["step"]) for group in inner.param_groups if "step" in group and group["params"]}
@@ -119,7 +119,7 @@ def _counts_by_weight(inner: torch.optim.Optimizer) -> bool:
 
 
 def _make_empty_state(inner: torch.optim.Optimizer) -> None:
-    """PyTorch's Adam makes its state in the first step; Megatron looks for it before anything is loaded."""
+    """Create the state that PyTorch's Adam creates in its first step; Megatron needs it before loading."""
     if not _counts_by_weight(inner):
         return
     for group in inner.param_groups:
@@ -133,7 +133,7 @@ def _make_empty_state(inner: torch.optim.Optimizer) -> None:
 
 
 def _sharded_in(state: Any) -> Iterator[ShardedBase]:
-    """Every sharded tensor of a plain optimizer's state, in its order."""
+    """Yield every sharded tensor of a plain optimizer's state, in its order."""
     if isinstance(state, ShardedBase):
         if hasattr(state, "replica_id"):
             yield state

@@ -10,8 +10,7 @@ import pytest
 import torch
 from corpora import write_corpus
 
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig

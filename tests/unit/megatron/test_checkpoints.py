@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""The checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     return path
 
 
-def test_the_newest_whole_one_is_taken_and_unfinished_ones_are_none(tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_is_chosen_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
     assert find_newest(tmp_path) == (None, [])
     checkpoint(tmp_path, 5)
     newest = checkpoint(tmp_path, 10)
@@ -37,7 +37,7 @@ def test_the_newest_whole_one_is_taken_and_unfinished_ones_are_none(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
         (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
@@ -45,40 +45,42 @@ def test_the_newest_whole_one_is_taken_and_unfinished_ones_are_none(tmp_path: Pa
         (lambda path: (path / "run.json").write_text("[]"), "run.json cannot be read"),
     ],
 )
-def test_a_damaged_one_is_passed_over_by_name_and_never_loaded(tmp_path: Path, damage, told: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_never_loaded(tmp_path: Path, damage, message: str) -> None:
     older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
     damage(newest)
-    found, passed_over = find_newest(tmp_path)
-    assert found == older
+    chosen, passed_over = find_newest(tmp_path)
+    assert chosen == older
     assert [error.where for error in passed_over] == [str(newest)]
-    assert told in passed_over[0].what
+    assert message in passed_over[0].what
     damage(older)
     with pytest.raises(CheckpointError) as error:
         find_newest(tmp_path)
-    assert told in error.value.what
+    assert message in error.value.what
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "message"),
     [
         (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), RuntimeError, "closed by peer"),
         (CheckpointException("read", {3: (OSError(5, "Input/output error"), None)}), LoaderError, "cannot be read"),
         (CheckpointException("load", {0: (KeyError("w"), None)}), CheckpointError, "does not fit this run"),
     ],
 )
-def test_what_stops_a_load_is_told_apart(tmp_path: Path, monkeypatch, error, kind, told: str) -> None:
-    """A rank or a file system that is gone may be back at the next try; another model will not fit then either."""
+def test_a_failed_load_is_a_lost_rank_an_unreadable_file_or_another_model(
+    tmp_path: Path, monkeypatch, error, kind, message: str
+) -> None:
+    """A lost rank or file system may be back at the next attempt; another model will not fit then either."""
 
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr(checkpoints.dist_checkpointing, "load", fail)
-    monkeypatch.setattr(checkpoints, "model_state", lambda step, is_loading: ({}, {}))
-    with pytest.raises(kind, match=told):
-        checkpoints.load(tmp_path, SimpleNamespace())
+    monkeypatch.setattr(checkpoints, "_run_state", lambda step, is_loading: ({}, {}))
+    with pytest.raises(kind, match=message):
+        checkpoints.load_checkpoint(tmp_path, SimpleNamespace())
 
 
-def test_one_of_before_sizes_were_written_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_without_recorded_sizes_is_whole(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 5)
     (path / "run.json").write_text(json.dumps({"step": 5, "loader": STATE.to_json()}))
     assert find_newest(tmp_path) == (path, [])

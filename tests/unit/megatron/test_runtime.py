@@ -40,7 +40,7 @@ def test_asking_for_cuda_without_a_gpu_is_refused() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'tpu' is unknown"):
+    with pytest.raises(ConfigError, match="'tpu' is not known"):
         runtime.choose_device("tpu")
 
 
@@ -73,14 +73,16 @@ def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
         runtime.on_rank_0(fails)
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, "rank 1 (and 1 more) of 3 has not come"), (1, "rank 0 cannot be met")])
-def test_ranks_that_have_not_come_are_named(monkeypatch, rank, told) -> None:
+@pytest.mark.parametrize(
+    ("rank", "message"), [(0, "rank 1 (and 1 more) of 3 did not connect"), (1, "rank 0 cannot be reached")]
+)
+def test_ranks_that_have_not_come_are_named(monkeypatch, rank, message) -> None:
     place = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(LostRankError) as lost, runtime.start("cpu", meet_timeout_s=1):
         pass
-    assert lost.value.what.startswith(told)
+    assert lost.value.what.startswith(message)
     assert lost.value.about == 1 - rank
     assert f"127.0.0.1:{place['MASTER_PORT']}" in lost.value.where

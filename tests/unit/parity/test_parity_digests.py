@@ -96,7 +96,7 @@ def test_stages_of_a_pipeline_give_what_they_read_and_a_rank_with_other_rows_is_
         f"{one.sequence_ids[-1][0]} than beside it"
     ]
     short = merge_ranks(1, one, [rows(one), RankRows(1, ("position_ids",), rows(one).rows[1:])])
-    assert short.disagreements == ["processes of data-parallel rank 0 have other microbatches than those beside them"]
+    assert short.disagreements == ["processes of data-parallel rank 0 have different microbatches"]
 
 
 def digests_of(one: RankBatch) -> str:

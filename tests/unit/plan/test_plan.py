@@ -13,8 +13,7 @@ from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.megatron.batch import to_device
-from harness.megatron.job import runtime
-from harness.megatron.job.topology import join
+from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig

@@ -1,4 +1,4 @@
-"""Whether a run that ended is started again."""
+"""A run that ended is started again, or not."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
     assert not (tmp_path / ATTEMPTS_FILE).exists()
 
 
-def test_attempts_that_come_no_further_are_the_last_however_they_end(tmp_path: Path) -> None:
+def test_attempts_without_progress_are_the_last_however_they_end(tmp_path: Path) -> None:
     answers = []
     for number in range(11):
         write_stop(tmp_path, Stop((7, 5, 6)[number % 3], ("hang", "signal", "LoaderError")[number % 3], "x"))
         answers.append(decide(tmp_path, exit_code=1).requeue)
     assert answers == [True] * 10 + [False]
     (tmp_path / ATTEMPTS_FILE).unlink()
-    for step in range(30):  # preempted ever again, a step at a time
+    for step in range(30):  # preempted again and again, one step at a time
         write_stop(tmp_path, Stop(step, "signal", "x"))
         assert decide(tmp_path, exit_code=75).requeue
 
 
-def test_a_folder_without_links_or_room_still_tells_who_was_first(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_without_links_or_space_still_shows_which_rank_was_first(tmp_path: Path, monkeypatch) -> None:
     def refuse(*paths: object) -> None:
         raise PermissionError("no links here")
 
@@ -37,25 +37,27 @@ def test_a_folder_without_links_or_room_still_tells_who_was_first(tmp_path: Path
     assert write_stop(tmp_path, Stop(3, "hang", "rank 1", rank=1))
     assert not write_stop(tmp_path, Stop(3, "hang", "rank 0", rank=0))
     assert decide(tmp_path, exit_code=2).message.startswith("failed after step 3: rank 1")
-    # Nowhere to leave it: whoever asks prints it, for nobody else has.
+    # It cannot be written anywhere: the rank prints it, as no other has.
     assert write_stop(tmp_path / "gone", Stop(3, "hang", "rank 1"))
 
 
-def test_a_run_that_was_asked_to_stop_goes_on_however_often(tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_continues_however_often(tmp_path: Path) -> None:
     for _ in range(9):
         write_stop(tmp_path, Stop(40, "signal", "SIGUSR2"))
         decision = decide(tmp_path, exit_code=75, max_same=2)
         assert decision.requeue
-        assert decision.message == "asked to stop after step 40: SIGUSR2; it goes on from its checkpoint"
+        assert decision.message == "asked to stop after step 40: SIGUSR2; it continues from its checkpoint"
     assert len((tmp_path / ATTEMPTS_FILE).read_text().splitlines()) == 9
 
 
-def test_a_stop_that_nobody_had_the_time_to_write_down_is_told_by_its_exit_code(tmp_path: Path) -> None:
+def test_a_stop_that_no_rank_could_record_is_known_by_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     for _ in range(3):
         decision = decide(tmp_path, exit_code=75, max_same=2)
         assert decision.requeue
-    assert decision.message == "asked to stop after step 2: the ranks were told; it goes on from its checkpoint"
+    assert (
+        decision.message == "asked to stop after step 2: a signal reached the ranks; it continues from its checkpoint"
+    )
 
 
 def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) 
     assert answers[-1].message.endswith("that was 3 times in the same way at the same step")
 
 
-def test_another_step_or_another_failure_starts_the_count_anew(tmp_path: Path) -> None:
+def test_another_step_or_another_failure_restarts_the_count(tmp_path: Path) -> None:
     for step, reason in ((7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")):
         write_stop(tmp_path, Stop(step, reason, "x"))
         assert decide(tmp_path, exit_code=1, max_same=3).requeue
@@ -111,21 +113,21 @@ def noted(folder: Path) -> list[tuple[str, int]]:
     return [(line["reason"], line["step"]) for line in map(json.loads, lines)]
 
 
-def test_attempts_whose_node_died_are_noted_by_the_next_one(tmp_path: Path, monkeypatch) -> None:
+def test_attempts_whose_node_died_are_recorded_by_the_next_one(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     note_lost(tmp_path, job="12", restarts=0)
     assert not (tmp_path / ATTEMPTS_FILE).exists()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     write_stop(tmp_path, Stop(1, "hang", "rank 1"))
     assert decide(tmp_path, exit_code=1).requeue
-    note_lost(tmp_path, job="12", restarts=1)  # which told of itself
-    write_stop(tmp_path, Stop(2, "signal", "SIGUSR2 came"))
+    note_lost(tmp_path, job="12", restarts=1)  # which recorded itself
+    write_stop(tmp_path, Stop(2, "signal", "SIGUSR2 received"))
     note_lost(tmp_path, job="12", restarts=3)
-    # Or a refusal of this attempt would find it there, and be taken for it.
+    # Otherwise a refusal of this attempt would be mistaken for it.
     assert not (tmp_path / STOPPED_FILE).exists()
     note_lost(tmp_path, job="12", restarts=3)
     assert noted(tmp_path) == [("hang", 1), ("lost", 2), ("signal", 2)]
-    # What another job left in this folder is noted, and is not this one's.
+    # An attempt of another job in this folder is recorded, and does not count for this job.
     write_stop(tmp_path, Stop(2, "hang", "rank 1"))
     note_lost(tmp_path, job="13", restarts=0)
     note_lost(tmp_path, job="13", restarts=1)
@@ -137,7 +139,7 @@ def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for restarts in range(11):
         note_lost(tmp_path, job="12", restarts=restarts)
-    with pytest.raises(HarnessError, match="the last 10 attempts came no further than step 1"):
+    with pytest.raises(HarnessError, match="the last 10 attempts got no further than step 1"):
         note_lost(tmp_path, job="12", restarts=11)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     note_lost(tmp_path, job="12", restarts=12)

@@ -71,7 +71,7 @@ def test_a_resumed_run_trains_the_steps_that_are_left():
 
 
 @pytest.mark.parametrize(("made", "saves"), [(4, [2, 4]), (5, [2, 4, 5]), (0, [])])
-def test_a_stream_that_ends_before_the_steps_is_saved_once_and_gives_the_reason_to_stop(made, saves):
+def test_a_stream_that_ends_before_the_last_step_is_saved_once_and_returns_the_reason_to_stop(made, saves):
     saved: list[int] = []
     reason = train(
         itertools.islice(batches(), made),
@@ -80,7 +80,7 @@ def test_a_stream_that_ends_before_the_steps_is_saved_once_and_gives_the_reason_
         validation={},
         save=lambda number, state: saved.append(number),
         record=lambda record: None,
-        # A wait for data is left for a signal; steps before it saw none.
+        # A signal ends the wait for data; steps before it saw none.
         stop=iter([*[None] * made, "SIGTERM"]).__next__,
     )
     assert (saved, reason) == (saves, "SIGTERM")
@@ -107,7 +107,7 @@ def test_further_validation_sets_are_recorded_by_name_beside_the_runs_own():
 
 
 class Plateau(LinearLoss):
-    """Validation losses that are given."""
+    """A step with the given validation losses."""
 
     def __init__(self, losses: list[float]) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ class Plateau(LinearLoss):
 
 def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
     config = TrainerConfig(steps=20, eval_interval=2, checkpoint_interval=100, early_stop=2)
-    said = []
-    saved, records = run(config, Plateau([5.0, 4.0, 4.0, 4.5]), say=said.append)
+    printed = []
+    saved, records = run(config, Plateau([5.0, 4.0, 4.0, 4.5]), log=printed.append)
     assert saved == [(8, 8)]
     assert records[-1].step == 8
-    assert said == ["stopped early after step 8: 2 validations without a lower loss"]
-    # A lower loss in between begins the count anew, and the losses of before a resume count.
+    assert printed == ["stopped early after step 8: 2 validations without a lower loss"]
+    # A lower loss in between restarts the count, and losses from before a resume count.
     saved, _ = run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))
     assert saved == [(12, 12)]
     saved, _ = run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])
@@ -140,6 +140,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():
 @pytest.mark.parametrize(
     "settings", [{"steps": 0}, {"eval_interval": -1}, {"checkpoint_interval": -1}, {"keep_checkpoints": 0}]
 )
-def test_numbers_without_a_meaning_are_refused(settings):
+def test_numbers_out_of_bounds_are_refused(settings):
     with pytest.raises(ConfigError, match=f"{next(iter(settings))} is"):
         TrainerConfig(**settings)

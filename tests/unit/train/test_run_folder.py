@@ -1,4 +1,4 @@
-"""A new run gets a new folder; a run that goes on gets its own."""
+"""A new run gets a new folder; a resumed run gets its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_hides_no_other(tmp_path):
     assert choose(tmp_path) == tmp_path / "sft-003"
 
 
-def test_auto_starts_anew_where_nothing_is_there_and_true_refuses(tmp_path):
+def test_auto_starts_a_new_run_without_a_checkpoint_and_true_refuses(tmp_path):
     assert choose(tmp_path, resume="auto") == tmp_path / "sft-001"
     with pytest.raises(ConfigError, match="no run named sft with a whole checkpoint"):
         choose(tmp_path, resume="true")
@@ -62,51 +62,50 @@ def test_a_named_folder_without_checkpoints_cannot_be_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a/b", "x[1]", "", "../up", "-x"])
-def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot name a run's folder"):
         choose_run_folder(None, runs=str(tmp_path), name=name, resume="false")
 
 
-def test_settings_of_the_part_before_are_kept_where_they_differ(tmp_path):
+def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     folder = tmp_path / "run"
-    for number, goes_on in ((1, False), (1, True), (2, True)):
-        with open_run_folder(folder, settings=f"steps: {number}\n", goes_on=goes_on):
+    for number, resumes in ((1, False), (1, True), (2, True)):
+        with open_run_folder(folder, settings=f"steps: {number}\n", resumes=resumes):
             pass
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
-    taken = open_run_folder(folder, settings="steps: 1\n", goes_on=False)
+    taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
     with pytest.raises(ConfigError, match="another run has just taken"):
         taken.__enter__()
 
 
 def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_path):
     folder = tmp_path / "run"
-    with open_run_folder(folder, settings="steps: 1\n", goes_on=False):
-        second = open_run_folder(folder, settings="steps: 2\n", goes_on=True)
+    with open_run_folder(folder, settings="steps: 1\n", resumes=False):
+        second = open_run_folder(folder, settings="steps: 2\n", resumes=True)
         with pytest.raises(ConfigError, match="another run is still writing to this folder"):
             second.__enter__()
         assert (folder / "config.yaml").read_text() == "steps: 1\n"
-    with open_run_folder(folder, settings="steps: 2\n", goes_on=True):
+    with open_run_folder(folder, settings="steps: 2\n", resumes=True):
         pass
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
 
 
-def test_another_word_for_resume_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="resume is 'maybe'"):
+def test_an_unknown_value_of_resume_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'maybe' is not known"):
         choose(tmp_path, resume="maybe")
 
 
-def test_a_process_that_a_killed_run_has_forked_keeps_no_other_run_out(tmp_path):
-    """As the one that writes a checkpoint in the background, which may outlive its run for a while."""
+def test_a_forked_process_of_a_killed_run_does_not_block_another_run(tmp_path):
+    """Such as one that writes a checkpoint in the background, which may outlive its run for a while."""
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from harness.train.folder import open_run_folder\n"
-        "opened = open_run_folder(Path(sys.argv[1]), settings='', goes_on=False)\n"
+        "opened = open_run_folder(Path(sys.argv[1]), settings='', resumes=False)\n"
         "opened.__enter__()\n"
         "child = os.fork()\n"
-        "time.sleep(0.2) if child else None\n"
         "print(child, flush=True) if child else None\n"
         "time.sleep(60)\n"
     )
@@ -116,13 +115,13 @@ def test_a_process_that_a_killed_run_has_forked_keeps_no_other_run_out(tmp_path)
     try:
         with (
             pytest.raises(ConfigError, match="still writing to this folder"),
-            open_run_folder(tmp_path / "run", settings="", goes_on=True),
+            open_run_folder(tmp_path / "run", settings="", resumes=True),
         ):
             pass
         run.kill()
         run.wait()
         os.kill(child, 0)  # it is still there
-        with open_run_folder(tmp_path / "run", settings="", goes_on=True):
+        with open_run_folder(tmp_path / "run", settings="", resumes=True):
             pass
     finally:
         run.kill()

@@ -1,4 +1,4 @@
-"""What the model says while it is trained: the likeliest tokens behind a few prompts, on any layout."""
+"""Sample answers of the model during training: greedy decoding of a few prompts, on any layout."""
 
 from __future__ import annotations
 
@@ -23,41 +23,38 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 def generate(
-    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int], pad_to_multiple: int
+    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """The likeliest token behind each prompt, again and again; every rank of the job takes part and gets them.
+    """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
 
-    All prompts are one row, run anew for each token: a few answers at an evaluation are not worth a cache.
+    All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache.
 
     Args:
-        prompts: token ids, at least one of each.
+        prompts: token ids, at least one each.
         max_tokens: of an answer.
-        ends: tokens that end one; they are not part of it.
-        pad_to_multiple: every sequence is padded to it (`ParallelConfig.pad_to_multiple`).
+        ends: tokens that end an answer and are not part of it.
     """
     for chunk in step.chunks:
         chunk.eval()
-    told = [list(prompt) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
-    open_ones = list(range(len(told)))
+    unfinished = list(range(len(answers)))
     with torch.no_grad():
         for _ in range(max_tokens):
-            if not open_ones:
+            if not unfinished:
                 break
-            found = _next_tokens(step, [told[one] for one in open_ones], pad_to_multiple)
-            for one, token in zip(list(open_ones), found, strict=True):
+            tokens = _next_tokens(step, [[*prompts[index], *answers[index]] for index in unfinished])
+            for index, token in zip(list(unfinished), tokens, strict=True):
                 if token in ends:
-                    open_ones.remove(one)
+                    unfinished.remove(index)
                 else:
-                    told[one].append(token)
-                    answers[one].append(token)
+                    answers[index].append(token)
     return answers
 
 
-def _next_tokens(step: MegatronStep, sequences: list[list[int]], pad_to_multiple: int) -> list[int]:
-    # A row pairs each token with the one behind it, which is what is asked for here.
+def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
+    # A row drops the last token, which is a label only: here a dummy.
     views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
-    row = build_thd_batch(views, pad_to_multiple=pad_to_multiple)
+    row = build_thd_batch(views, pad_to_multiple=step.layout.pad_to_multiple)
     lasts = row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1
     if step.row_tokens is not None and len(row) <= step.row_tokens:
         row = pad_row(row, step.row_tokens)
@@ -92,7 +89,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]], pad_to_multiple
 
 
 def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: Int64Array) -> torch.Tensor:
-    """int64 [S]: the likeliest token at each of these positions of the row; logits [T / cp, V / tp] are this rank's."""
+    """Return int64 [S], the most likely token at positions `lasts` of the row; logits are [T / cp, V / tp]."""
     layout = step.layout
     held = context_parallel_indices(row.cu_seqlens_padded, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
     place_of = np.full(len(row), -1, dtype=np.int64)
@@ -107,13 +104,13 @@ def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: I
 
 
 class Sampler:
-    """Answers a run's prompts at its evaluations and appends them to `samples.jsonl`.
+    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl`.
 
     Args:
-        folder: the run's; None where this rank writes nothing.
-        prompts: what a user says, each in a conversation of its own.
+        folder: the run's; None if this rank writes nothing.
+        prompts: user messages, each in a conversation of its own.
         max_tokens: of an answer.
-        first_step: lines of it and later ones, left by a run that was stopped, are removed.
+        first_step: lines of this step and later ones, left by a stopped run, are removed.
     """
 
     def __init__(
@@ -124,29 +121,21 @@ class Sampler:
         *,
         prompts: Sequence[str],
         max_tokens: int,
-        pad_to_multiple: int,
         first_step: int = 1,
     ) -> None:
-        self._step, self._tokenizer, self._prompts = step, tokenizer, list(prompts)
-        self._max_tokens, self._pad_to_multiple = max_tokens, pad_to_multiple
+        self._step, self._tokenizer, self._prompts, self._max_tokens = step, tokenizer, list(prompts), max_tokens
         self._ids = [tokenizer.prompt(prompt) for prompt in prompts]
         self._path = None if folder is None else folder / SAMPLES_FILE
         if self._path is not None:
             keep_lines_before(self._path, first_step)
 
     def answer(self, step: int) -> list[tuple[str, str]]:
-        """Every prompt with its answer; every rank of the job takes part."""
-        found = generate(
-            self._step,
-            self._ids,
-            max_tokens=self._max_tokens,
-            ends=self._tokenizer.ends,
-            pad_to_multiple=self._pad_to_multiple,
-        )
-        told = [(prompt, self._tokenizer.decode(ids)) for prompt, ids in zip(self._prompts, found, strict=True)]
+        """Return every prompt with its answer; every rank of the job takes part."""
+        answers = generate(self._step, self._ids, max_tokens=self._max_tokens, ends=self._tokenizer.ends)
+        texts = [self._tokenizer.decode(ids) for ids in answers]
         if self._path is not None:
             with self._path.open("a") as file:
-                for (prompt, answer), ids in zip(told, found, strict=True):
-                    line = {"step": step, "prompt": prompt, "answer": answer, "tokens": ids}
+                for prompt, text, ids in zip(self._prompts, texts, answers, strict=True):
+                    line = {"step": step, "prompt": prompt, "answer": text, "tokens": ids}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        return told
+        return list(zip(self._prompts, texts, strict=True))
