@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def test_the_base_keeps_its_torch_and_the_smoke_test_prints_the_versions(start) 
     versions = json.loads(done.stdout.splitlines()[-1])["versions"]
     assert versions["torch"] == importlib.metadata.version("torch")
     assert versions["megatron-core"]
-    assert versions["megatron-sft-harness"] == importlib.metadata.version("megatron-sft-harness")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert versions["megatron-sft-harness"] == project["version"]
 
 
 def test_training_runs_as_another_user_and_writes_to_a_mounted_folder(start, tmp_path) -> None:
