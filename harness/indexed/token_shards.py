@@ -135,12 +135,12 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
             for path in paths:
                 metadata = _read_metadata(path, column)
                 for run in _split_groups(metadata, column):
-                    read = (path, metadata, column, run)
+                    batches = _read_run(path, metadata, column, run)
                     if run.num_tokens > _BATCH_TOKENS:
                         yield from take(0)
-                        yield from ((path, batch) for batch in _read_ahead(pool, _read_run(*read)))
+                        yield from ((path, batch) for batch in _read_ahead(pool, batches))
                     else:
-                        waiting.append((path, pool.submit(_read_whole_run, *read)))
+                        waiting.append((path, pool.submit(list, batches)))
                         yield from take(_THREADS)
             yield from take(0)
         finally:
@@ -209,10 +209,6 @@ def _unreadable(path: Path, error: Exception) -> PrepError:
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     what = f"the shard cannot be read: {reason}"
     return PrepError(what, where=str(path), fix="copy the shard again, or write it again")
-
-
-def _read_whole_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> list[TokenBatch]:
-    return list(_read_run(path, metadata, column, run))
 
 
 def _read_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> Iterator[TokenBatch]:

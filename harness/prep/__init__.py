@@ -19,13 +19,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from harness.prep.chat import BadReason, BadRecord, Conversation, Message, parse_line, parse_record
+from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
 from harness.prep.packing import (
     MIN_SEQUENCE_TOKENS,
     PACKERS,
     Member,
     PackingConfig,
-    PackPlan,
     StreamPacker,
     pack_of,
     plan_packs,
@@ -41,7 +40,6 @@ from harness.prep.tokenize import (
 
 if TYPE_CHECKING:
     from harness.prep.pipeline import PrepareConfig, prepare
-    from harness.prep.report import PrepareReport
     from harness.prep.shards import Receipt, ShardJob, do_shard
     from harness.prep.sources import (
         SourceConfig,
@@ -56,16 +54,12 @@ if TYPE_CHECKING:
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
     "PACKERS",
-    "BadReason",
     "BadRecord",
     "ChatTokenizer",
     "Conversation",
     "Member",
-    "Message",
-    "PackPlan",
     "PackingConfig",
     "PrepareConfig",
-    "PrepareReport",
     "Receipt",
     "ShardJob",
     "SourceConfig",
@@ -92,7 +86,6 @@ __all__ = [
 # Imported when first used: pyarrow and rich take 0.2 s, which a training run that only needs a tokenizer must not pay.
 _LAZY = {
     "PrepareConfig": "pipeline",
-    "PrepareReport": "report",
     "Receipt": "shards",
     "ShardJob": "shards",
     "SourceConfig": "sources",

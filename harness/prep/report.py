@@ -203,17 +203,12 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
     return {str(bound): int(count) for bound, count in zip(bounds, counts[: len(bounds)].tolist(), strict=True)}
 
 
+@dataclass
 class Stage:
-    """A running stage.
+    """A running stage: `advance` takes the progress made, `summary` is printed at the end."""
 
-    Attributes:
-        advance: called with the progress made.
-        summary: text for the line at its end.
-    """
-
-    def __init__(self, advance: Callable[[float], None]) -> None:
-        self.advance = advance
-        self.summary = ""
+    advance: Callable[[float], None]
+    summary: str = ""
 
 
 class Stages:
@@ -230,17 +225,9 @@ class Stages:
     @contextmanager
     def stage(self, name: str, doing: str, *, total: float | None = None) -> Iterator[Stage]:
         """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
+        columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        hidden = not self._console.is_terminal
+        progress = Progress("{task.description}", *columns, console=self._console, transient=True, disable=hidden)
         began = time.perf_counter()
         with progress:
             task = progress.add_task(doing, total=total)

@@ -12,7 +12,6 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -25,9 +24,8 @@ import xxhash
 from harness.errors import HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord
 from harness.prep.folder import settings_hash
-from harness.prep.sources import Chunk, Shard, read_shard
+from harness.prep.sources import Shard, read_shard
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
-from harness.records import SequenceView
 from harness.storage import sync_folder
 
 # Increment when the same settings begin to give other data.
@@ -164,7 +162,7 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
     folder.mkdir(parents=True)
     try:
         before = Path(shard.path).stat()
-        counts = _write(job, folder, (_tokenize(chunk, tokenizer, job) for chunk in read_shard(shard)))
+        counts = _write(job, folder, shard, tokenizer)
         digest = _digest(Path(shard.path), shard.start, shard.end)
         after = Path(shard.path).stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -188,69 +186,45 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@dataclass(slots=True)
-class _TokenizedChunk:
-    """Sequences of one chunk with the hashes of their conversations, and an account of every record."""
-
-    sequences: list[SequenceView] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    bad: list[BadRecord] = field(default_factory=list)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    num_records: int = 0
-
-
-def _tokenize(chunk: Chunk, tokenizer: ChatTokenizer, job: ShardJob) -> _TokenizedChunk:
-    made, conversations = _TokenizedChunk(), []
-    for record in chunk.parse():
-        made.num_records += 1
-        if isinstance(record, BadRecord):
-            made.bad.append(record)
-        else:
-            conversations.append(record)
-    for conversation, encoded in zip(conversations, tokenizer.encode(conversations), strict=True):
-        if isinstance(encoded, BadRecord):
-            made.bad.append(encoded)
-            continue
-        sequence, outcome = fit_to_pack(encoded, pack_size=job.pack_size, over_long=job.over_long)
-        made.outcomes[outcome] += 1
-        if sequence is not None:
-            made.sequences.append(sequence)
-            made.hashes.append(conversation.hash())
-    return made
-
-
-def _write(job: ShardJob, folder: Path, chunks: Iterable[_TokenizedChunk]) -> dict[str, Any]:
-    """Write the sequences and bad records of all chunks; return the counts of the receipt."""
+def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """Write the sequences and bad records of a shard; return the counts of its receipt."""
     bad: Counter[str] = Counter()
-    outcomes: Counter[str] = Counter()
-    num_records = num_sequences = tokens = trained_tokens = 0
+    dropped: Counter[str] = Counter()
+    num_records = num_sequences = tokens = trained_tokens = truncated = 0
     with (
-        (folder / SEQUENCES).open("wb") as records,
+        (folder / SEQUENCES).open("wb") as sequences,
         (folder / INPUT_IDS).open("wb") as ids,
         (folder / LOSS_MASK).open("wb") as mask,
         (folder / BAD_RECORDS).open("w", encoding="utf-8") as bad_records,
     ):
-        for chunk in chunks:
-            if job.on_bad == "refuse":
-                refuse(chunk.bad)
-            rows = np.zeros(len(chunk.sequences), SEQUENCE)
-            rows["hash"] = chunk.hashes
-            rows["length"] = [len(sequence) for sequence in chunk.sequences]
-            rows["trained"] = [np.count_nonzero(sequence.loss_mask) for sequence in chunk.sequences]
-            ends = tokens + np.cumsum(rows["length"], dtype=np.int64)
-            rows["offset"] = ends - rows["length"]
-            records.write(rows.tobytes())
-            for sequence in chunk.sequences:
+        for chunk in read_shard(shard):
+            records = list(chunk.parse())
+            conversations = [record for record in records if not isinstance(record, BadRecord)]
+            refused = [record for record in records if isinstance(record, BadRecord)]
+            rows = []
+            for conversation, encoded in zip(conversations, tokenizer.encode(conversations), strict=True):
+                if isinstance(encoded, BadRecord):
+                    refused.append(encoded)
+                    continue
+                sequence, outcome = fit_to_pack(encoded, pack_size=job.pack_size, over_long=job.over_long)
+                if sequence is None:
+                    dropped[outcome] += 1
+                    continue
+                trained = int(np.count_nonzero(sequence.loss_mask))
+                rows.append((tokens, conversation.hash(), len(sequence), trained))
                 ids.write(sequence.input_ids.astype("<i4", copy=False).tobytes())
                 mask.write(sequence.loss_mask.tobytes())
-            bad_records.writelines(json.dumps(asdict(record)) + "\n" for record in chunk.bad)
-            bad.update(record.reason.value for record in chunk.bad)
-            outcomes += chunk.outcomes
-            num_records += chunk.num_records
+                truncated += outcome == "truncated"
+                tokens += len(sequence)
+                trained_tokens += trained
+            if job.on_bad == "refuse":
+                refuse(refused)
+            sequences.write(np.array(rows, SEQUENCE).tobytes())
+            bad_records.writelines(json.dumps(asdict(record)) + "\n" for record in refused)
+            bad.update(record.reason.value for record in refused)
+            num_records += len(records)
             num_sequences += len(rows)
-            tokens += int(rows["length"].sum(dtype=np.int64))
-            trained_tokens += int(rows["trained"].sum(dtype=np.int64))
-        for file in (records, ids, mask, bad_records):
+        for file in (sequences, ids, mask, bad_records):
             file.flush()
             os.fsync(file.fileno())
     return {
@@ -259,8 +233,8 @@ def _write(job: ShardJob, folder: Path, chunks: Iterable[_TokenizedChunk]) -> di
         "tokens": tokens,
         "trained_tokens": trained_tokens,
         "bad": dict(bad),
-        "dropped": {name: count for name, count in outcomes.items() if name not in ("kept", "truncated")},
-        "truncated": outcomes["truncated"],
+        "dropped": dict(dropped),
+        "truncated": truncated,
     }
 
 

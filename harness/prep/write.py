@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from harness.formats import Manifest, Provenance, open_dataset, open_store, open_writer, write_plan
-from harness.prep.packing import PACKED_STORAGE, PackPlan, plan_packs
+from harness.prep.packing import PackPlan, plan_packs
 from harness.prep.spool import Split
 
 
@@ -43,39 +44,24 @@ def write_packs(
     Raises:
         FormatError: the dataset cannot be written.
     """
-    if format == PACKED_STORAGE["virtual"]:
-        return _write_virtual(path, plan, split, pack_size, provenance, advance, store)
-    with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
-        for index in range(plan.num_packs):
-            writer.append(split.pack(plan.pack(index)))
-            if index % 64 == 63:
-                advance(64)
-        advance(plan.num_packs % 64)
-    assert writer.manifest is not None
-    return writer.manifest.fingerprint
-
-
-def _write_virtual(
-    path: Path,
-    plan: PackPlan,
-    split: Split,
-    pack_size: int,
-    provenance: Provenance,
-    advance: Callable[[float], None],
-    store: Path,
-) -> str:
-    """Store the sequences in their own order, one a pack, and write the plan beside them."""
+    if format != "virtual":
+        with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
+            for index in range(plan.num_packs):
+                writer.append(split.pack(plan.pack(index)))
+                if index % 64 == 63:
+                    advance(64)
+            advance(plan.num_packs % 64)
+        assert writer.manifest is not None
+        return writer.manifest.fingerprint
+    # The sequences in their own order, one a pack, and the plan beside them. The tokenizer's path is relative.
     store.parent.mkdir(exist_ok=True)
-    # The path of the tokenizer is relative to the dataset's folder.
     tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
     stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
-    # Progress counts packs.
-    share = plan.num_packs / len(split)
-    with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
+    with open_writer(store, format=format, pack_size=pack_size, provenance=stored) as writer:
         for number in range(len(split)):
             writer.append(split.pack(np.array([number])))
             if number % 256 == 255:
-                advance(256 * share)
+                advance(256 * plan.num_packs / len(split))
     write_plan(
         path,
         open_store(store),
@@ -85,11 +71,8 @@ def _write_virtual(
         packer=provenance.packer,
         seed=provenance.seed or 0,
     )
-    reader = open_dataset(path)
-    try:
+    with closing(open_dataset(path)) as reader:
         return reader.fingerprint
-    finally:
-        reader.close()
 
 
 def repack_store(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.errors import HarnessError, LoaderError
-from harness.indexed.writer import IndexedWriter
+from harness.indexed import IndexedWriter
 from recipes import pretrain as recipe
 
 from .conftest import VOCAB, Run, launcher, read_metrics, run_command, run_here

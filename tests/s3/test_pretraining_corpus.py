@@ -14,7 +14,7 @@ import pyarrow.fs as pa_fs
 import pytest
 
 from harness.errors import ConfigError
-from harness.indexed.writer import IndexedWriter
+from harness.indexed import IndexedWriter
 from harness.plan import PretrainConfig
 from recipes import pretrain as recipe
 

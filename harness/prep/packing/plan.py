@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -188,14 +189,6 @@ def _decreasing(
     return PackPlan(offsets, placement.assign(order, bin_starts))
 
 
-def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    return _decreasing(algorithms.best_fit_decreasing, lengths, pack_size, seed)
-
-
-def _first_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    return _decreasing(algorithms.first_fit_decreasing, lengths, pack_size, seed)
-
-
 def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     packs = algorithms.first_fit(lengths[order].astype(np.int64), pack_size)
@@ -212,8 +205,8 @@ def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
 
 
 PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
-    "best_fit_decreasing": _best_fit_decreasing,
-    "first_fit_decreasing": _first_fit_decreasing,
+    "best_fit_decreasing": partial(_decreasing, algorithms.best_fit_decreasing),
+    "first_fit_decreasing": partial(_decreasing, algorithms.first_fit_decreasing),
     "first_fit": _first_fit,
     "next_fit": _next_fit,
 }

@@ -17,7 +17,7 @@ from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 from harness.bench.corpus import QUICK, bench_corpus
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
-from harness.indexed.merge import count_sequences, save_counts
+from harness.indexed import count_sequences, save_counts
 from harness.loader import CorpusSource, SplitSources
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
