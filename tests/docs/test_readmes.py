@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import pytest
 import typer
 import yaml
@@ -32,6 +31,7 @@ import yaml
 from harness.cli.app import app
 from harness.cli.launch import PlanSettings
 from harness.config import compose_config, compose_run
+from harness.errors import HarnessError
 from harness.launch import SubmitConfig
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
@@ -124,14 +124,7 @@ def check_command(words: list[str]) -> None:
     elif program == "harness" and words[1] == "parity" and "=" in words[2]:
         check_settings("parity", words[2:])
     elif program == "harness":
-        command = typer.main.get_command(app)
-        context = click.Context(command)
-        rest = words[1:]
-        while isinstance(command, click.Group):
-            name, found, rest = command.resolve_command(context, rest)
-            assert found is not None, f"harness has no command {name}"
-            command, context = found, click.Context(found, parent=context, info_name=name)
-        command.make_context(command.name, list(rest))
+        parse_command(words[1:])
         if words[1] in ("plan", "submit") and words[2] in (*SCHEMAS, *EXPERIMENTS):
             settings = [word for word in words[3:] if "=" in word]
             compose_run(words[2], [text for text in settings if re.split("[.=]", text)[0] not in OWN])
@@ -142,6 +135,21 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / words[0]).is_file(), f"{words[0]} is no file"
     elif program == "sbatch":
         assert any((ROOT / word).is_file() for word in words[1:] if word.endswith(".sbatch"))
+
+
+def parse_command(arguments: list[str]) -> None:
+    """Parse the arguments of `harness` without calling the command."""
+    command = typer.main.get_command(app)
+    context = command.make_context("harness", [], resilient_parsing=True)
+    while hasattr(command, "resolve_command"):
+        name, command, arguments = command.resolve_command(context, arguments)
+        assert command is not None, f"harness has no command {name}"
+    try:
+        command.make_context(command.name, list(arguments), parent=context)
+    except HarnessError:
+        raise
+    except Exception as error:  # of the click that this version of typer carries
+        raise AssertionError(f"harness {' '.join(arguments)}: {error}") from error
 
 
 def check_settings(recipe: str, words: list[str]) -> None:
@@ -243,3 +251,28 @@ def test_the_tree_of_the_house_names_every_package_and_no_other() -> None:
     modules = {path.name for path in (ROOT / "harness").glob("*.py") if not path.name.startswith("__")}
     assert set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE)) == packages
     assert set(re.findall(r"\b(\w+\.py)\b", tree)) == modules
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "harness train sft trainer.stepz=2",
+        "torchrun --nproc-per-node 2 -m recipes.sft data.pth=x",
+        "harness submit sft nodes=2 modle.seed=1",
+        "harness inspcet data/mine",
+        "harness inspect data/mine --packs 3",
+        "make tset",
+        "docker/biuld.sh",
+    ],
+)
+def test_a_command_of_a_block_that_is_not_run_still_has_to_exist(line: str) -> None:
+    (words,) = logical_commands(line)
+    with pytest.raises((AssertionError, HarnessError)):
+        check_command(words)
+
+
+def test_output_that_differs_from_the_page_fails() -> None:
+    block = Block(1, "shell", "", "", "loss ...\nend\n")
+    check_output(block, "loss 1.5\nend\n", "README.md")
+    with pytest.raises(AssertionError, match="line 1 prints"):
+        check_output(block, "loss 1.5\n", "README.md")
