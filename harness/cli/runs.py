@@ -64,7 +64,7 @@ def train(
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing:
         raise HarnessError(
-            f"training needs {' and '.join(missing)}, which is not installed",
+            f"training needs {' and '.join(missing)}, not installed here",
             where=sys.executable,
             fix="install the package with the extra `train`",
         )

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
     Raises:
         HarnessError: the source, a setting or the destination is unusable; the folder then does not count as prepared.
     """
+    config = replace(config, source=config.source.resolve())
     console = console or Console()
     stages = Stages(console)
     files = [] if config.source.kind == "pydoc" else list_files(config.source.path)

@@ -38,29 +38,42 @@ class SourceConfig:
     """Source of chat records.
 
     Attributes:
-        kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library.
-        path: a file, a glob or a folder (searched recursively); not used by `pydoc`.
+        kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library; empty is
+            `files` if there is a path, else `pydoc`.
+        path: a file, a glob or a folder (searched recursively).
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
         shard_bytes: bytes of the source that are tokenised as one unit, which is also what an interruption can lose;
             does not change the result.
     """
 
-    kind: str = "pydoc"
+    kind: str = ""
     path: str = ""
     on_bad: str = "refuse"
     limit: int = 0
     shard_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
+        if self.kind:
+            require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
         require_numbers(self, "source", "limit", lowest=0)
         require_numbers(self, "source", "shard_bytes", lowest=1)
+        if self.kind == "pydoc" and self.path:
+            raise ConfigError(
+                f"{self.path} would not be read: the source is the built-in corpus",
+                where="source.path",
+                fix="omit source=pydoc, or omit source.path",
+            )
         if self.kind == "files" and not self.path:
             raise ConfigError(
                 "no path is given", where="source.path", fix="name a JSONL or Parquet file, a glob or a folder"
             )
+
+    def resolve(self) -> SourceConfig:
+        """Return these settings with their `kind`."""
+        # Not done on construction: Hydra constructs the defaults first, and sets the path afterwards.
+        return self if self.kind else replace(self, kind="files" if self.path else "pydoc")
 
 
 def list_files(path: str) -> list[Path]:

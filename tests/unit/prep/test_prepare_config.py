@@ -23,7 +23,7 @@ CHOICES = [
 def test_the_defaults_prepare_the_built_in_corpus():
     config = compose_config("prepare", PrepareConfig)
     assert isinstance(config, PrepareConfig)
-    assert (config.source.kind, config.tokenizer.name, config.tokenizer.vocab_size) == ("pydoc", "", 8192)
+    assert (config.source.resolve().kind, config.tokenizer.name, config.tokenizer.vocab_size) == ("pydoc", "", 8192)
     assert (config.data.path, config.data.pack_size) == ("data/pydoc", 1024)
 
 
@@ -51,6 +51,12 @@ def test_every_file_composes(choice):
 def test_an_invalid_setting_is_a_clear_error(override):
     with pytest.raises(ConfigError):
         compose_config("prepare", PrepareConfig, [override])
+
+
+def test_a_path_alone_names_files_and_contradicts_the_built_in_corpus():
+    assert compose_config("prepare", PrepareConfig, ["source.path=chats.jsonl"]).source.resolve().kind == "files"
+    with pytest.raises(ConfigError, match=r"chats.jsonl would not be read"):
+        compose_config("prepare", PrepareConfig, ["source=pydoc", "source.path=chats.jsonl"])
 
 
 @pytest.mark.parametrize("choice", sorted(REQUIRED))
