@@ -143,9 +143,13 @@ def compose_config(
     """
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
-    search = [] if config_dir is None else [f"hydra.searchpath=['file://{config_dir.resolve()}']"]
+    first, second = CONFIGS, config_dir
+    if config_dir is not None and (config_dir / f"{config_name}.yaml").is_file():
+        # Hydra looks for the primary file in the first folder alone.
+        first, second = config_dir.resolve(), CONFIGS
+    search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
     try:
-        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(first), version_base="1.3"):
             composed = compose(config_name or name, overrides=[*search, *overrides])
             return cast(T, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -174,7 +174,8 @@ def to_yaml(config: Any) -> str:
 def _render(config: Any, indent: str) -> list[str]:
     texts, lines = attribute_texts(type(config)), []
     for field in dataclasses.fields(config):
-        value, text = getattr(config, field.name), texts.get(field.name)
+        value = getattr(config, field.name)
+        text = _summary(type(value)) if dataclasses.is_dataclass(value) else texts.get(field.name)
         if text:
             lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if dataclasses.is_dataclass(value):
@@ -182,6 +183,11 @@ def _render(config: Any, indent: str) -> list[str]:
         else:
             lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
     return lines
+
+
+def _summary(schema: type[Any]) -> str:
+    """Return the first paragraph of a dataclass's docstring."""
+    return inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
 
 
 def _build(schema: Any, tree: Mapping[str, Any], base: Any, *, prefix: str, command: str) -> Any:

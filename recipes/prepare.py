@@ -1,6 +1,6 @@
 """Turn chat data into packed datasets.
 
-    python -m recipes.prepare source=files source.path=chats/ data.path=data/chats
+    python -m recipes.prepare source.path=chats/ data.path=data/chats
 
 Without arguments it prepares questions and answers from the documentation of Python's standard library.
 """

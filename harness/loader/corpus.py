@@ -30,7 +30,11 @@ class CorpusSource:
 
 @dataclass
 class SplitSources:
-    """Sources of each split, named as Megatron does."""
+    """Sources of each split, named as Megatron does.
+
+    Attributes:
+        train, valid, test: sources of the split.
+    """
 
     train: list[CorpusSource] = field(default_factory=list)
     valid: list[CorpusSource] = field(default_factory=list)

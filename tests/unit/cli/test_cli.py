@@ -1,12 +1,16 @@
-"""The command line: what it prints for people, for programs, and how it ends."""
+"""The command line: its output for people and for programs, its settings, and its exit codes."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import yaml
 
+from harness.cli.app import installed_version
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.records import Pack
 
@@ -22,56 +26,93 @@ def dataset(tmp_path):
     return path
 
 
-def test_inspect_tells_what_a_dataset_holds(harness, dataset):
-    code, told, _ = harness("inspect", dataset)
+def test_inspect_prints_the_counts_of_a_dataset(harness, dataset):
+    code, printed, _ = harness("inspect", dataset)
     assert code == 0
-    assert "2 of 8 tokens" in told
-    code, told, _ = harness("inspect", dataset, "--json")
-    (summary,) = json.loads(told)
+    assert "2 of 8 tokens" in printed
+    code, printed, _ = harness("inspect", dataset, "--json")
+    (summary,) = json.loads(printed)
     assert (summary["packs"], summary["sequences"], summary["tokens"], summary["trained_tokens"]) == (2, 3, 9, 5)
 
 
 def test_convert_gives_the_same_packs_and_diff_finds_nothing(harness, dataset, tmp_path):
-    code, told, _ = harness("convert", dataset, tmp_path / "out", "--to", "memmap")
+    code, printed, _ = harness("convert", dataset, tmp_path / "out", "memmap", "data.packs_per_shard=1")
     assert code == 0
-    assert "2 packs, 3 sequences, 9 tokens as memmap" in told
+    assert "2 packs, 3 sequences, 9 tokens as memmap" in printed
     assert list(open_dataset(tmp_path / "out")) == PACKS
-    code, told, _ = harness("diff", dataset, tmp_path / "out")
-    assert (code, "hold the same packs" in told) == (0, True)
+    code, printed, _ = harness("diff", dataset, tmp_path / "out")
+    assert (code, "hold the same packs" in printed) == (0, True)
 
 
 def test_diff_names_the_first_difference_and_ends_with_1(harness, dataset, tmp_path):
     with open_writer(tmp_path / "other", format="jsonl", pack_size=8) as writer:
         writer.append(PACKS[0])
         writer.append(Pack([5, 6, 7, 80, 9], [1, 0, 0, 1, 0], [0, 2]))
-    code, told, _ = harness("diff", dataset, tmp_path / "other")
-    assert (code, told.strip()) == (1, "first difference: pack 1, input_ids[3]: 8 and 80")
-    code, told, _ = harness("diff", dataset, tmp_path / "other", "--json")
+    code, printed, _ = harness("diff", dataset, tmp_path / "other")
+    assert (code, printed.strip()) == (1, "first difference: pack 1, input_ids[3]: 8 and 80")
+    code, printed, _ = harness("diff", dataset, tmp_path / "other", "--json")
     expected = {"pack": 1, "field": "input_ids", "position": 3, "a": 8, "b": 80}
-    assert (code, json.loads(told)["difference"]) == (1, expected)
+    assert (code, json.loads(printed)["difference"]) == (1, expected)
 
 
 def test_verify_ends_with_0_for_a_whole_dataset_and_with_1_for_a_damaged_one(harness, dataset):
-    code, told, _ = harness("verify", dataset)
-    assert (code, "2 packs, nothing wrong" in told) == (0, True)
+    code, printed, _ = harness("verify", dataset)
+    assert (code, "2 packs, nothing wrong" in printed) == (0, True)
     shard = dataset / "shard_000000.parquet"
     content = bytearray(shard.read_bytes())
     content[len(content) // 4] ^= 1
     shard.write_bytes(content)
-    code, told, _ = harness("verify", dataset)
+    code, printed, _ = harness("verify", dataset)
     assert code == 1
-    assert "shard_000000.parquet" in told
-    code, told, _ = harness("verify", dataset, "--json")
-    assert (code, len(json.loads(told)["problems"]) > 0) == (1, True)
+    assert "shard_000000.parquet" in printed
+    code, printed, _ = harness("verify", dataset, "--json")
+    assert (code, len(json.loads(printed)["problems"]) > 0) == (1, True)
 
 
-def test_import_takes_over_a_pickled_npy_and_tells_what_it_changed(harness, tmp_path):
+def test_import_reads_a_pickled_npy_and_counts_its_changes(harness, tmp_path):
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "seq_start_id": [0]}]
     np.save(tmp_path / "packed.npy", np.array(rows, dtype=object), allow_pickle=True)
-    code, told, error = harness("import", tmp_path / "packed.npy", tmp_path / "out", "--from", "megatron_bridge")
+    code, printed, error = harness(
+        *("import", tmp_path / "packed.npy", tmp_path / "out", "megatron_bridge", "data.pack_size=4")
+    )
     assert (code, error) == (0, "")
-    assert "cleared last positions: 1" in told
-    assert list(open_dataset(tmp_path / "out")) == [Pack([5, 6, 7], [1, 1, 0], [0])]
+    assert "cleared last positions: 1" in printed
+    reader = open_dataset(tmp_path / "out")
+    assert (list(reader), reader.pack_size) == ([Pack([5, 6, 7], [1, 1, 0], [0])], 4)
+
+
+def test_repack_plans_stored_sequences_again(harness, dataset, tmp_path):
+    assert harness("convert", dataset, tmp_path / "store", "virtual")[0] == 0
+    code, printed, _ = harness("repack", tmp_path / "store", tmp_path / "out", "data.pack_size=16", "data.seed=3")
+    assert (code, "1 packs, 3 sequences, 9 tokens as virtual" in printed) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["convert", "SRC", "DST", "--to", "memmap"], ["convert", "SRC", "DST", "memmap"]),
+        (
+            ["convert", "SRC", "DST", "--packs-per-shard=1", "--to=npy"],
+            ["convert", "SRC", "DST", "npy", "data.packs_per_shard=1"],
+        ),
+        (
+            ["import", "SRC", "DST", "--pack-size", "9", "--to", "npy", "--from", "megatron_bridge"],
+            ["import", "SRC", "DST", "megatron_bridge", "npy", "data.pack_size=9"],
+        ),
+    ],
+)
+def test_flags_of_earlier_versions_mean_the_same_settings(harness, dataset, tmp_path, old, new):
+    printed = []
+    for name, arguments in (("old", old), ("new", new)):
+        names = {"SRC": str(dataset), "DST": str(tmp_path / name)}
+        if arguments[0] == "import":
+            rows = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "seq_start_id": [0]}]
+            np.save(tmp_path / "packed.npy", np.array(rows, dtype=object), allow_pickle=True)
+            names["SRC"] = str(tmp_path / "packed.npy")
+        code, text, error = harness(*(names.get(argument, argument) for argument in arguments))
+        assert (code, error) == (0, "")
+        printed.append(text.replace(str(tmp_path / name), "DST"))
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +120,13 @@ def test_import_takes_over_a_pickled_npy_and_tells_what_it_changed(harness, tmp_
     [
         ["inspect", "nowhere"],
         ["verify", "nowhere"],
-        ["convert", "nowhere", "out", "--to", "memmap"],
+        ["convert", "nowhere", "out", "memmap"],
         ["diff", "nowhere", "nowhere"],
-        ["import", "nowhere", "out", "--from", "nemotron"],
+        ["import", "nowhere", "out", "nemotron"],
+        ["repack", "nowhere", "out", "data.pack_size=8"],
     ],
 )
-def test_what_is_not_there_is_one_clear_error_with_code_2(harness, arguments, tmp_path, monkeypatch):
+def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, error = harness(*arguments)
     assert code == 2
@@ -93,7 +135,73 @@ def test_what_is_not_there_is_one_clear_error_with_code_2(harness, arguments, tm
     assert "Traceback" not in error
 
 
-def test_an_unknown_format_names_those_that_are_there(harness, dataset, tmp_path):
-    code, _, error = harness("convert", dataset, tmp_path / "out", "--to", "arrow")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "a", "b", "arrow"], "npy, memmap, binidx, jsonl, virtual, parquet"),
+        (["convert", "a", "b", "npy", "data.packs_per_shrd=1"], "did you mean data.packs_per_shard?"),
+        (["convert", "a", "b", "npy", "data.packs_per_shard=few"], "'few' is not of type int"),
+        (["repack", "a", "b"], "data.pack_size is not set"),
+        (["live", "produce", "a", "b", "data.over_long=wrap"], "choose one of: drop, truncate"),
+        (["live", "produce", "a", "b", "chunks.kind=packs", "tokenizer.name=x"], "packs are tokenized already"),
+        (["live", "produce", "a", "b", "pack_size=8"], "did you mean data.pack_size?"),
+        (["plan", "sft_tiny", "mfu=2"], "mfu is 2"),
+        (["plan", "sft_tiny", "trainer.step=2"], "did you mean trainer.steps?"),
+        (["submit", "sft_tiny", "--dry-run", "--cluste=x"], "unknown flag --cluste"),
+        (["train", "other"], "choose one of: sft, pretrain"),
+        (["train", "sft", "modle.num_layers=1"], "did you mean model.num_layers?"),
+        (["prepare", "data.pack_sze=1"], "did you mean data.pack_size?"),
+        (["parity", "check=nothing"], "check 'nothing' is unknown"),
+    ],
+)
+def test_a_mistake_in_an_argument_is_one_clear_error_with_code_2(harness, dataset, arguments, message):
+    code, _, error = harness(*(str(dataset) if argument == "a" else argument for argument in arguments))
     assert code == 2
-    assert "npy, memmap, binidx, jsonl, virtual, parquet" in error
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["repack", "--cfg"], ("data.pack_size", "required")),
+        (["convert", "data.packs_per_shard=4", "--cfg"], ("data.packs_per_shard", "4")),
+        (["plan", "--cfg"], ("gpu_gib", "80")),
+        (["submit", "--cfg"], ("nodes", "1")),
+        (["repack", "--help"], ("data.seed", "0")),
+    ],
+)
+def test_a_bare_cfg_and_the_help_print_every_setting_of_a_command(harness, arguments, row):
+    code, printed, _ = harness(*arguments)
+    assert code == 0
+    assert row in [tuple(line.split()[:2]) for line in printed.splitlines()]
+
+
+def test_cfg_with_an_experiment_prints_the_settings_of_the_command_and_of_the_recipe(harness):
+    code, printed, _ = harness("submit", "sft_tiny", "nodes=3", "trainer.steps=5", "--cfg")
+    settings = yaml.safe_load(printed)
+    assert (code, settings["nodes"], settings["trainer"]["steps"], settings["name"]) == (0, 3, 5, "sft_tiny")
+
+
+def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe():
+    program = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None; from harness.cli import main; main()"
+    arguments = ["plan", "sft_tiny", "packs=100", "--sequence-tokens", "256", "ranks=4", "model.vocab_size=512"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sft_tiny on 4 ranks" in done.stdout
+    assert "time of an epoch" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["harness", "harness.cli"])
+def test_both_modules_run_the_command_and_print_its_version(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"harness {installed_version()}\n")
+
+
+def test_shell_completion_completes_the_commands(monkeypatch):
+    environment = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": "harness in", "COMP_CWORD": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    program = "import sys; sys.argv[0] = 'harness'; from harness.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["inspect", "indexed"]

@@ -38,7 +38,7 @@ def test_what_is_written_down_composes_again_to_the_same():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("modle.num_layers=2", "Key 'modle' not in 'SftConfig'"),
         ("model.num_layer=2", "num_layer"),
@@ -50,7 +50,7 @@ def test_what_is_written_down_composes_again_to_the_same():
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
         ("loader.num_workers=-1", "num_workers is -1"),
-        ("schedule.name=best", "no schedule named 'best'"),
+        ("schedule.name=best", "'best' is not known"),
         ("optimizer.min_lr=1", "min_lr is 1"),
         ("optimizer.decay_steps=-5", "decay_steps is -5"),
         ("optimizer.beta1=2", "beta1 is 2"),
@@ -62,15 +62,15 @@ def test_what_is_written_down_composes_again_to_the_same():
         ("parallel.context_parallel_size=0", "context_parallel_size is 0"),
     ],
 )
-def test_a_mistake_in_a_setting_is_told_before_anything_starts(override, said):
+def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, message):
     with pytest.raises(ConfigError) as error:
         compose_config("sft", SftConfig, [override])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "search path" not in str(error.value)
     assert error.value.fix
 
 
-def test_a_file_that_is_no_yaml_is_one_clear_error(tmp_path, monkeypatch):
+def test_a_file_that_is_not_yaml_is_one_clear_error(tmp_path, monkeypatch):
     (tmp_path / "sft.yaml").write_text("name: mine\nname is: [\n")
     monkeypatch.setattr("harness.config.CONFIGS", tmp_path)
     with pytest.raises(ConfigError, match=r"sft.yaml.*, line 3") as error:
@@ -83,9 +83,9 @@ def test_the_command_line_ends_with_code_2_and_without_a_traceback(monkeypatch, 
     with pytest.raises(SystemExit) as ended:
         hydra_entry("sft", SftConfig)(lambda config: None)()
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("ConfigError: steps is 0\n  where: trainer.steps")
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("ConfigError: steps is 0\n  where: trainer.steps")
+    assert "Traceback" not in printed
 
 
 def test_the_settings_can_be_printed(monkeypatch, capsys):
@@ -94,8 +94,8 @@ def test_the_settings_can_be_printed(monkeypatch, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["model"]["hidden_size"] == 64
 
 
-def test_a_prep_machine_needs_neither_torch_nor_hydra():
-    """The packages are blocked in a process of its own; everything that a prep machine uses is imported there."""
+def test_library_modules_need_neither_torch_nor_hydra():
+    """The packages are blocked in a process of its own, which imports what a machine that prepares data uses."""
     blocked = ("torch", "megatron", "transformer_engine", "hydra", "omegaconf", "transformers", "tokenizers")
     program = f"""
 import sys

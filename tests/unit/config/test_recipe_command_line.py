@@ -1,0 +1,105 @@
+"""The command line of a recipe: its flags, a user's own folder of YAML files, and the parts that Hydra carries out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.config import CONFIGS, Options, compose_config, compose_run
+from harness.errors import ConfigError
+from harness.plan import SftConfig
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's folder, with characters that a shell or Hydra could misread."""
+    folder = tmp_path / "my own, configs"
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: tiny\nname: mine\ntrainer:\n  steps: 7\n"
+    )
+    (folder / "larger.yaml").write_text("defaults:\n  - sft\n  - _self_\nname: larger\n")
+    return folder
+
+
+def run(*arguments: object, recipe: str = "sft") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"recipes.{recipe}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_settings_and_flags_are_told_apart(tmp_path):
+    options = Options.parse(
+        ["a=1", "--config-dir", str(tmp_path), "--config-name=mine", "+b.c=2", "--cfg", "a=--cfg"], where="recipes.sft"
+    )
+    assert options == Options(["a=1", "+b.c=2", "a=--cfg"], tmp_path, "mine", show=True)
+    assert Options.parse(["--cfg", "job"], where="").is_hydras
+    assert Options.parse(["--multirun", "a=1,2"], where="").is_hydras
+    assert not Options.parse(["--cfg", "a=1"], where="").is_hydras
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--confg", "unknown flag --confg"),
+        ("--config-dir", "--config-dir has no value"),
+        ("--config-dir=nowhere", "there is no such folder"),
+        ("--config-path=x", "--config-path would replace every file"),
+    ],
+)
+def test_a_flag_that_cannot_be_meant_is_refused(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        Options.parse([argument], where="recipes.sft")
+
+
+def test_an_experiment_of_a_users_own_folder_composes_with_the_built_in_groups(own):
+    config = compose_config("sft", SftConfig, ["experiment=mine", "model=qwen3_0_6b"], config_dir=own)
+    assert (config.name, config.trainer.steps, config.model.family) == ("mine", 7, "qwen3")
+    assert compose_config("sft", SftConfig, config_dir=own, config_name="larger").name == "larger"
+    composed = compose_run("mine", ["trainer.eval_interval=3"], config_dir=own)
+    assert composed.arguments == ("--config-dir", str(own), "experiment=mine", "trainer.eval_interval=3")
+    assert (composed.module, composed.config.trainer.steps) == ("recipes.sft", 7)
+
+
+def test_a_recipe_that_trains_composes_like_an_experiment():
+    assert compose_run("pretrain", ["data.path=x"]).module == "recipes.pretrain"
+
+
+def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
+    with pytest.raises(ConfigError) as error:
+        compose_run("mine_", [], config_dir=own)
+    assert error.value.fix.startswith("did you mean mine? one of ")
+    assert all(path.stem in error.value.fix for path in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("modle.num_layers=2", "model.num_layers"),
+        ("model.num_layer=2", "model.num_layers"),
+        ("steps=4", "trainer.steps"),
+        ("model=qwen3_0_6", "model=qwen3_0_6b"),
+        ("modell=tiny", "model"),
+    ],
+)
+def test_an_unknown_key_group_or_file_is_refused_with_the_nearest_name(override, near):
+    with pytest.raises(ConfigError) as error:
+        compose_config("sft", SftConfig, [override])
+    assert error.value.fix.startswith(f"did you mean {near}?")
+
+
+def test_hydra_prints_its_own_view_of_the_settings(own):
+    done = run("--config-dir", own, "--config-name", "larger", "--cfg", "job", "trainer.steps=3")
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert (printed["name"], printed["trainer"]["steps"]) == ("larger", 3)
+    assert "Defaults List" in run("--info", "defaults", recipe="prepare").stdout
+
+
+def test_help_names_groups_and_flags(own):
+    done = run("--help", "--config-dir", own)
+    assert "mine" in done.stdout
+    assert "--config-dir DIR" in done.stdout

@@ -1,0 +1,129 @@
+"""Settings as `key=value`: filled from text, explained by docstrings, refused with the nearest name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.checks import require_numbers
+from harness.errors import ConfigError
+from harness.settings import Setting, explain_settings, nearest_name, parse_settings, render_settings
+
+
+@dataclass
+class Source:
+    """One source.
+
+    Attributes:
+        path: where it is.
+    """
+
+    path: str = ""
+
+
+@dataclass
+class Inner:
+    """How packs are made.
+
+    Attributes:
+        pack_size, seed: numbers of
+            the packs.
+        sizes: several sizes.
+    """
+
+    pack_size: int
+    seed: int = 0
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "data", "pack_size", lowest=2)
+
+
+@dataclass
+class Outer:
+    """Everything.
+
+    Attributes:
+        data: not a setting itself.
+        name: of the whole.
+        rate: share of the peak, or null.
+        split: parts by name.
+        blend: the sources.
+    """
+
+    data: Inner
+    name: str = "x"
+    rate: float | None = 0.5
+    is_on: bool = False
+    folder: Path = Path("here")
+    split: dict[str, float] = field(default_factory=dict)
+    blend: list[Source] = field(default_factory=list)
+
+
+def parse(*arguments: str, base: Outer | None = None) -> Outer:
+    return parse_settings(Outer, arguments, command="harness try", base=base)
+
+
+def test_every_setting_has_a_key_a_type_a_default_and_the_text_of_its_docstring():
+    assert explain_settings(Outer)[:5] == [
+        Setting("data.pack_size", "int", "required", "numbers of the packs."),
+        Setting("data.seed", "int", 0, "numbers of the packs."),
+        Setting("data.sizes", "list of int", [], "several sizes."),
+        Setting("name", "str", "x", "of the whole."),
+        Setting("rate", "float or null", 0.5, "share of the peak, or null."),
+    ]
+    assert explain_settings(Outer)[-1] == Setting("blend[].path", "str", "", "where it is.")
+
+
+def test_values_have_the_types_of_their_fields_and_the_last_one_counts():
+    made = parse(
+        *("data.pack_size=8", "data.pack_size=16", "data.sizes=[1, 2]", "name='a=b'", "rate=null", "is_on=true"),
+        *("folder=a/b", "split.train=98", "split.valid=1"),
+    )
+    assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split={"train": 98.0, "valid": 1.0})
+
+
+def test_what_is_not_given_comes_from_the_base():
+    assert parse("name=y", base=Outer(Inner(4, seed=7))) == Outer(Inner(4, seed=7), "y")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message", "fix"),
+    [
+        ("data.pack_sze=8", "unknown setting 'data.pack_sze'", "did you mean data.pack_size?"),
+        ("pack_size=8", "unknown setting 'pack_size'", "did you mean data.pack_size?"),
+        ("zzz=8", "unknown setting 'zzz'", "`harness try --cfg` prints every setting"),
+        ("data.pack_size=many", "'many' is not of type int", "data.pack_size=INT"),
+        ("rate=much", "'much' is not of type float", "rate=FLOAT"),
+        ("is_on=maybe", "'maybe' is not of type bool", "is_on=BOOL"),
+        ("split=1", "'1' has no names", "split.NAME=FLOAT"),
+        ("data.pack_size", "'data.pack_size' is not a setting", "key=value"),
+        ("data.pack_size=1", "pack_size is 1", "2 or more"),
+    ],
+)
+def test_a_mistake_is_one_error_with_its_fix(argument, message, fix):
+    with pytest.raises(ConfigError) as error:
+        parse("data.pack_size=8", argument)
+    assert message in error.value.what
+    assert fix in error.value.fix
+
+
+def test_a_required_setting_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"data\.pack_size is not set") as error:
+        parse("data.seed=1")
+    assert error.value.fix == "add data.pack_size=INT"
+
+
+def test_the_nearest_name_is_found_by_the_key_or_by_its_last_part():
+    assert nearest_name("trainer.step", ["trainer.steps", "name"]) == "trainer.steps"
+    assert nearest_name("steps", ["trainer.steps", "name"]) == "trainer.steps"
+    assert nearest_name("quite_other", ["trainer.steps", "name"]) is None
+
+
+def test_rendered_settings_are_yaml_with_every_explanation():
+    text = render_settings(Outer(Inner(8)))
+    assert yaml.safe_load(text)["data"] == {"pack_size": 8, "seed": 0, "sizes": []}
+    assert "# How packs are made.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text
