@@ -123,8 +123,7 @@ def produce(
     leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
 ) -> None:
     """Write live chunks. Started again with the same INPUT after a crash, it continues where it stopped."""
-    from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
-    from harness.loader.live.producer import LiveProducer
+    from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
     from harness.prep import ChatTokenizer, TokenizerConfig
 
     settings: ProduceSettings = context.obj
@@ -144,7 +143,7 @@ def produce(
         max_waiting=chunks.max_waiting,
         keep=chunks.keep,
         flush_s=chunks.flush_s,
-        say=_print_line,
+        log=_print_line,
     ) as producer:
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
@@ -157,7 +156,7 @@ def produce(
             append=append,
             leave_rest=leave_rest,
             on_bad=settings.source.on_bad,
-            say=_print_line,
+            log=_print_line,
         )
         if not leave_open:
             producer.end()
@@ -168,7 +167,7 @@ def produce(
 @live_app.command()
 def end(folder: Folder) -> None:
     """End a stream whose producer did not: training stops after the chunks that are there."""
-    from harness.loader.live.producer import LiveProducer
+    from harness.loader.live import LiveProducer
 
     if not Path(folder).is_dir():
         raise ConfigError(
@@ -190,7 +189,7 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    from harness.loader.live.status import live_status, now, render_status
+    from harness.loader.live import live_status, now, render_status
 
     console = stdout_console(width=120)
     if as_json:

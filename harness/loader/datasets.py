@@ -15,7 +15,7 @@ import xxhash
 from harness.errors import ConfigError
 from harness.formats import PackReader, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
-from harness.loader.live.config import LiveConfig
+from harness.loader.live import LiveConfig
 from harness.prep import ChatTokenizer, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path

@@ -18,8 +18,7 @@ import torch
 
 from harness.errors import exit_on_error
 from harness.loader import LoaderState, RankLayout
-from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import BatchPlan
+from harness.loader.live import BatchPlan, LiveConfig
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
 from harness.prep import ChatTokenizer, TokenizerConfig

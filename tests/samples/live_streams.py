@@ -13,12 +13,16 @@ import numpy as np
 
 from harness.errors import HarnessError
 from harness.loader import LoaderState, RankBatch, RankLayout
-from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import BatchPlan, LiveLoader
-from harness.loader.live.offer import LivePack, Offer
-from harness.loader.live.position import LivePosition
-from harness.loader.live.producer import LiveProducer
-from harness.loader.live.rank import RankStream
+from harness.loader.live import (
+    BatchPlan,
+    LiveConfig,
+    LiveLoader,
+    LivePack,
+    LivePosition,
+    LiveProducer,
+    Offer,
+    RankStream,
+)
 from harness.prep import ChatTokenizer
 from harness.records import Pack
 from harness.schedule import SequenceCost
@@ -124,25 +128,22 @@ def train(
         return packs
 
     def run(rank: int) -> None:
-        rows = BatchPlan(RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
+        plan = BatchPlan(RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
         loader = LiveLoader(
             RankStream(
                 config,
-                dp_rank=rank,
-                dp_size=dp_size,
-                row_tokens=CAPACITY,
-                pad_to_multiple=rows.layout.pad_to_multiple,
+                plan,
                 tokenizer=tokenizer,
                 position=LivePosition.from_json(state.live) if state is not None else None,
                 stream=state.fingerprint if state is not None else "",
             ),
-            rows,
+            plan,
             exchange=exchange_of(rank),
             share=share,
             state=state,
             fresh=LoaderState(seed=0),
             timeout_s=config.timeout_s,
-            say=trained.log.append if rank == 0 else lambda line: None,
+            log=trained.log.append if rank == 0 else lambda line: None,
         )
         try:
             if steps == 0:

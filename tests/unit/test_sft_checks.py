@@ -10,8 +10,7 @@ from live_streams import some_chats, some_packs, write_stream
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader import BlendSource, DataConfig, open_datasets
-from harness.loader.live.config import LiveConfig
-from harness.loader.live.folder import LiveFolder
+from harness.loader.live import LiveConfig, LiveFolder
 from harness.megatron.run.sft import check
 from harness.plan.settings import SftConfig
 from harness.records import Pack

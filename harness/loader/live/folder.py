@@ -1,10 +1,10 @@
-"""A folder of live chunks: what its files are called, and what says that a chunk, or all of them, are whole.
+"""A folder of live chunks: the names of its files, the records that mark chunks as whole, and open chunks.
 
 chunk_00000.jsonl             rows: conversations or packs; Parquet chunks end in .parquet
 chunk_00000.jsonl.ready       written after it: counts and hash (`ReadyRecord`)
-chunk_00000.jsonl.completed   a checkpoint holds all that was trained from it: it may be deleted
-END.json                      there is no more; totals of all chunks (`EndRecord`)
-_producer, _consumer          locked by who writes and who trains, with what they are doing; touched every second
+chunk_00000.jsonl.completed   a checkpoint covers all of its rows: it may be deleted
+END.json                      the stream is complete; totals of all chunks (`EndRecord`)
+_producer, _consumer          locked by the producer and by the training run, with their status; touched every second
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.errors import ConfigError, FormatError
-from harness.storage import is_uri, sync_folder, write_atomically
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from harness.errors import ConfigError, FormatError, PrepError
+from harness.formats.jsonl import JsonlShard
+from harness.formats.parquet import ParquetShard
+from harness.prep import BadRecord, Conversation, check_messages_column, parse_line, parse_record
+from harness.records import Pack
+from harness.storage import file_digest, is_uri, sync_folder, write_atomically
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -30,24 +37,25 @@ END_FILE = "END.json"
 PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 
 _NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
+_WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
 T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """What is known of a whole chunk.
+    """Facts of a whole chunk.
 
     Attributes:
         kind: `chat` or `packs`.
         rows: conversations, or packs.
         sequences: conversations in them.
-        tokens: stored ones; None where nothing was tokenised yet.
+        tokens: stored ones; None for chunks that are not tokenized.
         num_bytes, xxh3: of its file.
-        chain: over its hash and the chain of the chunk before: the last one stands for the whole stream.
-        stream: names the stream; the same in every chunk of a folder.
+        chain: digest of its hash and the chain of the chunk before; the last one covers the whole stream.
+        stream: name of the stream; the same in every chunk of a folder.
         total_rows, total_sequences, total_tokens: of this chunk and all before it.
-        position: where in its input a producer goes on after this chunk.
-        producer: who wrote it, as host and process id.
+        position: position in its input from which a producer continues after this chunk.
+        producer: its writer, as host and process id.
         time: seconds since 1970.
     """
 
@@ -69,7 +77,7 @@ class ReadyRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """The whole stream: `chunks` and the totals of the last chunk's record, None where chunks have no records."""
+    """The whole stream: `chunks`, and the totals of the last record; None where chunks have no records."""
 
     chunks: int
     rows: int | None
@@ -82,11 +90,11 @@ class EndRecord:
 
 @dataclass
 class Contents:
-    """One look at a folder.
+    """The chunk files of a folder, by index.
 
     Attributes:
-        chunks: by index, the chunk files.
-        ready, completed: indices that have such a file.
+        chunks: the chunks.
+        ready, completed: their marks.
     """
 
     chunks: dict[int, Path] = field(default_factory=dict)
@@ -95,13 +103,13 @@ class Contents:
 
     @property
     def next_index(self) -> int:
-        """The number of the chunk after all that there is a trace of."""
+        """The index after every chunk of which there is a trace."""
         return 1 + max((*self.chunks, *self.ready, *self.completed), default=-1)
 
-    def num_unread(self, chunks: Iterable[int], told: dict[str, Any]) -> int:
-        """How many of `chunks` nobody has read, by what a run says of itself (`LiveFolder.told`) and by their marks."""
-        read = set(told.get("read") or ()) | set(self.completed)
-        below = told.get("read_below") or 0
+    def num_unread(self, chunks: Iterable[int], status: dict[str, Any]) -> int:
+        """Count those of `chunks` that are unread, by the status of the training run and by their marks."""
+        read = set(status.get("read") or ()) | set(self.completed)
+        below = status.get("read_below") or 0
         return sum(index >= below and index not in read for index in chunks)
 
 
@@ -110,7 +118,7 @@ def chunk_name(index: int, suffix: str = JSONL) -> str:
 
 
 class LiveFolder:
-    """Looks into a folder, which need not be there yet; raises ConfigError for one that is on no file system."""
+    """A folder of live chunks, which need not exist yet; raises ConfigError for object storage."""
 
     def __init__(self, path: str | Path) -> None:
         if is_uri(str(path)):
@@ -122,14 +130,14 @@ class LiveFolder:
         self.path = Path(path)
 
     def look(self) -> Contents:
-        """All files with a chunk's name.
+        """Return all files with the name of a chunk.
 
         Raises:
             FormatError: the folder cannot be listed.
         """
         contents = Contents()
         try:
-            names = os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and asked every second
+            names = os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
         except FileNotFoundError:
             return contents
         except OSError as error:
@@ -141,19 +149,19 @@ class LiveFolder:
         return contents
 
     def find(self, index: int) -> Path | None:
-        """The chunk's file, whole or not."""
+        """Return the file of a chunk, whole or not."""
         return next((path for path in self._names(index) if path.exists()), None)
 
     def record(self, index: int) -> ReadyRecord | None:
-        """The ready record of a chunk, None where there is none; raises FormatError for a damaged one."""
+        """Return the ready record of a chunk, if there is one; raise FormatError for a damaged one."""
         for path in self._names(index):
-            found = _read(path.with_name(path.name + READY), ReadyRecord)
-            if found is not None:
-                return found
+            record = _read(path.with_name(path.name + READY), ReadyRecord)
+            if record is not None:
+                return record
         return None
 
     def end(self) -> EndRecord | None:
-        """What says that there is no more, None where more may come; raises FormatError for a damaged one."""
+        """Return the END record; None while more chunks may come. Raise FormatError for a damaged one."""
         return _read(self.path / END_FILE, EndRecord)
 
     def write_record(self, path: Path, record: ReadyRecord) -> None:
@@ -163,7 +171,7 @@ class LiveFolder:
         write_atomically(self.path / END_FILE, _to_json(record))
 
     def complete(self, indices: Iterable[int]) -> None:
-        """Mark chunks of which a checkpoint holds every row; chunks that are gone get no mark.
+        """Mark chunks of which a checkpoint covers every row, except those that are already deleted.
 
         Raises:
             FormatError: the folder cannot be written to.
@@ -177,32 +185,32 @@ class LiveFolder:
                 sync_folder(self.path)
         except OSError as error:
             raise FormatError(
-                f"chunks that are trained cannot be marked: {error.strerror}",
+                f"trained chunks cannot be marked: {error.strerror}",
                 where=str(self.path),
-                fix="the training ranks need to write to this folder",
+                fix="give the training ranks write access to this folder",
             ) from error
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
-        """Delete completed chunks but the newest `keep` and that of index `spare`; what fails waits for next time."""
+        """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""
         done = sorted(contents.completed)
         for index in done[: max(0, len(done) - keep)]:
             if index != spare:
                 mark = contents.completed[index]
                 path = mark.with_name(mark.stem)
                 with suppress(OSError):
-                    # The mark last: killed in between, the next try goes on.
-                    for one in (path, path.with_name(path.name + READY), mark):
-                        one.unlink(missing_ok=True)
+                    # The mark last: after a crash in between, the next attempt continues.
+                    for file in (path, path.with_name(path.name + READY), mark):
+                        file.unlink(missing_ok=True)
 
     def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
-        """Seconds since a producer (or consumer) was last at work, None where there never was one."""
+        """Return the seconds since a producer (or consumer) was last active; None where there never was one."""
         try:
             return max(0.0, time.time() - (self.path / who).stat().st_mtime)
         except OSError:
             return None
 
-    def told(self, who: str) -> dict[str, Any]:
-        """What the producer (or consumer) says it is doing; empty where it says nothing, or is just writing it."""
+    def status(self, who: str) -> dict[str, Any]:
+        """Return the status that the producer (or consumer) wrote; empty without one, or during a write."""
         try:
             values = json.loads((self.path / who).read_bytes())
         except (OSError, ValueError):
@@ -213,11 +221,133 @@ class LiveFolder:
         return [self.path / chunk_name(index, suffix) for suffix in SUFFIXES]
 
 
-def ago(seconds: float | None) -> str:
-    """When something was last seen, in words."""
+def last_seen(seconds: float | None) -> str:
+    """Return when something was last active, in words."""
     if seconds is None:
         return "never seen"
     return f"last seen {seconds:.0f} s ago" if seconds < 120 else f"last seen {seconds / 60:.0f} min ago"
+
+
+class LiveChunk:
+    """An open chunk, checked against its record once, then read row by row.
+
+    Args:
+        path: its file.
+        record: its expected contents; None accepts any.
+
+    Raises:
+        FormatError: the file differs from its record, or is not a chunk.
+    """
+
+    def __init__(self, path: Path, record: ReadyRecord | None) -> None:
+        self.path = path
+        try:
+            if record is not None:
+                _check(path, record)
+            self._lines = JsonlShard(path) if path.suffix == JSONL else None
+            columns = None if self._lines is not None else pq.read_schema(path).names
+            self.kind = record.kind if record is not None else self._guess_kind(columns)
+            self._packs: JsonlShard | ParquetShard | None = None
+            self._messages: Any = None
+            if self.kind == PACKS:
+                self._packs = self._lines or ParquetShard(path)
+            elif self._lines is None:
+                with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
+                    check_messages_column(parquet.schema_arrow, path)
+                    self._messages = parquet.read(columns=["messages"]).column("messages")
+        except OSError as error:
+            raise FormatError(f"the chunk cannot be read: {error}", where=str(path), fix=_WRITE_AGAIN) from error
+        except (pa.ArrowException, PrepError) as error:
+            raise FormatError(f"the file is not a chunk of rows: {error}", where=str(path), fix=_WRITE_AGAIN) from error
+        if record is not None and self.num_rows != record.rows:
+            raise FormatError(
+                f"the chunk has {self.num_rows:,} rows, but {record.rows:,} in its ready record",
+                where=str(path),
+                fix=_WRITE_AGAIN,
+            )
+
+    @property
+    def num_rows(self) -> int:
+        if self._lines is not None:
+            return self._lines.num_packs
+        return self._packs.num_rows if isinstance(self._packs, ParquetShard) else len(self._messages)
+
+    def where(self, row: int) -> str:
+        return f"{self.path}, row {row:,}" if self._lines is None else self._lines.where(row)
+
+    def pack(self, row: int) -> Pack:
+        """Return the pack of a row; raise FormatError if it breaks the invariants of packs."""
+        assert self._packs is not None
+        pack = self._packs.read_row(row)
+        if problem := pack.problem():
+            raise FormatError(f"the pack {problem}", where=self.where(row), fix="write it again, whole")
+        return pack
+
+    def conversation(self, row: int) -> Conversation | BadRecord | None:
+        """Return the conversation of a row, or the reason why there is none; None for a blank line."""
+        if self._lines is None:
+            return parse_record({"messages": self._messages[row].as_py()}, self.where(row))
+        line = self._lines.line(row)
+        return parse_line(line, self.where(row)) if line.strip() else None
+
+    def close(self) -> None:
+        for shard in (self._lines, self._packs):
+            if shard is not None:
+                shard.close()
+
+    def _guess_kind(self, columns: list[str] | None) -> str:
+        if columns is None and self._lines is not None:
+            if self._lines.num_packs == 0:
+                return CHAT
+            try:
+                columns = list(json.loads(self._lines.line(0)))
+            except (ValueError, TypeError, RecursionError):
+                columns = []
+        for name, kind in (("messages", CHAT), ("input_ids", PACKS)):
+            if name in (columns or []):
+                return kind
+        raise FormatError(
+            "the file has neither conversations (`messages`) nor packs (`input_ids`)",
+            where=str(self.path),
+            fix=_WRITE_AGAIN,
+        )
+
+
+def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float) -> LiveChunk | None:
+    """Open a chunk once it is whole; return None before.
+
+    Raises:
+        FormatError: it, or its record, is damaged.
+    """
+    record = folder.record(index)
+    if record is None and require_ready:
+        return None
+    path = folder.find(index)
+    if path is None:
+        return None
+    if record is None and folder.end() is None and not _is_settled(path, index, folder.look(), settle_s):
+        return None
+    return LiveChunk(path, record)
+
+
+def _is_settled(path: Path, index: int, contents: Contents, settle_s: float) -> bool:
+    if max(contents.chunks, default=index) > index:
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > settle_s
+    except OSError:
+        return False
+
+
+def _check(path: Path, record: ReadyRecord) -> None:
+    num_bytes, xxh3 = path.stat().st_size, file_digest(path)
+    if (num_bytes, xxh3) != (record.num_bytes, record.xxh3):
+        raise FormatError(
+            f"the chunk is damaged: {num_bytes:,} bytes with hash {xxh3}, but {record.num_bytes:,} with {record.xxh3} "
+            "in its ready record",
+            where=str(path),
+            fix=_WRITE_AGAIN,
+        )
 
 
 def _to_json(record: ReadyRecord | EndRecord) -> bytes:
@@ -230,10 +360,10 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise FormatError(f"the record cannot be read: {error.strerror}", where=str(path)) from error
     try:
         values = json.loads(data)
-        names = [one.name for one in fields(kind)]
+        names = [entry.name for entry in fields(kind)]
         record = kind(**{name: values[name] for name in names})
         counts = {"rows", "chunks", "num_bytes", "sequences", "tokens"} & set(names)
         numbers = [values[name] for name in counts if values[name] is not None]
@@ -241,8 +371,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
             raise ValueError("a count is not a whole number")
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
-            f"is no record of this harness: {type(error).__name__}: {error}",
+            f"the file is not a record of this harness: {type(error).__name__}: {error}",
             where=str(path),
-            fix="it was changed by hand or damaged; write the chunk again",
+            fix="it was edited or damaged; write the chunk again",
         ) from error
     return record

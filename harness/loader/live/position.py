@@ -1,4 +1,4 @@
-"""Where training stands in a stream of live chunks, whatever the number of ranks."""
+"""The position of training in a stream of live chunks, valid for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from harness.errors import LoaderError
 
-# Chunk and row in it.
+# Chunk, and row in it.
 Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class LivePosition:
-    """What was trained and what was only read, of all ranks together.
+    """Rows that are trained, and rows that are only read, of all ranks together.
 
     Attributes:
-        done_below: every row of the chunks before this one was read.
-        finished: chunks from there on of which every row was read.
-        taken: rows that were read of chunks that are not finished.
-        open_packs: conversations that were read but wait in packs for more, pack by pack.
-        rows: read so far, those that were left out included.
-        steps: global batches that were given.
+        done_below: every row of the chunks before this one is read.
+        finished: later chunks of which every row is read.
+        taken: rows read of chunks that are not finished.
+        open_packs: conversations that are read but wait in packs for more, pack by pack.
+        rows: rows read so far, including those that were left out.
+        steps: global batches so far.
     """
 
     done_below: int = 0
@@ -35,7 +35,7 @@ class LivePosition:
 
     @property
     def first_unread(self) -> int:
-        """The lowest chunk of which rows are still to be read."""
+        """The lowest chunk with unread rows."""
         index = self.done_below
         while index in self.finished:
             index += 1
@@ -45,12 +45,12 @@ class LivePosition:
         return chunk < self.done_below or chunk in self.finished
 
     def trained_chunks(self, chunks: Iterable[int]) -> list[int]:
-        """Those of `chunks` whose every row was trained: none waits in an open pack."""
+        """Return those of `chunks` of which every row is trained, so that none waits in an open pack."""
         waiting = {chunk for pack in self.open_packs for chunk, _ in pack}
         return [chunk for chunk in chunks if self.is_finished(chunk) and chunk not in waiting]
 
     def after(self, parts: Iterable[RankPosition]) -> LivePosition:
-        """The position of all ranks once each stands where it says, a step later."""
+        """Return the position of all ranks after a step, from those of each rank."""
         parts = list(parts)
         finished = self.finished.union(*(part.finished for part in parts))
         done_below = replace(self, finished=finished).first_unread
@@ -77,7 +77,7 @@ class LivePosition:
 
     @classmethod
     def from_json(cls, text: str) -> LivePosition:
-        """What `to_json` wrote; raises LoaderError for anything else."""
+        """Return the position that `to_json` wrote; raise LoaderError for anything else."""
         try:
             values: dict[str, Any] = json.loads(text)
             return cls(
@@ -90,18 +90,18 @@ class LivePosition:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise LoaderError(
-                f"a position in live chunks cannot be read: {text[:200]}",
+                f"the position in live chunks cannot be read: {text[:200]}",
                 fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
             ) from error
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """One rank's part of a LivePosition, of the chunks that it reads.
+    """The part of a LivePosition that covers the chunks of one rank.
 
     Attributes:
-        finished, taken, open_packs: as there; chunks that all ranks know to be done may be left out.
-        rows: read since the step before.
+        finished, taken, open_packs: as there, without chunks that all ranks know to be done.
+        rows: rows read since the step before.
     """
 
     finished: frozenset[int] = frozenset()

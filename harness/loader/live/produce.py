@@ -1,4 +1,4 @@
-"""From an input to live chunks: conversations or packs, from files or a pipe, each exactly once over any crashes."""
+"""Live chunks from an input: conversations or packs, from files or a pipe, each exactly once despite crashes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Item:
-    """One of the input: bytes that tell it from others, where it stands, and the pack where it is one."""
+    """One item of the input: bytes that identify it, its place for messages, and the pack if it is one."""
 
     line: bytes
     where: str
@@ -43,8 +43,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a producer packs conversations itself: see `StreamPacker` and `PackingConfig`. So many of a `block` are
-    tokenised at one time; more are faster, but wait for each other where they come slowly."""
+    """Settings of a producer that packs conversations itself: see `StreamPacker` and `PackingConfig`.
+
+    Attributes:
+        block: conversations that are tokenized together; more are faster, but wait for each other on a slow input.
+    """
 
     tokenizer: ChatTokenizer
     pack_size: int
@@ -54,7 +57,7 @@ class Packing:
 
 
 def read_conversations(source: str) -> Iterator[Item]:
-    """Lines of JSON from files (`list_files`), or from standard input for `-`; blank ones are no items."""
+    """Yield lines of JSON from files (`list_files`), or from standard input for `-`, without blank ones."""
     if source == STDIN:
         lines = enumerate(sys.stdin.buffer, start=1)
         yield from (Item(line, f"standard input, line {number}") for number, line in lines if line.strip())
@@ -67,7 +70,7 @@ def read_conversations(source: str) -> Iterator[Item]:
 
 
 def read_packs(source: str) -> Iterator[Item]:
-    """Packs of a dataset, as `open_dataset` takes them; or lines as in JSONL chunks from standard input for `-`."""
+    """Yield the packs of a dataset (`open_dataset`), or of lines as in JSONL chunks from standard input for `-`."""
     if source == STDIN:
         for number, line in enumerate(sys.stdin.buffer, start=1):
             try:
@@ -94,26 +97,26 @@ def produce_chunks(
     append: bool = False,
     leave_rest: bool = False,
     on_bad: str = "refuse",
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, int]:
-    """Add all items that are not in the folder yet, in whole chunks; the END record is left to the caller.
+    """Add all items that are not in the folder yet, in whole chunks; the caller writes the END record.
 
-    A producer that starts again is given the same input from its beginning and passes over what is in whole chunks;
-    a digest makes sure that it is the same. So it does with an input that is appended and was not added to its end.
+    A producer that starts again gets the same input from its beginning and skips the items of whole chunks; a digest
+    proves that it is the same. The same holds for an appended input that was interrupted.
 
     Args:
-        packing: pack conversations here; None leaves rows as they are.
-        append: the input comes behind one that was added to its end.
-        leave_rest: and behind one that was not, whose rest nobody wants.
+        packing: pack conversations here; None to add rows unchanged.
+        append: the input follows one that was added to its end.
+        leave_rest: the input follows one that was interrupted, and whose rest is abandoned.
         on_bad: `refuse` or `skip` conversations that cannot be used.
 
     Returns:
-        how many conversations were left out, and why.
+        Counts of the conversations that were left out, by reason.
 
     Raises:
         PrepError: a bad conversation that is refused.
         ConfigError: the input is not the one that the folder's newest chunks were made from.
-        LoaderError: the stream has ended, and there is more in the input.
+        LoaderError: the stream has ended, and the input has more items.
     """
     left_out: dict[str, int] = {}
 
@@ -127,7 +130,7 @@ def produce_chunks(
             raise PrepError(
                 f"the conversation cannot be used ({parsed.reason}): {parsed.detail}",
                 where=parsed.where,
-                fix="mend it, or leave such out with --on-bad skip",
+                fix="fix it, or leave such ones out with source.on_bad=skip",
             )
         leave_out(str(parsed.reason))
         return False
@@ -146,39 +149,39 @@ def produce_chunks(
     if not producer.ended:
         producer.end_input()
     if left_out:
-        say("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
+        log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
     return left_out
 
 
 def _is_new_input(producer: LiveProducer, *, append: bool, leave_rest: bool) -> bool:
-    """Whether the input comes behind the one that the producer before was at, and is not that one again."""
+    """Return True if the input follows that of the last producer, and False if it is the same again."""
     if producer.input and not append:
         raise ConfigError(
-            "other input was appended to what the folder was begun with",
-            fix="give only what is new, or again what was appended last, with --append",
+            "another input was appended to the first one of the folder",
+            fix="pass only what is new, or again the last appended input, with --append",
         )
     if producer.ended and append and not producer.input:
-        raise LoaderError("the stream has ended, nothing can be appended", fix="name a new folder")
+        raise LoaderError("the stream has ended; no rows can be appended", fix="name a new folder")
     return append and not producer.ended and (producer.input_is_whole or leave_rest)
 
 
 def _numbered(
     items: Iterable[Item], producer: LiveProducer, done: dict[str, Any], *, is_new: bool
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """The items that are not in whole chunks yet, each with the position after it; those of open packs first."""
+    """Yield items that are not in whole chunks yet, each with the position after it; those of open packs first."""
     if "items" not in done:
         raise ConfigError(
-            "the folder's newest chunk does not say which part of an input it holds",
+            "the folder's newest chunk does not record its part of the input",
             fix="give only what is new, with --append",
         )
     skip = int(done["items"])
     if producer.ended:
         fix = "the stream has ended: name a new folder"
     elif producer.input_is_whole:
-        fix = "give the input that the folder was begun with, name a new folder, or give only what is new with --append"
+        fix = "pass the first input of the folder, name a new folder, or pass only what is new with --append"
     else:
-        fix = "give the input that its newest chunks were made from again, from its beginning: it was not added to its "
-        fix += "end. With --append --leave-rest another one comes behind what is there of it"
+        fix = "pass the input of the newest chunks again, from its beginning, because it was interrupted; "
+        fix += "--append --leave-rest abandons the rest of it for another input"
     again = {number for pack in done.get("open", ()) for number in pack}
     digest = xxhash.xxh3_64()
     number = -1
@@ -187,17 +190,17 @@ def _numbered(
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             raise ConfigError(
-                f"the first {skip:,} items are not those that the folder's chunks were made from",
+                f"the first {skip:,} items are not those of the folder's chunks",
                 where=item.where,
                 fix=fix,
             )
-        if number == skip and not producer.ended:  # not before: an input that is refused was not begun
+        if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
     if number + 1 < skip:
         raise ConfigError(
-            f"the input has {number + 1:,} items, and {skip:,} of it are in the folder's chunks already", fix=fix
+            f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it", fix=fix
         )
 
 
@@ -209,22 +212,22 @@ def _add_packed(
     usable: Callable[[Conversation | BadRecord], bool],
     leave_out: Callable[[str], None],
 ) -> None:
-    """Pack conversations behind a position; those that waited in open packs come first, and wait there again."""
+    """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[int] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
     were_open = [list(pack) for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number in pack}
     waited: dict[int, Member[int]] = {}
-    for number, position, encoded in _tokenised(rest, packing):
+    for number, position, encoded in _tokenized(rest, packing):
         is_again = number in awaited
         if not is_again:
             after = position
         member = None
         if not isinstance(encoded, BadRecord):
-            sequence, what = fit_to_pack(encoded, pack_size=packing.pack_size, over_long=packing.over_long)
+            sequence, reason = fit_to_pack(encoded, pack_size=packing.pack_size, over_long=packing.over_long)
             if sequence is not None:
                 member = Member(number, sequence, len(sequence))
             else:
-                leave_out(what)
+                leave_out(reason)
         else:
             usable(encoded)
         if is_again:
@@ -238,15 +241,15 @@ def _add_packed(
         producer.add(pack_of(full), _with_open(after, packer))
 
 
-def _tokenised(
+def _tokenized(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
 ) -> Iterator[tuple[int, dict[str, Any], SequenceView | BadRecord]]:
-    """Number, position after it and tokens of each conversation."""
+    """Yield the number of each conversation, the position after it, and its tokens."""
     while block := list(islice(rest, packing.block)):
         parsed = [parse_line(item.line, item.where) for item, _ in block]
-        made = iter(packing.tokenizer.encode([one for one in parsed if isinstance(one, Conversation)]))
-        for one, (_, position) in zip(parsed, block, strict=True):
-            yield position["items"] - 1, position, next(made) if isinstance(one, Conversation) else one
+        encoded = iter(packing.tokenizer.encode([item for item in parsed if isinstance(item, Conversation)]))
+        for item, (_, position) in zip(parsed, block, strict=True):
+            yield position["items"] - 1, position, next(encoded) if isinstance(item, Conversation) else item
 
 
 def _with_open(after: dict[str, Any], packer: StreamPacker[int]) -> dict[str, Any]:

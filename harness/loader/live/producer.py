@@ -1,7 +1,8 @@
-"""Writes live chunks: each is there whole or not at all, no faster than they are read, and a crash loses no row."""
+"""A producer of live chunks: each appears whole or not at all, no faster than they are read; a crash loses no row."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -9,14 +10,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
+from harness.formats.base import ShardOptions
+from harness.formats.jsonl import line_of_pack
+from harness.formats.parquet import ParquetWriter
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
@@ -24,20 +31,24 @@ from harness.loader.live.folder import (
     PACKS,
     PRODUCER_FILE,
     SUFFIXES,
+    EndRecord,
     LiveFolder,
     ReadyRecord,
     chunk_name,
 )
-from harness.loader.live.writing import ChunkRows, ProducerNote, end_after
-from harness.storage import TEMPORARY_SUFFIX, Marker, sync_folder
+from harness.prep import BadRecord, parse_line
+from harness.records import Pack
+from harness.storage import TEMPORARY_SUFFIX, AtomicFile, Marker, file_digest, sync_folder
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20
 _TICK_S, _LOOK_S = 1.0, 0.2
+_ROWS_PER_GROUP = 64
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
 class LiveProducer:
-    """Adds chunks to a folder. One producer works on a folder at a time; a later one goes on where it stopped.
+    """Adds chunks to a folder. One producer writes to a folder at a time; a later one continues where it stopped.
 
         with LiveProducer("data/live", kind="chat") as producer:
             for conversation in conversations:  # {"messages": [...]}
@@ -45,21 +56,21 @@ class LiveProducer:
             producer.end()
 
     Args:
-        path: the folder; made where it is missing.
+        path: the folder, created if missing.
         kind: `chat`, rows are JSON objects with `messages`; or `packs`, rows are `Pack`s.
         suffix: `.jsonl` or `.parquet`.
-        rows_per_chunk: a chunk is written when it has as many, 64 MiB, or has been open for `flush_s` seconds.
-        max_waiting: chunks that may wait to be read; `add` blocks while there are as many.
-        keep: how many of the newest completed chunks are not deleted.
-        say: takes a line for the log.
+        rows_per_chunk: a chunk is written when it has that many rows, 64 MiB, or is `flush_s` seconds old.
+        max_waiting: unread chunks at which `add` blocks until one is read.
+        keep: number of the newest completed chunks to keep.
+        log: called with lines for the log.
 
     Attributes:
-        ended: the stream has its END record; nothing can be added.
-        input: number of the input that rows come from, 0 for the first.
-        input_is_whole: nothing more of it is to come; False from `begin_input` to `end_input`, over crashes too.
+        ended: the stream has its END record, so nothing can be added.
+        input: number of the input that rows come from, from 0.
+        input_is_whole: all rows of the input were added; False from `begin_input` to `end_input`, also after a crash.
 
     Raises:
-        FormatError: another producer works on the folder, or it cannot be written to.
+        FormatError: another producer writes to the folder, or it is not writable.
     """
 
     def __init__(
@@ -72,7 +83,7 @@ class LiveProducer:
         max_waiting: int = 16,
         keep: int = 4,
         flush_s: float = 60.0,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         require_choice(kind, (CHAT, PACKS), setting="kind")
         require_choice(suffix, SUFFIXES, setting="suffix")
@@ -82,7 +93,7 @@ class LiveProducer:
         self._folder = LiveFolder(path)
         self._kind, self._suffix = kind, suffix
         self._rows_per_chunk, self._max_waiting, self._keep, self._flush_s = rows_per_chunk, max_waiting, keep, flush_s
-        self._say = say
+        self._log = log
         self._rows = ChunkRows(kind, suffix)
         self._opened = 0.0
         self._pending_position: Any = None
@@ -95,7 +106,7 @@ class LiveProducer:
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
         self._mark = Marker(self._folder.path / PRODUCER_FILE)
-        with self._explained("cannot be written to"):
+        with self._explained("the folder cannot be written to"):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             before = self._mark.acquire()
         try:
@@ -107,25 +118,25 @@ class LiveProducer:
         self._ticking.start()
 
     def begin_input(self, *, is_new: bool) -> None:
-        """Rows come from an input that has an end; where it `is_new`, positions begin anew."""
+        """Begin an input that has an end; positions start again if it `is_new`."""
         with self._lock:
             self._check()
             self.input, self.input_is_whole = self.input + is_new, False
-            self._note("working")
+            self._write_status("working")
 
     def end_input(self) -> None:
-        """All of the input was added: write what is left of it as a chunk."""
+        """End the input: write its last rows as a chunk."""
         with self._lock:
             self.flush()
             self.input_is_whole = True
-            self._note("working")
+            self._write_status("working")
 
     def add(self, row: Any, position: dict[str, Any] | None = None) -> None:
-        """Add a row; returns once it is in memory, and blocks while too many chunks wait to be read.
+        """Add a row; return when it is in memory, and block while too many chunks are unread.
 
         Args:
             row: a JSON object with `messages`, as a dict or as a line of bytes; or a Pack.
-            position: of the input once this row is whole on disk, with values that JSON can hold; None counts rows.
+            position: of the input after this row, of JSON values; None to count rows.
 
         Raises:
             FormatError: the pack breaks an invariant, or a chunk cannot be written.
@@ -141,7 +152,7 @@ class LiveProducer:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the rows at hand as a chunk; waits for room."""
+        """Write the rows in memory as a chunk, after waiting for room."""
         with self._lock:
             self._check()
             if not self._rows:
@@ -150,26 +161,26 @@ class LiveProducer:
             while not self._has_room():
                 if not paused:
                     paused = True
-                    self._say(f"paused: {self._max_waiting} chunks wait to be read")
-                    self._note("paused")
+                    self._log(f"paused: {self._max_waiting} chunks are unread")
+                    self._write_status("paused")
                 time.sleep(_LOOK_S)
             self._write()
 
     def end(self) -> None:
-        """Write what is left and the END record: no more will come."""
+        """Write the last rows and the END record."""
         with self._lock:
             if self.ended:
                 return
             self.flush()
-            # Chunks of other producers behind the last record are in no totals.
+            # Chunks of other producers after the last record are in no totals.
             last = self._last if self._last_index == self._next_index - 1 else None
             with self._explained("END.json cannot be written"):
-                self._folder.write_end(end_after(last, num_chunks=self._next_index, stream=self._stream))
+                self._folder.write_end(_end_after(last, num_chunks=self._next_index, stream=self._stream))
             self.ended = True
-            self._note("ended")
+            self._write_status("ended")
 
     def close(self) -> None:
-        """Let go of the folder; rows that are in no chunk yet are dropped."""
+        """Release the folder; rows that are in no chunk are dropped."""
         self._closing.set()
         self._ticking.join()
         self._mark.release(remove=False)
@@ -188,12 +199,12 @@ class LiveProducer:
 
     @property
     def num_rows(self) -> int:
-        """Rows in whole chunks, those of producers before this one included."""
+        """Rows in whole chunks, including those of earlier producers."""
         return self._last.total_rows if self._last is not None else 0
 
     @property
     def position(self) -> dict[str, Any] | None:
-        """Given with the last row of the newest whole chunk: what to go on from. None where no chunk is of `input`."""
+        """Position to continue from, that of the newest whole chunk's last row; None if no chunk is of `input`."""
         position = self._last.position if self._last is not None else None
         return position if isinstance(position, dict) and position.get("input", 0) == self.input else None
 
@@ -202,15 +213,15 @@ class LiveProducer:
         return self._next_index
 
     def _begin(self, before: bytes) -> None:
-        """Find out where the producer before stopped, and clear away what it left unfinished."""
-        with self._explained("cannot be written to"):
+        """Find the position at which the last producer stopped, and remove its unfinished chunk."""
+        with self._explained("the folder cannot be written to"):
             for name in self._folder.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
                 name.unlink(missing_ok=True)
             contents = self._folder.look()
-            note = ProducerNote.from_json(before)
-            half = note.writing
+            left = ProducerStatus.from_json(before)
+            half = left.writing
             if half in contents.chunks and half not in contents.ready:
-                # Named, but killed before its record: its rows come again.
+                # Its producer was killed before it wrote the record: the rows come again.
                 contents.chunks.pop(half).unlink(missing_ok=True)
         end = self._folder.end()
         self.ended = end is not None
@@ -219,30 +230,30 @@ class LiveProducer:
         self._last = self._folder.record(self._last_index) if self._last_index >= 0 else None
         self._stream = self._last.stream if self._last is not None else uuid.uuid4().hex[:16]
         position = self._last.position if self._last is not None else None
-        self.input = max(note.input, int(position.get("input", 0)) if isinstance(position, dict) else 0)
-        self.input_is_whole = note.input_is_whole
-        with self._explained("cannot be written to"):
-            self._note("ended" if self.ended else "working")
+        self.input = max(left.input, int(position.get("input", 0)) if isinstance(position, dict) else 0)
+        self.input_is_whole = left.input_is_whole
+        with self._explained("the folder cannot be written to"):
+            self._write_status("ended" if self.ended else "working")
 
     def _check(self) -> None:
         if self._failed is not None:
             raise self._failed
         if self.ended:
             raise LoaderError(
-                "the stream has ended, nothing can be added",
+                "the stream has ended; no rows can be added",
                 where=str(self._folder.path),
-                fix="name a new folder; or remove END.json, if no training has seen it",
+                fix="name a new folder, or remove END.json if no run has read it",
             )
 
     def _has_room(self) -> bool:
         contents = self._folder.look()
-        # The newest record stays, it says where to go on.
+        # The newest record stays, because it has the position to continue from.
         self._folder.delete_completed(contents, keep=self._keep, spare=self._last_index)
-        told = self._folder.told(CONSUMER_FILE)
-        # Ranks go through their chunks at their own pace: what one waits for comes, however many the others have.
-        if max(told.get("waiting_for") or [-1]) >= self._next_index:
+        status = self._folder.status(CONSUMER_FILE)
+        # Ranks read their chunks at their own pace: a chunk that one waits for is written whatever the others have.
+        if max(status.get("waiting_for") or [-1]) >= self._next_index:
             return True
-        return contents.num_unread(contents.ready, told) < self._max_waiting
+        return contents.num_unread(contents.ready, status) < self._max_waiting
 
     def _write(self) -> None:
         index = self._next_index
@@ -250,28 +261,28 @@ class LiveProducer:
         with self._explained(f"{path.name} cannot be written"):
             if self._folder.find(index) is not None:
                 raise FormatError(
-                    f"{path.name} is there already",
+                    f"{path.name} already exists",
                     where=str(self._folder.path),
-                    fix="another program writes here too; give each a folder of its own",
+                    fix="another program writes here; give each its own folder",
                 )
-            self._note("working", writing=index)
+            self._write_status("working", writing=index)
             try:
                 self._rows.write(path)
                 sync_folder(self._folder.path)
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
                 self._folder.write_record(path, record)
             except BaseException:
-                # With its record a chunk is whole, and may have been read: the next producer goes on behind it.
+                # With its record a chunk is whole, and may have been read: the next producer continues after it.
                 if index not in self._folder.look().ready:
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
                 raise
         self._last, self._last_index, self._next_index = record, index, index + 1
         self._rows = ChunkRows(self._kind, self._suffix)
-        self._note("working")
+        self._write_status("working")
 
-    def _note(self, state: str, *, writing: int | None = None) -> None:
-        note = ProducerNote(
+    def _write_status(self, state: str, *, writing: int | None = None) -> None:
+        status = ProducerStatus(
             host=socket.gethostname(),
             pid=os.getpid(),
             state=state,
@@ -283,18 +294,18 @@ class LiveProducer:
             input=self.input,
             input_is_whole=self.input_is_whole,
         )
-        self._mark.write(note.to_json())
+        self._mark.write(status.to_json())
 
     def _tick(self) -> None:
-        """Show every second that this producer is alive, and close a chunk that has been open for long."""
+        """Touch the lock file every second, and write a chunk that is older than `flush_s`."""
         while not self._closing.wait(_TICK_S):
             with suppress(OSError):
                 os.utime(self._mark.path)
             if not self._lock.acquire(blocking=False):
                 continue
             try:
-                late = self._rows and time.monotonic() - self._opened >= self._flush_s
-                if late and self._failed is None and self._has_room():
+                is_late = self._rows and time.monotonic() - self._opened >= self._flush_s
+                if is_late and self._failed is None and self._has_room():
                     self._write()
             except HarnessError as error:
                 self._failed = error
@@ -306,9 +317,167 @@ class LiveProducer:
         try:
             yield
         except (OSError, pa.ArrowException) as error:
-            told = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             raise FormatError(
-                f"{what}: {told}",
+                f"{what}: {reason}",
                 where=str(self._folder.path),
-                fix="make room or mend the folder, then start again: rows that are in no whole chunk come again",
+                fix="make room or fix the folder, then start again: rows that are in no whole chunk are added again",
             ) from error
+
+
+@dataclass(frozen=True)
+class ProducerStatus:
+    """The status of a producer, in the file that it locks; the next producer continues from it.
+
+    Attributes:
+        state: `working`, `paused` or `ended`.
+        writing: index of the chunk that has a file but no record yet.
+        kind: `chat` or `packs`.
+        chunks, rows: written, including those of earlier producers.
+        input, input_is_whole: as in `LiveProducer`.
+    """
+
+    host: str = ""
+    pid: int = 0
+    state: str = ""
+    writing: int | None = None
+    stream: str = ""
+    kind: str = ""
+    chunks: int = 0
+    rows: int = 0
+    input: int = 0
+    input_is_whole: bool = True
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ProducerStatus:
+        """Return what `to_json` wrote; an empty status for anything else, as after a crash during a write."""
+        try:
+            values = json.loads(data)
+            known = {field.name: type(field.default) for field in fields(cls)}
+            right = {name: value for name, value in values.items() if name in known}
+            if not all(isinstance(value, (known[name], int)) for name, value in right.items()):
+                return cls()
+            return cls(**right)
+        except (ValueError, AttributeError):
+            return cls()
+
+
+class ChunkRows:
+    """The rows of the next chunk, in memory.
+
+    Attributes:
+        num_bytes: their approximate size as a file.
+        sequences: conversations in them.
+        tokens: stored ones; None for conversations.
+    """
+
+    def __init__(self, kind: str, suffix: str) -> None:
+        self._kind, self._suffix = kind, suffix
+        self._rows: list[Any] = []
+        self.num_bytes = 0
+        self.sequences = 0
+        self.tokens = 0 if kind == PACKS else None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: Any) -> None:
+        """Add a Pack, or a JSON object with `messages` (a dict, or a line of bytes).
+
+        Raises:
+            FormatError: the row is neither, or is not a valid pack or conversation.
+        """
+        if self._kind == PACKS:
+            self._add_pack(row)
+            return
+        try:
+            line = row if isinstance(row, bytes) else json.dumps(row).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FormatError(f"the row is not JSON: {error}") from error
+        # One line, whatever line ends it came with.
+        line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
+        parsed = parse_line(line, "the row")
+        if isinstance(parsed, BadRecord):
+            raise FormatError(
+                f"the row cannot be used ({parsed.reason}): {parsed.detail}", fix="skip it, or fix its source"
+            )
+        self._rows.append(line if self._suffix == JSONL else parsed.as_dicts())
+        self.num_bytes += len(line)
+        self.sequences += 1
+
+    def _add_pack(self, pack: Any) -> None:
+        if not isinstance(pack, Pack):
+            raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack")
+        if problem := pack.problem():
+            raise FormatError(f"the pack {problem}", fix="fix the source of packs")
+        line = line_of_pack(pack) if self._suffix == JSONL else None
+        self._rows.append(pack if line is None else line)
+        self.num_bytes += 5 * len(pack) if line is None else len(line)
+        self.sequences += pack.num_sequences
+        assert self.tokens is not None
+        self.tokens += len(pack)
+
+    def write(self, path: Path) -> None:
+        """Write all rows; the file appears whole or not at all."""
+        file = AtomicFile(path)
+        try:
+            if self._suffix == JSONL:
+                for line in self._rows:
+                    file.write(line)
+            elif self._kind == PACKS:
+                self._write_packs(file)
+                return
+            else:
+                table = pa.table({"messages": pa.array(self._rows, _MESSAGES)})
+                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            file.finish()
+        except BaseException:
+            with suppress(OSError):  # the first error has the cause
+                file.abort()
+            raise
+
+    def record(self, path: Path, last: ReadyRecord | None, *, stream: str, position: Any) -> ReadyRecord:
+        """Return the record of the file that `write` made, after the chunk of record `last`."""
+        xxh3 = file_digest(path)
+        tokens_before = last.total_tokens if last is not None else 0
+        return ReadyRecord(
+            kind=self._kind,
+            rows=len(self),
+            sequences=self.sequences,
+            tokens=self.tokens,
+            num_bytes=path.stat().st_size,
+            xxh3=xxh3,
+            chain=_link(last.chain if last is not None else "", xxh3),
+            stream=stream,
+            total_rows=len(self) + (last.total_rows if last is not None else 0),
+            total_sequences=self.sequences + (last.total_sequences if last is not None else 0),
+            total_tokens=None if self.tokens is None or tokens_before is None else tokens_before + self.tokens,
+            position=position,
+            producer=f"{socket.gethostname()}:{os.getpid()}",
+            time=time.time(),
+        )
+
+    def _write_packs(self, file: AtomicFile) -> None:
+        pack_size = max(map(len, self._rows))
+        writer = ParquetWriter(file, ShardOptions(pack_size=pack_size, rows_per_group=_ROWS_PER_GROUP))
+        for pack in self._rows:
+            writer.append(pack)
+        writer.finish({})
+
+
+def _end_after(last: ReadyRecord | None, *, num_chunks: int, stream: str) -> EndRecord:
+    """Return the END record of a stream of `num_chunks`; `last` is the record of its last chunk, if any."""
+    if last is None:
+        none = None if num_chunks else 0
+        return EndRecord(num_chunks, none, none, none, "", stream, time.time())
+    return EndRecord(
+        num_chunks, last.total_rows, last.total_sequences, last.total_tokens, last.chain, stream, time.time()
+    )
+
+
+def _link(chain: str, xxh3: str) -> str:
+    """Return the chain of a chunk with this hash after a chunk with that chain."""
+    return str(xxhash.xxh3_128_hexdigest(f"{chain} {xxh3}".encode()))

@@ -1,87 +1,154 @@
-"""What one data-parallel rank reads: its own chunks, straight from disk, as packs for the next step."""
+"""The reader of one data-parallel rank: its own chunks, straight from disk, as packs for the next step."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.errors import FormatError, HarnessError, LoaderError, ScheduleError
-from harness.loader.live.chunk import LiveChunk, open_chunk
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
+from harness.loader.layout import RankLayout
 from harness.loader.live.config import LiveConfig
-from harness.loader.live.conversations import ConversationReader
-from harness.loader.live.folder import CHAT, PACKS, LiveFolder, chunk_name
-from harness.loader.live.offer import LivePack, Offer, Waiting
+from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place, RankPosition
-from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
+from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of
+from harness.records import Int64Array, Pack, SequenceView
+from harness.schedule import SequenceCost
 from harness.thd import padded_lengths
 
-# Conversations that are tokenised at one time.
+# Conversations that are tokenized together.
 _BLOCK_ROWS = 64
 # Chunk, row and sequence share an id of 63 bits.
 _ROW_BITS, _SEQUENCE_BITS = 22, 18
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The division of a step into rows.
+
+    Attributes:
+        layout: the place of this rank.
+        global_batch_size: packs of a step; where they do not divide evenly, the first ranks take one more.
+        row_tokens: tokens that one row holds.
+        cost: of training a sequence.
+    """
+
+    layout: RankLayout
+    global_batch_size: int
+    row_tokens: int
+    cost: SequenceCost
+
+    @property
+    def share(self) -> int:
+        """Packs of this rank in a step."""
+        each, more = divmod(self.global_batch_size, self.layout.dp_size)
+        return each + (self.layout.dp_rank < more)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LivePack:
+    """A pack to train on; `sequence_ids`, int64 [sequences], are the same whichever rank reads them."""
+
+    pack: Pack
+    sequence_ids: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A missing chunk: its index, the wait so far, the time since its producer was active, and a hint about it."""
+
+    chunk: int
+    waited_s: float
+    producer_seen_s: float | None
+    hint: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Offer:
+    """The message of one rank to the others before a step: its packs for the step, or why it has none.
+
+    Attributes:
+        sequence_ids, lengths: int64 [sequences], one array per pack; lengths are stored tokens.
+        position: of the rank after these packs are trained.
+        waiting: the missing chunk where there are fewer packs than requested; None at the end of the stream too.
+        error: the failure that ended the rank's reading.
+        stream: name of the stream; empty before the first chunk, and for chunks without records.
+        reading: the open chunk; None between chunks.
+        rows_expected: rows of the whole stream, once its end is read and records their number.
+        left_out: conversations left out since the step before, by reason.
+    """
+
+    dp_rank: int
+    sequence_ids: list[Int64Array]
+    lengths: list[Int64Array]
+    position: RankPosition
+    waiting: Waiting | None
+    error: HarnessError | None
+    stream: str
+    reading: int | None
+    rows_expected: int | None
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 class RankStream:
     """Reads the chunks whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:
-        dp_rank, dp_size: of data parallelism.
-        row_tokens: tokens that a row holds.
-        pad_to_multiple: every sequence is padded to a multiple of this many tokens in a row.
+        config: names the folder.
+        plan: the rows to fill, and the place of this rank.
         tokenizer: for chunks of conversations.
-        position: go on from here; chunks in flight are those of today's ranks, whoever read them before.
-        stream: name of the stream that the position belongs to; empty asks nothing.
+        position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
+        stream: name of the stream that the position belongs to; empty to accept any.
     """
 
     def __init__(
         self,
         config: LiveConfig,
+        plan: BatchPlan,
         *,
-        dp_rank: int,
-        dp_size: int,
-        row_tokens: int,
-        pad_to_multiple: int = 1,
         tokenizer: ChatTokenizer | None = None,
         position: LivePosition | None = None,
         stream: str = "",
     ) -> None:
         self._config = config
         self._folder = LiveFolder(config.path)
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._row_tokens, self._pad_to_multiple = row_tokens, pad_to_multiple
-        self._conversations = ConversationReader(config, tokenizer, pad_to_multiple=pad_to_multiple)
+        self._plan = plan
+        self._dp_rank, self._dp_size = plan.layout.dp_rank, plan.layout.dp_size
+        self._pad_to_multiple = plan.layout.pad_to_multiple
+        self._tokenizer = tokenizer
+        self._left_out: dict[str, int] = {}
         start = position or LivePosition()
         self._done_below = start.done_below
-        self._finished = {chunk for chunk in start.finished if chunk % dp_size == dp_rank}
-        self._taken = {chunk: rows for chunk, rows in start.taken.items() if chunk % dp_size == dp_rank}
-        # A pack belongs to who reads the chunk of its first conversation: with as many ranks as before, who had it.
-        self._to_restore = [pack for pack in start.open_packs if pack[0][0] % dp_size == dp_rank]
+        self._finished = {chunk for chunk in start.finished if self._is_mine(chunk)}
+        self._taken = {chunk: rows for chunk, rows in start.taken.items() if self._is_mine(chunk)}
+        # A pack belongs to the reader of its first conversation's chunk: with as many ranks as before, the same one.
+        self._to_restore = [pack for pack in start.open_packs if self._is_mine(pack[0][0])]
         self._packer: StreamPacker[Place] = StreamPacker(config.pack_size, max_open=config.open_packs)
         self._stream = stream
         self._chunk: LiveChunk | None = None
-        self._index: int | None = None
+        self._index = 0
         self._block: deque[tuple[int, Member[Place] | None]] = deque()
         self._packs: list[LivePack] = []
         self._rows = 0
         self._waits_since: float | None = None
         self._rows_expected: int | None = None
 
-    def offer(self, want: int) -> Offer:
-        """Read until `want` packs are at hand, a chunk is not there, or the stream ends; never waits, never raises."""
+    def offer(self) -> Offer:
+        """Read until the packs of a step are there, a chunk is missing, or the stream ends; never wait or raise."""
         waiting, error = None, None
         try:
             self._restore()
-            waiting = self._fill(want)
+            waiting = self._fill()
         except HarnessError as raised:
             error = raised
         except OSError as raised:
             error = LoaderError(f"chunks cannot be read: {raised}", where=self._config.path)
         return Offer(
             dp_rank=self._dp_rank,
-            sequence_ids=[one.sequence_ids for one in self._packs],
-            lengths=[one.pack.sequence_lengths.astype(np.int64) for one in self._packs],
+            sequence_ids=[live.sequence_ids for live in self._packs],
+            lengths=[live.pack.sequence_lengths.astype(np.int64) for live in self._packs],
             position=RankPosition(
                 finished=frozenset(self._finished),
                 taken=dict(self._taken),
@@ -93,14 +160,14 @@ class RankStream:
             stream=self._stream,
             reading=self._index if self._chunk is not None else None,
             rows_expected=self._rows_expected,
-            left_out=dict(self._conversations.left_out),
+            left_out=dict(self._left_out),
         )
 
     def take(self, *, done_below: int) -> list[LivePack]:
-        """The packs of the last offer, which every rank has agreed to train."""
+        """Return the packs of the last offer, which every rank has agreed to train."""
         taken, self._packs = self._packs, []
         self._rows = 0
-        self._conversations.left_out.clear()
+        self._left_out.clear()
         self._done_below = max(self._done_below, done_below)
         self._finished = {chunk for chunk in self._finished if chunk >= self._done_below}
         return taken
@@ -110,11 +177,13 @@ class RankStream:
             self._chunk.close()
             self._chunk = None
 
-    def _fill(self, want: int) -> Waiting | None:
-        while len(self._packs) < want:
+    def _is_mine(self, chunk: int) -> bool:
+        return chunk % self._dp_size == self._dp_rank
+
+    def _fill(self) -> Waiting | None:
+        while len(self._packs) < self._plan.share:
             if self._chunk is None and not self._open_next():
                 end = self._folder.end()
-                assert self._index is not None
                 if end is None or self._index < end.chunks:
                     return self._waiting(end.chunks if end is not None else None)
                 self._rows_expected = end.rows
@@ -129,7 +198,7 @@ class RankStream:
         return None
 
     def _open_next(self) -> bool:
-        """Open the next of this rank's chunks; False where it is not there yet."""
+        """Open the next chunk of this rank; return False while it is missing."""
         index = self._done_below + (self._dp_rank - self._done_below) % self._dp_size
         while index in self._finished:
             index += self._dp_size
@@ -151,22 +220,21 @@ class RankStream:
             raise LoaderError(
                 f"the chunk belongs to the stream {stream}, and this run was trained on {self._stream}",
                 where=str(chunk.path),
-                fix="name the folder that the run was started with, start a new run, or set "
-                "loader.allow_other_data=true to go on behind the same chunk numbers of this one",
+                fix="name the folder that the run started with, start a new run, or set "
+                "loader.allow_other_data=true to continue after the same chunk numbers of this one",
             )
         self._stream = self._stream or stream
         if chunk.num_rows < self._taken.get(index, 0) or chunk.num_rows >= 1 << _ROW_BITS:
             raise LoaderError(
                 f"the chunk has {chunk.num_rows:,} rows, and {self._taken.get(index, 0):,} of it were read before",
                 where=str(chunk.path),
-                fix=f"chunks do not change once they are there, and have fewer than {1 << _ROW_BITS:,} rows",
+                fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
 
     def _read_row(self) -> None:
-        """Take the next row of the open chunk, or close it at its end."""
+        """Read the next row of the open chunk, or close the chunk at its end."""
         chunk, index = self._chunk, self._index
         assert chunk is not None
-        assert index is not None
         row = self._taken.get(index, 0)
         if row == chunk.num_rows:
             self._finish(index)
@@ -176,9 +244,9 @@ class RankStream:
         else:
             if not self._block:
                 rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
-                self._block.extend(zip(rows, self._conversations.members(chunk, index, rows), strict=True))
-            found, member = self._block.popleft()
-            assert found == row
+                self._block.extend(zip(rows, self._members(chunk, index, rows), strict=True))
+            block_row, member = self._block.popleft()
+            assert block_row == row
             full = None if member is None else self._packer.add(member)
             if full is not None:
                 self._packs.append(_live_pack(full))
@@ -197,23 +265,64 @@ class RankStream:
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
             raise FormatError(
-                "the pack has a sequence of a single token; training needs the one after it too",
+                "the pack has a sequence of a single token; training needs two",
                 where=chunk.where(row),
-                fix="leave such sequences out where packs are made",
+                fix="drop such sequences where packs are made",
             )
         tokens = int(padded_lengths(lengths, self._pad_to_multiple).sum())
-        if tokens > self._row_tokens:
+        if tokens > self._plan.row_tokens:
             raise ScheduleError(
                 f"the pack takes {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
-                f"{self._row_tokens:,} of a row",
+                f"{self._plan.row_tokens:,} of a row",
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",
             )
         first = _sequence_id(index, row)
         return LivePack(pack, np.arange(first, first + pack.num_sequences, dtype=np.int64))
 
+    def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[Member[Place] | None]:
+        """Tokenize the conversations of these rows as members of packs; None for one that is left out."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "the chunk holds conversations, and no tokenizer is named",
+                where=str(chunk.path),
+                fix="name a tokenizer folder or a hub id: data.live.tokenizer.name",
+            )
+        parsed = [chunk.conversation(row) for row in rows]
+        conversations = [item for item in parsed if isinstance(item, Conversation)]
+        encoded = iter(self._tokenizer.encode(conversations) if conversations else [])
+        members: list[Member[Place] | None] = []
+        for row, item in zip(rows, parsed, strict=True):
+            result = next(encoded) if isinstance(item, Conversation) else item
+            members.append(None if result is None else self._member((index, row), result))
+        return members
+
+    def _member(self, place: Place, encoded: SequenceView | BadRecord) -> Member[Place] | None:
+        if isinstance(encoded, BadRecord):
+            if self._config.on_bad == "refuse":
+                raise FormatError(
+                    f"the conversation cannot be used ({encoded.reason}): {encoded.detail}",
+                    where=encoded.where,
+                    fix="fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out",
+                )
+            self._leave_out(str(encoded.reason))
+            return None
+        sequence, reason = fit_to_pack(encoded, pack_size=self._config.pack_size, over_long=self._config.over_long)
+        if sequence is None:
+            self._leave_out(reason)
+            return None
+        # A sequence takes as much of a pack as of a row, where it is padded.
+        size = max(len(sequence), int(padded_lengths(np.array([len(sequence)]), self._pad_to_multiple)[0]))
+        if size > self._config.pack_size:
+            self._leave_out("over_long")
+            return None
+        return Member(place, sequence, size)
+
+    def _leave_out(self, reason: str) -> None:
+        self._left_out[reason] = self._left_out.get(reason, 0) + 1
+
     def _restore(self) -> None:
-        """Read again the conversations that waited in open packs."""
+        """Read the conversations that waited in open packs again."""
         packs: list[list[Member[Place]]] = []
         opened: dict[int, LiveChunk] = {}
         try:
@@ -231,39 +340,38 @@ class RankStream:
             chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
             if chunk is None:
                 raise LoaderError(
-                    f"{chunk_name(index)} is gone, and conversations of it are not trained yet",
+                    f"{chunk_name(index)} is missing, and conversations of it are not trained yet",
                     where=str(self._folder.path),
                     fix="put it back; a producer deletes only chunks that are marked as completed",
                 )
             opened[index] = chunk
         chunk = opened[index]
         if chunk.kind != CHAT or row >= chunk.num_rows:
-            raise LoaderError(f"row {row:,} is no conversation any more", where=str(chunk.path))
-        return self._conversations.members(chunk, index, range(row, row + 1))[0]
+            raise LoaderError(f"row {row:,} is not a conversation any more", where=str(chunk.path))
+        return self._members(chunk, index, range(row, row + 1))[0]
 
     def _waiting(self, end: int | None) -> Waiting:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        assert self._index is not None
         return Waiting(self._index, now - self._waits_since, self._folder.seen_s(), self._hint(self._index, end))
 
     def _hint(self, index: int, end: int | None) -> str:
-        """What the folder says about a chunk that is not there."""
+        """Return what the folder shows about a missing chunk."""
         contents = self._folder.look()
         if index in contents.chunks:
             if self._config.require_ready and not contents.ready:
                 return "it is there without a ready record; data.live.require_ready=false takes chunks without"
-            return "it is there, and not said to be ready yet"
+            return "it is there, but not marked as ready"
         plain = [name for name in (f"chunk_{index}.jsonl", f"chunk_{index}.parquet") if f"{index:05d}" not in name]
-        if found := next((name for name in plain if (self._folder.path / name).exists()), None):
-            return f"{found} is there; names have five digits"
+        if misnamed := next((name for name in plain if (self._folder.path / name).exists()), None):
+            return f"{misnamed} is there; names must have five digits"
         later = sorted(other for other in contents.chunks if other > index)
         if later:
             return f"the numbering has a gap: {chunk_name(later[0])} is there"
         if end is not None:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
-        return "" if self._folder.path.is_dir() else "the folder is not there"
+        return "" if self._folder.path.is_dir() else "the folder is missing"
 
 
 def _sequence_id(chunk: int, row: int) -> int:

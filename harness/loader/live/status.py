@@ -1,4 +1,4 @@
-"""What goes on in a folder of live chunks: who writes, what waits, how fast, who reads."""
+"""The status of a folder of live chunks: its producer, its backlog and rate, and the ranks that read it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from harness.errors import FormatError
-from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, ago
+from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
 
-# A producer and a consumer say every second that they are there; a step of training may take longer.
+# Producer and consumer touch their files every second, but a step of training may take longer.
 _ALIVE_S = 10.0
 _RECORDS_FOR_RATE = 20
 
@@ -25,14 +25,16 @@ class LiveStatus:
     """One look at a folder.
 
     Attributes:
-        producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`, and what it says of itself.
-        producer_seen_s, consumer_seen_s: seconds since each was last at work, None for never.
-        chunks: made so far; rows and tokens in them, None where chunks have no records, or were not tokenised.
-        waiting: whole chunks that nobody has read.
-        completed: chunks here of which a checkpoint holds all.
-        num_bytes: of the chunks that are here.
-        rows_per_s, chunks_per_min: as made, over the newest chunks; None for fewer than two.
-        ended: there will be no more.
+        producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`.
+        producer_seen_s, consumer_seen_s: seconds since each was last active; None for never.
+        producer_told, consumer_told: the status that each wrote.
+        chunks: written so far.
+        rows, tokens: in them; None where chunks have no records, or are not tokenized.
+        waiting: whole chunks that are unread.
+        completed: chunks in the folder that a checkpoint covers.
+        num_bytes: of the chunks in the folder.
+        rows_per_s, chunks_per_min: of the newest chunks; None for fewer than two.
+        ended: the stream is complete.
     """
 
     path: str
@@ -57,15 +59,15 @@ class LiveStatus:
 
 
 def live_status(path: str | Path) -> LiveStatus:
-    """Look at a folder; raises FormatError where there is none."""
+    """Return the status of a folder; raise FormatError where there is none."""
     folder = LiveFolder(path)
     if not folder.path.is_dir():
-        raise FormatError("there is no such folder", where=str(path), fix="name the folder that chunks are written to")
+        raise FormatError("there is no such folder", where=str(path), fix="name the folder of the chunks")
     contents = folder.look()
     end = folder.end()
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
-    consumer = folder.told(CONSUMER_FILE)
+    consumer = folder.status(CONSUMER_FILE)
     seconds = records[-1].time - records[0].time if len(records) > 1 else 0.0
     made = sum(record.rows for record in records[1:])
     last = records[-1] if records else None
@@ -73,7 +75,7 @@ def live_status(path: str | Path) -> LiveStatus:
         path=str(path),
         producer="ended" if end is not None else _state(folder, PRODUCER_FILE),
         producer_seen_s=folder.seen_s(PRODUCER_FILE),
-        producer_told=folder.told(PRODUCER_FILE),
+        producer_told=folder.status(PRODUCER_FILE),
         consumer=_state(folder, CONSUMER_FILE),
         consumer_seen_s=folder.seen_s(CONSUMER_FILE),
         consumer_told=consumer,
@@ -82,7 +84,7 @@ def live_status(path: str | Path) -> LiveStatus:
         tokens=last.total_tokens if last is not None else None,
         waiting=contents.num_unread(contents.chunks, consumer),
         completed=len(contents.completed),
-        num_bytes=sum(_size(one) for one in contents.chunks.values()),
+        num_bytes=sum(_size(path) for path in contents.chunks.values()),
         rows_per_s=made / seconds if seconds > 0 else None,
         chunks_per_min=60 * (len(records) - 1) / seconds if seconds > 0 else None,
         ended=end is not None,
@@ -90,7 +92,7 @@ def live_status(path: str | Path) -> LiveStatus:
 
 
 def render_status(status: LiveStatus) -> RenderableType:
-    """A table of the folder, and one of the ranks that read it."""
+    """Return a table of the folder, and one of the ranks that read it."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     state = status.producer_told.get("state")
     doing = f", {state}" if status.producer == "alive" and state else ""
@@ -99,24 +101,24 @@ def render_status(status: LiveStatus) -> RenderableType:
         rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
     table.add_row("producer", f"{_who(status.producer, status.producer_told, status.producer_seen_s)}{doing}")
     table.add_row("made", f"{status.chunks:,} chunks{_amount(status)}" + (", ended" if status.ended else ""))
-    table.add_row("rate", rates or "not known yet")
+    table.add_row("rate", rates or "unknown yet")
     table.add_row("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}")
     table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
     table.add_row("training", _who(status.consumer, status.consumer_told, status.consumer_seen_s))
-    told = status.consumer_told
-    if not told:
+    consumer = status.consumer_told
+    if not consumer:
         return table
     table.add_row(
         "trained",
-        f"{told.get('rows', 0):,} rows read in {told.get('steps', 0):,} steps, {told.get('packs_per_s', 0.0):,.1f} "
-        f"packs/s, {told.get('tokens_per_s', 0.0):,.0f} tokens/s",
+        f"{consumer.get('rows', 0):,} rows read in {consumer.get('steps', 0):,} steps, "
+        f"{consumer.get('packs_per_s', 0.0):,.1f} packs/s, {consumer.get('tokens_per_s', 0.0):,.0f} tokens/s",
     )
     ranks = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("reader", "chunk", "row", "waits for"):
         ranks.add_column(name, justify="left" if name == "waits for" else "right")
-    for one in told.get("ranks", ()):
-        waits = "" if one["waits_for"] is None else f"chunk {one['waits_for']} since {one['waits_s']:.0f} s"
-        ranks.add_row(*("" if one[name] is None else str(one[name]) for name in ("rank", "chunk", "row")), waits)
+    for rank in consumer.get("ranks", ()):
+        waits = "" if rank["waits_for"] is None else f"chunk {rank['waits_for']} for {rank['waits_s']:.0f} s"
+        ranks.add_row(*("" if rank[name] is None else str(rank[name]) for name in ("rank", "chunk", "row")), waits)
     return Group(table, "", ranks)
 
 
@@ -124,15 +126,15 @@ def _state(folder: LiveFolder, who: str) -> str:
     seen_s = folder.seen_s(who)
     if seen_s is None:
         return "none"
-    told = folder.told(who)
-    if told.get("state") == "ended":
+    status = folder.status(who)
+    if status.get("state") == "ended":
         return "ended"
-    if told.get("host") == socket.gethostname() and not _lives(told.get("pid")):
+    if status.get("host") == socket.gethostname() and not _is_running(status.get("pid")):
         return "gone"
     return "alive" if seen_s < _ALIVE_S else "silent"
 
 
-def _lives(pid: object) -> bool:
+def _is_running(pid: object) -> bool:
     if type(pid) is not int:
         return False
     try:
@@ -144,11 +146,11 @@ def _lives(pid: object) -> bool:
     return True
 
 
-def _who(state: str, told: dict[str, Any], seen_s: float | None) -> str:
+def _who(state: str, status: dict[str, Any], seen_s: float | None) -> str:
     if state == "none":
         return "none yet"
-    name = f" ({told['host']}, process {told['pid']})" if "host" in told else ""
-    return f"{state}{name}" + ("" if state == "alive" else f", {ago(seen_s)}")
+    name = f" ({status['host']}, process {status['pid']})" if "host" in status else ""
+    return f"{state}{name}" + ("" if state == "alive" else f", {last_seen(seen_s)}")
 
 
 def _amount(status: LiveStatus) -> str:
@@ -164,5 +166,5 @@ def _size(path: Path) -> int:
 
 
 def now() -> str:
-    """The time of a look, for a display that is refreshed."""
+    """Return the time of day, for a display that is refreshed."""
     return time.strftime("%H:%M:%S")

@@ -1,7 +1,7 @@
-"""Live chunks on every rank of a job: one rank of each copy of the model reads, all of them go on together.
+"""Live chunks on every rank of a job: one rank of each copy of the model reads, and all continue together.
 
-Ranks talk over gloo, on GPUs too: a look for a chunk that is not there yet is one short exchange, and no collective of
-the training is under way while it goes on.
+Ranks communicate over gloo, on GPUs too: a look for a missing chunk is one short exchange, and no collective of the
+training is pending meanwhile.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.loader import LoaderState, RankBatch
-from harness.loader.live.config import LiveConfig
-from harness.loader.live.consumer import ORDER, BatchPlan, LiveLoader
-from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
-from harness.loader.live.offer import Offer
-from harness.loader.live.position import LivePosition
-from harness.loader.live.rank import RankStream
+from harness.loader.live import (
+    CONSUMER_FILE,
+    ORDER,
+    BatchPlan,
+    LiveConfig,
+    LiveFolder,
+    LiveLoader,
+    LivePosition,
+    Offer,
+    RankStream,
+    chunk_name,
+)
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
 from harness.storage import Marker
 
 T = TypeVar("T")
-_TELL_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
 
 
@@ -42,11 +48,11 @@ class LiveFeed:
 
     Args:
         config: names the folder.
-        rows: how a step is divided; its layout is this rank's.
-        tokenizer: of chunks of conversations.
-        state: go on from here; None begins with the first chunk.
-        allow_other_data: go on although the stream or the tokenizer is not the one of the checkpoint.
-        timeout_s: how long a rank waits for one that does not answer at all.
+        plan: the division of a step into rows, with the place of this rank.
+        tokenizer: for chunks of conversations.
+        state: position to resume from; None begins with the first chunk.
+        allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
+        timeout_s: the longest wait for a rank that does not answer.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
@@ -56,7 +62,7 @@ class LiveFeed:
     def __init__(
         self,
         config: LiveConfig,
-        rows: BatchPlan,
+        plan: BatchPlan,
         *,
         tokenizer: ChatTokenizer | None,
         state: LoaderState | None,
@@ -64,11 +70,11 @@ class LiveFeed:
         allow_other_data: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        if tokenizer is not None and config.pack_size > rows.row_tokens:
+        if tokenizer is not None and config.pack_size > plan.row_tokens:
             raise ConfigError(
-                f"packs of {config.pack_size:,} tokens do not fit the {rows.row_tokens:,} of a row",
+                f"packs of {config.pack_size:,} tokens do not fit the {plan.row_tokens:,} of a row",
                 where="data.live.pack_size",
-                fix=f"{rows.row_tokens:,} or less, or raise schedule.max_tokens_per_rank",
+                fix=f"set it to {plan.row_tokens:,} or less, or raise schedule.max_tokens_per_rank",
             )
         self._folder = LiveFolder(config.path)
         self._is_rank_0 = torch.distributed.get_rank() == 0
@@ -76,51 +82,40 @@ class LiveFeed:
         hash_now = tokenizer.tokenizer_hash if tokenizer is not None else ""
         fresh = LoaderState(seed, fingerprint=stream, order=ORDER, tokenizer=hash_now)
         if state is not None:
-            # Of the stream itself each rank makes sure when it opens a chunk.
+            # Each rank checks the stream itself when it opens a chunk.
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
-            went_on = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
-            state = replace(went_on, live=state.live)
+            resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
+            state = replace(resumed, live=state.live)
         self._mark = Marker(self._folder.path / CONSUMER_FILE)
         position = LivePosition.from_json(state.live) if state is not None else None
         runtime.on_rank_0(lambda: self._lock(position))
-        self._everyone, copy, reader = _groups(rows.layout.dp_rank, timeout_s)
+        self._everyone, copy, reader = _groups(plan.layout.dp_rank, timeout_s)
         reads = reader == torch.distributed.get_rank()
         self._loader = LiveLoader(
-            RankStream(
-                config,
-                dp_rank=rows.layout.dp_rank,
-                dp_size=rows.layout.dp_size,
-                row_tokens=rows.row_tokens,
-                pad_to_multiple=rows.layout.pad_to_multiple,
-                tokenizer=tokenizer,
-                position=position,
-                stream=stream,
-            )
-            if reads
-            else None,
-            rows,
+            RankStream(config, plan, tokenizer=tokenizer, position=position, stream=stream) if reads else None,
+            plan,
             exchange=self._exchange,
             share=lambda packs: cast(Any, packs) if copy is None else _broadcast(packs, reader, copy),
             state=state,
             fresh=fresh,
             timeout_s=config.timeout_s,
-            # A wait is told of while it lasts, in a log too.
-            say=lambda line: print(line, flush=True) if self._is_rank_0 else None,
-            tell=self._tell if self._is_rank_0 else lambda position, offers: None,
+            # Flushed, so that a wait shows in a log file while it lasts.
+            log=lambda line: print(line, flush=True) if self._is_rank_0 else None,
+            report=self._report if self._is_rank_0 else lambda position, offers: None,
         )
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
-        self._told: dict[str, Any] = {}
-        self._told_at, self._told_waits = 0.0, [-1]
+        self._status: dict[str, Any] = {}
+        self._written_at, self._written_waits = 0.0, [-1]
 
     def __iter__(self) -> Iterator[RankBatch]:
         return iter(self._loader)
 
     def call_while_waiting(self, call: Callable[[], str | None]) -> None:
-        """Let `call` be called at each look for a chunk that is not there (`LiveLoader.while_waiting`)."""
+        """Set the function that is called at each look for a missing chunk (`LiveLoader.while_waiting`)."""
         self._loader.while_waiting = call
 
     def trained(self, state: LoaderState) -> None:
-        """Mark the chunks of which a whole checkpoint with this state holds every row; rank 0 does it."""
+        """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
         if self._is_rank_0 and state.live:
             chunks = self._folder.look().chunks
             self._folder.complete(LivePosition.from_json(state.live).trained_chunks(chunks))
@@ -133,11 +128,11 @@ class LiveFeed:
     ) -> None:
         self._loader.close()
         if error is None and self._is_rank_0:
-            self._note({**self._told, "state": "ended"})
+            self._write_status({**self._status, "state": "ended"})
         self._mark.release(remove=False)
 
     def _lock(self, position: LivePosition | None) -> None:
-        # Training may be started before the producer.
+        # Training may start before the producer.
         self._folder.path.mkdir(parents=True, exist_ok=True)
         try:
             self._mark.acquire()
@@ -145,7 +140,7 @@ class LiveFeed:
             raise LoaderError(
                 "another run trains on these chunks",
                 where=str(self._folder.path),
-                fix="wait for it or end it; each run takes a folder of its own",
+                fix="wait for it or stop it; each run needs its own folder",
             ) from None
         try:
             self._require_chunks(position or LivePosition())
@@ -154,23 +149,23 @@ class LiveFeed:
             raise
 
     def _require_chunks(self, position: LivePosition) -> None:
-        """The chunk to begin with is there, or may still come: one of before others that were made may not."""
+        """Raise LoaderError if the first chunk to read is missing although later ones exist."""
         first = position.first_unread
         contents, end = self._folder.look(), self._folder.end()
         is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
         if is_past and first not in contents.chunks:
             raise LoaderError(
-                f"{chunk_name(first, '')} is not there any more, and others after it were made",
+                f"{chunk_name(first, '')} was deleted, and later chunks exist",
                 where=str(self._folder.path),
-                fix="it was trained and deleted: go on with that run (run_dir=... resume=true), or make the chunks "
-                "anew in another folder",
+                fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
+                "folder",
             )
 
     def _exchange(self, offer: Offer | None) -> list[Offer]:
-        offers = [one for one in _gather(offer, self._everyone) if one is not None]
-        return sorted(offers, key=lambda one: one.dp_rank)
+        offers = [offer for offer in _gather(offer, self._everyone) if offer is not None]
+        return sorted(offers, key=lambda offer: offer.dp_rank)
 
-    def _tell(self, position: LivePosition, offers: Sequence[Offer]) -> None:
+    def _report(self, position: LivePosition, offers: Sequence[Offer]) -> None:
         now = time.monotonic()
         waits = [offer.waiting.chunk for offer in offers if offer.waiting is not None]
         if not waits:
@@ -182,7 +177,7 @@ class LiveFeed:
             self._trained.popleft()
         (began, packs_then, tokens_then), (_, packs, tokens) = self._trained[0], self._trained[-1]
         seconds = max(now - began, 1e-9)
-        self._told = {
+        self._status = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "steps": position.steps,
@@ -203,27 +198,29 @@ class LiveFeed:
                 for offer in offers
             ],
         }
-        if now - self._told_at >= _TELL_EVERY_S or waits != self._told_waits:
-            self._told_at, self._told_waits = now, waits
-            self._note(self._told)
+        if now - self._written_at >= _REPORT_EVERY_S or waits != self._written_waits:
+            self._written_at, self._written_waits = now, waits
+            self._write_status(self._status)
 
-    def _note(self, told: dict[str, Any]) -> None:
-        with suppress(OSError):  # a full disk is the producer's to tell of
-            self._mark.write(json.dumps(told).encode())
+    def _write_status(self, status: dict[str, Any]) -> None:
+        with suppress(OSError):  # the producer reports a full disk
+            self._mark.write(json.dumps(status).encode())
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, int]:
-    """A gloo group of all ranks, one of those that train the same rows (None where that is this rank alone), and
-    which of these reads."""
+    """Make a gloo group of all ranks, and one of those that train the same rows (None for this rank alone).
+
+    Also returns the rank that reads for the second group.
+    """
     if torch.distributed.get_world_size() == 1:
         return None, None, 0
     timeout = timedelta(seconds=timeout_s)
     everyone = torch.distributed.new_group(backend="gloo", timeout=timeout)
     places = _gather(dp_rank, everyone)
-    copies = {place: [rank for rank, one in enumerate(places) if one == place] for place in sorted(set(places))}
+    copies = {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
     if len(copies[dp_rank]) == 1:
         return everyone, None, copies[dp_rank][0]
-    # Every rank takes part in making every group.
+    # Every rank takes part in the making of every group.
     groups = {place: torch.distributed.new_group(ranks, timeout, "gloo") for place, ranks in copies.items()}
     return everyone, groups[dp_rank], copies[dp_rank][0]
 

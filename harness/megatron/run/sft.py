@@ -21,7 +21,7 @@ from harness.loader import (
     open_datasets,
     open_live,
 )
-from harness.loader.live.consumer import BatchPlan
+from harness.loader.live import BatchPlan
 from harness.megatron.data import Feed, LiveFeed, readable
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from live_streams import Trained, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
-from harness.loader.live.position import LivePosition
-from harness.loader.live.producer import LiveProducer
+from harness.loader.live import LivePosition, LiveProducer
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]

@@ -19,10 +19,9 @@ from live_streams import some_chats, some_packs, write_stream
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
 from harness.formats.jsonl import line_of_pack
-from harness.loader.live.chunk import LiveChunk
-from harness.loader.live.folder import LiveFolder, chunk_name
+from harness.loader.live import LiveFolder, LiveProducer, chunk_name
+from harness.loader.live.folder import LiveChunk
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
-from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.storage import files
 

@@ -38,7 +38,7 @@ def test_an_unknown_schedule_is_refused_with_the_names_of_the_known() -> None:
     with pytest.raises(ConfigError, match="'dp_balancd' is not known") as caught:
         ScheduleConfig(name="dp_balancd")
     assert "dp_balanced" in caught.value.fix
-    with pytest.raises(ScheduleError, match="no schedule named"):
+    with pytest.raises(ScheduleError, match="is not a schedule"):
         schedule("dp_balancd", [1], dp_size=1, max_tokens_per_rank=8)
 
 
