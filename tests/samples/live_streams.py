@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -69,6 +70,15 @@ def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end
             producer.flush()
         if end:
             producer.end()
+
+
+def wait_until(condition: Callable[[], bool], *, deadline_s: float = 60.0) -> None:
+    """Return once `condition` holds; fail after a deadline that only a hang can reach."""
+    for _ in range(int(deadline_s / 0.02)):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"nothing happened for {deadline_s:.0f} s")
 
 
 @dataclass

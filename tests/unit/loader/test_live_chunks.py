@@ -43,7 +43,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained_tokens(trained: Trained) -> Counter[tuple[int, ...]]:
-    """How often each sequence was trained, told by its tokens and labels."""
+    """Return how often each sequence was trained, by its tokens and labels."""
     found: Counter[tuple[int, ...]] = Counter()
     for step in trained.steps:
         for batch in step:
@@ -141,7 +141,7 @@ def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_p
         assert position.trained_chunks(range(len(SIZES))) == whole
 
 
-def test_a_chunk_that_is_late_is_waited_for_and_told_of(tmp_path: Path) -> None:
+def test_a_late_chunk_is_awaited_and_the_wait_is_logged(tmp_path: Path) -> None:
     rows = some_packs(8)
     write_stream(tmp_path, rows[:4], [4], end=False)
     later = threading.Timer(2.6, lambda: write_stream(tmp_path, rows[4:], [4]))
@@ -225,7 +225,7 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
 
 def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
     (tmp_path / "chunk_0.jsonl").write_text("{}\n")
-    with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names have five digits"):
+    with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names must have five digits"):
         train(tmp_path, timeout_s=0.2)
 
 
@@ -264,7 +264,7 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     assert trained.log == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
 
 
-def test_what_is_left_out_behind_the_last_step_is_counted_and_told_where_nothing_is_left(
+def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     (tmp_path / "chunk_00000.jsonl").write_text('{"messages": []}\n' * 3)

@@ -18,11 +18,11 @@ from harness.loader.live import LiveFolder, LiveProducer, live_status
 from harness.storage import Marker
 
 
-def train_somewhere(folder: Path, **told: object) -> None:
+def train_somewhere(folder: Path, **status: object) -> None:
     """What a run leaves in a folder."""
     mark = Marker(folder / "_consumer")
     mark.acquire()
-    mark.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **told}).encode())
+    mark.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **status}).encode())
     mark.release(remove=False)
 
 
@@ -59,12 +59,12 @@ def test_a_producer_that_died_is_gone_with_the_time_it_was_last_seen(tmp_path, h
     LiveProducer(tmp_path).close()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    told = json.loads((tmp_path / "_producer").read_text())
-    (tmp_path / "_producer").write_text(json.dumps({**told, "pid": ended.pid}))
+    status = json.loads((tmp_path / "_producer").read_text())
+    (tmp_path / "_producer").write_text(json.dumps({**status, "pid": ended.pid}))
     os.utime(tmp_path / "_producer", (time.time() - 300,) * 2)
     _, out, _ = harness("live", "status", tmp_path)
     assert f"gone ({socket.gethostname()}, process {ended.pid}), last seen 5 min ago" in out
-    (tmp_path / "_producer").write_text(json.dumps({**told, "host": "another"}))
+    (tmp_path / "_producer").write_text(json.dumps({**status, "host": "another"}))
     os.utime(tmp_path / "_producer", (time.time() - 300,) * 2)
     assert live_status(tmp_path).producer == "silent"
 
@@ -89,7 +89,7 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
     _, out, _ = harness("live", "status", tmp_path)
     assert "chunks to read: 1, completed and not deleted yet: 0" in out
     assert "5 rows read in 7 steps, 2.5 packs/s, 80 tokens/s" in out
-    assert "chunk 3 since 12 s" in out
+    assert "chunk 3 for 12 s" in out
     code, out, _ = harness("live", "status", tmp_path, "--json")
     assert code == 0
     assert json.loads(out)["consumer_told"]["ranks"] == ranks
