@@ -33,6 +33,9 @@ the nearest known one. Lists are written `'[a, b]'`, an empty optional setting `
 Settings are composed from the defaults of the dataclasses, the files of the groups, the file of the recipe (such as
 `configs/sft.yaml`), the experiment and the command line; later ones win. For an experiment of your own see
 [recipes/README.md](../recipes/README.md).
+
+Commands with settings of their own (`plan`, `convert`, `import`, `repack`, `live produce`, `indexed convert`, `chat`,
+`bench`) print them with `--help`.
 """
 
 
