@@ -35,7 +35,7 @@ Settings are composed from the defaults of the dataclasses, the files of the gro
 [recipes/README.md](../recipes/README.md).
 
 Commands with settings of their own (`plan`, `convert`, `import`, `repack`, `live produce`, `indexed convert`, `chat`,
-`bench`) print them with `--help`.
+`bench`) print them with `--help` or `--cfg`.
 """
 
 

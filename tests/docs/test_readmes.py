@@ -39,7 +39,7 @@ from harness.settings import CONFIGS, explain_settings
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("configs", "docker", "harness", "slurm", "tests")
+FOLDERS = (".", "configs", "docker", "harness", "recipes", "slurm", "tests")
 READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]
@@ -47,7 +47,7 @@ EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]
 OWN = {setting.key.partition(".")[0] for schema in (PlanSettings, SubmitConfig) for setting in explain_settings(schema)}
 LANGUAGES = ("shell", "python", "text", "json", "yaml", "mermaid")
 MARKER = re.compile(r"<!-- (not run|nightly): (.+) -->")
-TIMEOUT_S = 280
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
@@ -276,3 +276,7 @@ def test_output_that_differs_from_the_page_fails() -> None:
     check_output(block, "loss 1.5\nend\n", "README.md")
     with pytest.raises(AssertionError, match="line 1 prints"):
         check_output(block, "loss 1.5\n", "README.md")
+
+
+def test_the_first_page_is_a_screen_and_a_half() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 7_000
