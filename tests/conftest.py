@@ -1,4 +1,4 @@
-"""Options of every test run."""
+"""Options and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harness.cli.app import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what the nightly runs train on")
-    parser.addoption("--reports", metavar="DIR", help="keep the parity reports of the nightly runs here")
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device that the nightly runs train on")
+    parser.addoption("--reports", metavar="DIR", help="folder for the parity reports of the nightly runs")
 
 
 @pytest.fixture(scope="session")
