@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: setup sft prepare test test-container test-slurm lint format bench clean
+.PHONY: setup sft prepare test test-install test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,11 @@ sft: prepare
 
 test: setup
 	$(BIN)/python -m pytest -n auto $(TESTS)
+
+# Builds the wheel and runs the README's quickstart with it in fresh environments, outside this folder. Three minutes; the
+# packages come from the index, as those of `make setup` do.
+test-install: setup
+	$(BIN)/python -m pytest -n 0 -m install tests/install
 
 # Builds the image on a base that stands for NVIDIA's and runs the main job in it. Root, and the Debian packages
 # buildah podman runc mmdebstrap; about five minutes.

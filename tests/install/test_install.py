@@ -1,0 +1,223 @@
+"""A wheel, installed outside the checkout into fresh environments, runs what the README shows from any folder.
+
+Needs the package index, as `make setup` does. The environment of a machine that prepares data has the extra `tokenize`
+alone; the one that trains borrows the packages of the environment that runs this test, and not its editable install.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+pytestmark = [pytest.mark.install, pytest.mark.timeout(900), pytest.mark.xdist_group("install")]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and the empty folder that its commands run in."""
+
+    folder: Path
+    work: Path
+
+    def run(self, *command: object, code: int = 0, cwd: Path | None = None) -> str:
+        """Run a program of the environment; gives its output and errors."""
+        program, *arguments = map(str, command)
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
+        variables |= {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+        }
+        done = subprocess.run(
+            [shutil.which(program, path=variables["PATH"]) or program, *arguments],
+            cwd=cwd or self.work,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
+        return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of the files that git knows or would add, as `pip install .` builds it."""
+    source = tmp_path_factory.mktemp("source")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    # A module of an earlier build, which has been moved since.
+    stale = source / "build" / "lib" / "harness" / "moved_since.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    out = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(out), str(source))
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prep(wheel, tmp_path_factory) -> Environment:
+    """A machine that prepares data: the extra `tokenize` alone."""
+    return install(f"{wheel}[tokenize]", tmp_path_factory, "--constraint", str(ROOT / "constraints.txt"))
+
+
+@pytest.fixture(scope="session")
+def train(wheel, tmp_path_factory) -> Environment:
+    """A machine that trains, with the packages of this environment and the wheel."""
+    made = install(str(wheel), tmp_path_factory, "--no-deps")
+    site = Path(made.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    # A plain path: .pth files in it, such as that of an editable install, are not read.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return made
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory) -> Path:
+    """300 conversations of random words."""
+    draw = random.Random(0)
+    words = ("a", "model", "trains", "on", "packed", "rows", "of", "short", "chats", "with", "a", "mask")
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(3, 40)))
+
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    records = [
+        {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]}
+        for _ in range(300)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="session")
+def dataset(prep, chats) -> Path:
+    """A dataset that the installed command prepared, in sequences that are stored once."""
+    shutil.copy(chats, prep.work)
+    settings = ("data.packed_storage=virtual", "data.pack_size=256", "tokenizer.vocab_size=300")
+    printed = prep.run("harness", "prepare", "source.path=chats.jsonl", "data.path=out", *settings)
+    assert "300" in printed
+    return prep.work / "out"
+
+
+def pip(python: str, *arguments: str) -> None:
+    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def install(requirement: str, tmp_path_factory, *options: str) -> Environment:
+    made = Environment(tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("work"))
+    venv.create(made.folder, with_pip=True)
+    pip(str(made.folder / "bin" / "python"), "install", *options, requirement)
+    return made
+
+
+def quickstart() -> str:
+    """The block of README.md that begins with conversations and ends with a resumed run."""
+    blocks = re.findall(r"^```shell\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "harness prepare" in block]
+    return block
+
+
+def test_the_wheel_has_the_configs_and_the_recipes_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"harness/configs/sft.yaml", "harness/configs/experiment/sft_tiny.yaml", "recipes/sft.py"} <= set(names)
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"harness", "recipes"}
+    assert "harness/moved_since.py" not in names
+
+
+def test_the_extra_tokenize_installs_neither_torch_nor_megatron(prep):
+    listed = prep.run("python", "-m", "pip", "list", "--format=freeze")
+    names = {line.partition("==")[0].lower() for line in listed.splitlines()}
+    assert "hydra-core" in names
+    assert not names & {"torch", "megatron-core", "transformer-engine", "ray"}
+    assert prep.run("harness", "--version") == f"harness {VERSION}\n"
+
+
+def test_the_quickstart_prepares_inspects_and_verifies_without_torch(prep, tmp_path):
+    lines = [line for line in quickstart().splitlines() if "harness train" not in line]
+    printed = prep.run("bash", "-euo", "pipefail", "-c", "\n".join(lines), cwd=tmp_path)
+    assert "nothing wrong" in printed
+
+
+def test_every_command_on_datasets_runs_without_torch(prep, dataset):
+    assert "pack" in prep.run("harness", "inspect", dataset / "train", "--pack", "0")
+    assert "nothing wrong" in prep.run("harness", "verify", "out/train")
+    assert "as memmap" in prep.run("harness", "convert", "out/train", "copy", "memmap", "data.packs_per_shard=16")
+    assert "as npy" in prep.run("harness", "convert", "out/train", "legacy.npy", "npy")
+    assert "hold the same packs" in prep.run("harness", "diff", "copy", "legacy.npy")
+    assert "as virtual" in prep.run("harness", "repack", "out/train", "longer", "data.pack_size=512", "data.seed=1")
+    assert "as parquet" in prep.run("harness", "import", "legacy.npy", "imported", "megatron_bridge")
+
+
+def test_live_chunks_are_written_without_torch(prep, dataset):
+    packs = ("tokenizer.name=out/tokenizer", "data.pack_size=256", "data.over_long=truncate", "chunks.rows=20")
+    assert "rows in" in prep.run("harness", "live", "produce", "live", "chats.jsonl", *packs)
+    assert "ended" in prep.run("harness", "live", "status", "live")
+
+
+def test_a_run_is_planned_and_its_job_is_rendered_without_torch(prep, dataset):
+    planned = prep.run("harness", "plan", "sft", "data.path=out", "ranks=4")
+    assert "time of an epoch" in planned
+    assert "fits" in prep.run("harness", "plan", "llama3_8b_1node", "packs=100000")
+    script = prep.run("harness", "submit", "sft_tiny", "nodes=2", "data.path=out", "cluster.time=00:10:00", "--dry-run")
+    assert "#SBATCH --nodes=2" in script
+    assert "experiment=sft_tiny data.path=out" in script
+    assert not (prep.work / "runs").exists()
+
+
+def test_a_users_own_experiment_is_planned_and_submitted_from_any_folder(prep, dataset):
+    own = prep.work / "my configs"
+    (own / "experiment").mkdir(parents=True)
+    (own / "experiment" / "mine.yaml").write_text("# @package _global_\nname: mine\ndata:\n  path: out\n")
+    assert "mine on 8 ranks" in prep.run("harness", "plan", "mine", "--config-dir", "my configs")
+    script = prep.run("harness", "submit", "mine", "--config-dir", "my configs", "--dry-run")
+    assert f"--config-dir '{own}' experiment=mine" in script
+
+
+def test_training_without_its_packages_names_what_is_missing(prep):
+    printed = prep.run("harness", "train", "sft", code=2)
+    assert "training needs torch" in printed
+    assert "Traceback" not in printed
+
+
+def test_the_quickstart_trains_and_resumes_with_the_installed_package(train, tmp_path):
+    where = train.run("python", "-c", "import harness, recipes; print(harness.__file__, recipes.__file__)")
+    assert all(path.startswith(str(train.folder)) for path in where.split())
+    printed = train.run("bash", "-euo", "pipefail", "-c", quickstart(), cwd=tmp_path)
+    assert "step 6: loss" in printed
+    assert (tmp_path / "runs" / "sft-001" / "report.md").exists()
+
+
+def test_torchrun_starts_the_recipe_from_any_folder_with_a_users_own_experiment(train, dataset, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    settings = f"# @package _global_\nname: mine\ndata:\n  path: {dataset}\ntrainer:\n  steps: 2\n"
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(settings)
+    torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    recipe = ("-m", "recipes.sft", "--config-dir", "own", "experiment=mine", "trainer.device=cpu")
+    train.run(*torchrun, *recipe, cwd=tmp_path)
+    assert "step" in (tmp_path / "runs" / "mine-001" / "metrics.jsonl").read_text()
