@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -167,12 +167,11 @@ def test_a_worker_killed_during_a_training_step_is_the_same_error(dataset: Path)
         with loader(dataset, num_workers=2, num_epochs=100) as made:
             next(iter(made))
             os.kill(made.worker_pids()[1], signal.SIGKILL)
-            time.sleep(30)
+            threading.Event().wait(60)
+            raise AssertionError("the death of a worker did not interrupt the step")
 
-    started = time.monotonic()
     with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died"):
         train()
-    assert time.monotonic() - started < 10
 
 
 def test_a_worker_that_hangs_is_an_error_within_the_timeout(dataset: Path) -> None:
@@ -181,10 +180,8 @@ def test_a_worker_that_hangs_is_an_error_within_the_timeout(dataset: Path) -> No
         next(batches)
         pid = made.worker_pids()[0]
         os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
         with pytest.raises(LoaderError, match=rf"no data came for 1 s .* {pid}"):
             list(batches)
-        assert time.monotonic() - started < 10
         assert not Path(f"/proc/{pid}").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from live_streams import Trained, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
-from harness.loader.live import LivePosition, LiveProducer
+from harness.loader.live import LivePosition, LiveProducer, Offer, RankStream
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
@@ -218,7 +219,7 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
 
     writing = threading.Thread(target=write_slowly)
     writing.start()
-    trained = train(tmp_path, size=2, tokenizer=tokenizer, require_ready=False, settle_s=2.0)
+    trained = train(tmp_path, size=2, tokenizer=tokenizer, require_ready=False, settle_s=3600.0)
     writing.join()
     assert trained_tokens(trained).total() == 12
 
@@ -282,12 +283,22 @@ def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:
     assert caught.value.where.endswith("chunk_00000.jsonl, line 1")
 
 
-def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path) -> None:
+def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stream(tmp_path, some_packs(8), [4, 4])
+    offers: queue.SimpleQueue[Offer] = queue.SimpleQueue()
+    read = RankStream.offer
 
-    def train_slowly(_rank: int, step: int) -> None:
+    def offer(stream: RankStream) -> Offer:
+        made = read(stream)
+        offers.put(made)
+        return made
+
+    monkeypatch.setattr(RankStream, "offer", offer)
+
+    def train_first_step(_rank: int, step: int) -> None:
         if step == 1:
-            time.sleep(0.5)
+            first, second = offers.get(timeout=60), offers.get(timeout=60)
+            assert len(first.lengths) == len(second.lengths) == 4
             (tmp_path / "chunk_00001.jsonl").unlink()
 
-    assert len(train(tmp_path, size=4, before_step=train_slowly, timeout_s=1).steps) == 2
+    assert len(train(tmp_path, size=4, before_step=train_first_step).steps) == 2
