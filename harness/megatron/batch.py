@@ -16,12 +16,12 @@ from harness.thd import ThdBatch, context_parallel_indices
 
 @dataclass(frozen=True)
 class RowTensors:
-    """This rank's slice of one row; T is the row's padded tokens.
+    """This rank's slice of one row of T padded tokens.
 
     Attributes:
         tokens, labels, position_ids: int64 [1, T / cp].
         loss_mask: float32 [1, T / cp].
-        packed_seq_params: boundaries of the whole row, the same on every rank of its CP group.
+        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group.
     """
 
     tokens: torch.Tensor
@@ -32,7 +32,7 @@ class RowTensors:
 
 
 def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0) -> RowTensors:
-    """Copy a row to `device`, cut to this rank's context-parallel slice."""
+    """Copy this rank's context-parallel slice of a row to `device`."""
     fields: list[npt.NDArray[Any]] = [row.tokens, row.labels, row.position_ids, row.loss_mask]
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
@@ -40,7 +40,7 @@ def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank:
     tokens, labels, position_ids, loss_mask = (
         torch.from_numpy(np.ascontiguousarray(field)).unsqueeze(0).to(device, non_blocking=True) for field in fields
     )
-    # Kernels take a slower path as soon as padded bounds are given, so they are given only where they differ.
+    # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     padded = None if np.array_equal(row.cu_seqlens, row.cu_seqlens_padded) else row.cu_seqlens_padded
     return RowTensors(
         tokens,

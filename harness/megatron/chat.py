@@ -1,4 +1,4 @@
-"""Talk to a run's model in a terminal: the checkpoint is exported, and transformers generates."""
+"""Chat with a run's model in a terminal: the checkpoint is exported, and transformers generates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Chat:
     """A conversation with a model.
 
     Args:
-        folder: as `export` writes it: weights, config.json and a tokenizer with a chat template.
+        folder: an exported model: weights, config.json and a tokenizer with a chat template.
         max_tokens: of one answer.
-        temperature: 0 always takes the likeliest token.
-        seed: of what is drawn at other temperatures.
+        temperature: 0 always chooses the most likely token.
+        seed: of the sampling at other temperatures.
     """
 
     def __init__(self, folder: Path, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
@@ -36,9 +36,9 @@ class Chat:
             self._tokenizer.get_chat_template()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"there is no tokenizer with a chat template: {str(error).splitlines()[0]}",
+                f"no tokenizer with a chat template: {str(error).splitlines()[0]}",
                 where=str(folder),
-                fix="`harness export` the run, put the tokenizer of its data into that folder, and name the folder",
+                fix="`harness export` the run, add the tokenizer of its data to that folder, and name the folder",
             ) from None
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         self._room = int(self._model.config.max_position_embeddings) - max_tokens
@@ -46,7 +46,7 @@ class Chat:
             raise ConfigError(
                 f"answers of {max_tokens:,} tokens leave no room in {self._room + max_tokens:,} positions",
                 where="--max-tokens",
-                fix="ask for fewer",
+                fix="lower it",
             )
         self._draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         self._max_tokens = max_tokens
@@ -54,9 +54,9 @@ class Chat:
         transformers.set_seed(seed)
 
     def answer(self, text: str, *, live: bool = False) -> str:
-        """The model's answer to `text` and all that was said before; `live` prints it as it comes.
+        """Return the model's answer to `text` after the conversation so far; `live` prints it as it is generated.
 
-        Turns that no longer fit are forgotten, the oldest first.
+        Turns that no longer fit are dropped, the oldest first.
 
         Raises:
             ConfigError: `text` alone does not fit.
@@ -68,12 +68,12 @@ class Chat:
             if len(self._messages) == 1:
                 self._messages.clear()
                 raise ConfigError(
-                    f"that is {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
-                    fix="say it shorter, or ask for shorter answers with --max-tokens",
+                    f"the message has {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
+                    fix="shorten it, or the answers with --max-tokens",
                 )
             del self._messages[:2]
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None
-        made = self._model.generate(
+        output = self._model.generate(
             **prompt,
             **self._draw,
             max_new_tokens=self._max_tokens,
@@ -81,9 +81,9 @@ class Chat:
             pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
             streamer=streamer,
         )
-        said = str(self._tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-        self._messages.append({"role": "assistant", "content": said})
-        return said
+        answer = str(self._tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+        self._messages.append({"role": "assistant", "content": answer})
+        return answer
 
     def _encode(self) -> Any:
         return self._tokenizer.apply_chat_template(
@@ -93,7 +93,7 @@ class Chat:
 
 @contextmanager
 def exported(source: Path) -> Iterator[Path]:
-    """A folder with the weights of a run, of one of its checkpoints, or of an exported model."""
+    """Yield a folder with the weights of a run, of one of its checkpoints, or of an exported model."""
     if (source / _MODEL_FILE).is_file():
         yield source
         return
@@ -103,15 +103,15 @@ def exported(source: Path) -> Iterator[Path]:
 
 
 def talk(chat: Chat) -> None:
-    """Ask in the terminal until the input ends; each line is a turn."""
-    asks = sys.stdin.isatty()
+    """Answer lines from standard input until it ends; each line is a turn."""
+    is_terminal = sys.stdin.isatty()
     while True:
         try:
-            text = input("you: " if asks else "").strip()
+            text = input("you: " if is_terminal else "").strip()
         except EOFError:
             return
         if not text:
             continue
-        if asks:
+        if is_terminal:
             print("model: ", end="", flush=True)
         chat.answer(text, live=True)

@@ -1,4 +1,4 @@
-"""Every difference between the supported versions of Megatron-Core (0.16 to 0.19), in one place."""
+"""All differences between the supported versions of Megatron-Core (0.16 to 0.19)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def packed_seq_params(
     max_seqlen: int,
     total_tokens: int,
 ) -> PackedSeqParams:
-    """PackedSeqParams of one row whose queries and keys are the same tokens.
+    """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 
     Args:
         cu_seqlens: int32 [S + 1], real tokens.
-        cu_seqlens_padded: int32 [S + 1], padded ones, or None where nothing is padded.
+        cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
-        total_tokens: padded tokens of the row; newer versions carry it.
+        total_tokens: padded tokens of the row, a field of newer versions.
     """
     values: dict[str, Any] = {
         "qkv_format": "thd",
@@ -51,43 +51,43 @@ def packed_seq_params(
 
 
 def accepts(function: Any, name: str) -> bool:
-    """True where `function` (or a class's constructor) takes an argument called `name`."""
+    """Return True if `function` (or the constructor of a class) has a parameter `name`."""
     return name in inspect.signature(function).parameters
 
 
 def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
-    """Megatron's settings of a pretraining dataset; raises ConfigError where this version has not all of them."""
+    """Return Megatron's settings of a pretraining dataset; raise ConfigError if this version lacks one."""
     known = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(
             f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",
             where=f"data.{unknown[0]}",
-            fix="leave it out, or install a version that has it",
+            fix="leave it out, or install a version that supports it",
         )
     return GPTDatasetConfig(**values)
 
 
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
-    """Ask for Megatron's own background writer where a version has another as its default (0.19)."""
+    """Return the argument that selects Megatron's own background writer, which is not the default of 0.19."""
     return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
 
 
 def keep_checkpoint_results_in_a_file() -> None:
-    """Let checkpoint writers give their results back without the process that Megatron starts for that.
+    """Return the results of checkpoint writers through a file, not through the process that Megatron starts for that.
 
-    It would take seconds to start, die of a SIGTERM that Slurm sends to every process of a job, which loses the
-    checkpoint that the signal asked for, and outlive a run that is killed.
+    That process takes seconds to start and outlives a killed run. A SIGTERM that Slurm sends to every process of a job
+    kills it, and the checkpoint that the signal requested is lost.
     """
     if hasattr(filesystem_async, "_results_queue") and filesystem_async._results_queue is None:
         filesystem_async._results_queue = _ResultFile()
 
 
 class _ResultFile:
-    """The two methods of a queue that Megatron calls, for one result at a time, shared with forked processes."""
+    """The two queue methods that Megatron calls, for one result at a time, shared with forked processes."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process lives
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open until the process ends
 
     def put(self, result: Any) -> None:
         rest = memoryview(pickle.dumps(result))

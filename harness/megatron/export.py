@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers loads: config.json, safetensors, and the tokenizer of the data."""
+"""Export a checkpoint as a folder that transformers loads: config.json, safetensors, and the tokenizer of the data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the checkpoint's step, weights and bytes, and whether a tokenizer is with them."""
+    """Summary of an export: the checkpoint's step, the weights and bytes written, and if a tokenizer is included."""
 
     step: int
     num_weights: int
@@ -41,31 +41,31 @@ class Exported:
 def export_checkpoint(
     source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write a checkpoint as Hugging Face weights. Holds one copy of the weights in memory, on the CPU.
+    """Write a checkpoint as Hugging Face weights. Needs memory for one copy of the weights, on the CPU.
 
-    LoRA's adapters are added to the weights that they stand beside.
+    LoRA adapters are merged into the weights of their layers.
 
     Args:
-        source: a run's folder (its newest whole checkpoint), or one checkpoint of it.
+        source: a run's folder (its newest whole checkpoint), or one of its checkpoints.
         out: a folder that does not exist yet, or is empty.
-        adapters_only: write LoRA's adapters alone, in PEFT's layout.
-        shard_bytes: of one safetensors file at most, or of one tensor where that is larger.
+        adapters_only: write the LoRA adapters alone, in PEFT's layout.
+        shard_bytes: largest size of one safetensors file; a larger tensor has a file of its own.
 
     Raises:
-        ConfigError: no run, `out` is not empty, or the run has no adapters to write alone.
-        CheckpointError: no whole checkpoint, or one that is damaged.
+        ConfigError: `source` is not a run, `out` is not empty, or the run has no adapters to write alone.
+        CheckpointError: there is no whole checkpoint, or it is damaged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("something is there already", where=str(out), fix="name a new folder")
-    path, settings = _find(source)
+        raise ConfigError("the folder exists already", where=str(out), fix="name a new folder")
+    path, settings = _find_checkpoint(source)
     progress = read_progress(path)
     model = ModelConfig(**settings["model"])
     vocab_size = model.vocab_size
     if vocab_size is None:
-        raise ConfigError("the run's config.yaml does not say model.vocab_size", where=str(path), fix="resume it once")
+        raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
         raise ConfigError(
-            "the run trained all weights" if not model.lora_rank else "the adapters' base was drawn, and is nowhere",
+            "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights",
             where=str(path),
             fix="export the whole model: leave --adapter out",
         )
@@ -76,12 +76,12 @@ def export_checkpoint(
         (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=device)
         try:
             state = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(path))
-        # Megatron and torch raise many kinds, one of them no Exception; the reader needs one sentence.
+        # Megatron and torch raise many kinds, one of which is not an Exception.
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"the checkpoint cannot be read: {type(error).__name__}: {error}".splitlines()[0],
                 where=str(path),
-                fix="export an older one: name its folder",
+                fix="export an older checkpoint: name its folder",
             ) from error
         chunk.load_state_dict(state["model"])
         writing.mkdir(parents=True)
@@ -106,27 +106,27 @@ def export_checkpoint(
     return Exported(progress.step, num_weights, num_bytes, has_tokenizer)
 
 
-def _find(source: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint, and the settings of its run."""
+def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint and the settings of its run."""
     is_checkpoint = (source / RUN_FILE).is_file()
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / "config.yaml"
     if not config.is_file():
         raise ConfigError(
-            "this is no run: there is no config.yaml",
+            "not a run: there is no config.yaml",
             where=str(config),
             fix="name the folder of a run (runs/sft-001), or one of its checkpoints",
         )
     path = source if is_checkpoint else find_newest(run / CHECKPOINTS)[0]
     if path is None:
         raise CheckpointError(
-            "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for some steps first"
+            "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
         )
     return path, yaml.safe_load(config.read_text())
 
 
 def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """That of the weights that the run started from, where they are still there: it says more than is needed here."""
+    """Return the config of the initial weights if they still exist, as it has more than this project needs."""
     if model.init_from is not None:
         try:
             folder = find_weights(model.init_from)
@@ -165,8 +165,8 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
     for number, name in enumerate(names):
         (folder / f"part-{number}").rename(folder / name)
     if len(files) > 1:
-        where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return weights, total
 
@@ -181,18 +181,18 @@ def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[
 
 
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> bool:
-    """Put the tokenizer beside the weights that were trained on its tokens; False where it is not on this machine."""
+    """Copy the tokenizer of the data beside the weights; return False if it is not on this machine."""
     data = settings["data"]
     live = data.get("live") or {}
     path = data["blend"][0]["path"] if data.get("blend") else data["path"]
     try:
         if live.get("path"):
-            found = Path(live["tokenizer"]["name"] or data["tokenizer"])
+            tokenizer = Path(live["tokenizer"]["name"] or data["tokenizer"])
         else:
-            found = find_tokenizer_folder(open_dataset(find_datasets(path)[0]))
-        for file in found.iterdir():
+            tokenizer = find_tokenizer_folder(open_dataset(find_datasets(path)[0]))
+        for file in tokenizer.iterdir():
             if file.is_file():
                 shutil.copy(file, folder / file.name)
-    except (HarnessError, OSError):  # data that has moved is no reason to keep the weights back
+    except (HarnessError, OSError):  # data that has moved does not prevent the export
         return False
     return (folder / "tokenizer.json").is_file()

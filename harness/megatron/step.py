@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation, by Megatron-Core's own schedules, optimizer and learning-rate scheduler."""
+"""One optimizer step and one evaluation with Megatron-Core's own schedules, optimizer and learning-rate scheduler."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
-# One microbatch through one chunk: its output, and what makes the loss of it.
+# Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
 ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
 
 
 def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Summed loss, trained tokens, and both as one float64 tensor [2] for the report.
+    """Return the summed loss, the trained tokens, and both as one float64 tensor [2] for the report.
 
     The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
-    depend on how sequences were placed.
+    depend on the placement of sequences.
     """
     total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum()
@@ -43,8 +43,8 @@ class MegatronStep:
     Args:
         chunks: from `build_model`.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        decay_steps: steps after which the learning rate has reached `min_lr`.
-        row_tokens: pad every row to this many tokens, None to leave rows as long as they are.
+        decay_steps: step at which the learning rate reaches `min_lr`.
+        row_tokens: pad every row to this many tokens; None to leave rows as long as they are.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MegatronStep:
             init_lr=0.0,
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
-            # Megatron insists on a warm-up that ends before the decay does.
+            # Megatron requires a warm-up that ends before the decay does.
             lr_warmup_steps=min(optimizer.warmup_steps, decay_steps - 1),
             lr_decay_steps=decay_steps,
             lr_decay_style=optimizer.decay,
@@ -96,7 +96,7 @@ class MegatronStep:
             end_wd=optimizer.weight_decay,
             wd_incr_steps=decay_steps,
             wd_incr_style="constant",
-            # A resumed run follows today's settings from the step that it has reached, not those of the checkpoint.
+            # A resumed run follows its current settings from the step that it has reached, not those of the checkpoint.
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
@@ -104,7 +104,7 @@ class MegatronStep:
         self._forward_backward = get_forward_backward_func()
 
     def train(self, batch: RankBatch) -> StepResult:
-        """One optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
+        """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -124,7 +124,7 @@ class MegatronStep:
         )
 
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
-        """Mean loss of a trained token over `batches`, without gradients."""
+        """Return the mean loss of a trained token over `batches`, computed without gradients."""
         for chunk in self.chunks:
             chunk.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -143,7 +143,7 @@ class MegatronStep:
         return torch.stack(reports).sum(dim=0)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
-        """Rows through the model by Megatron's schedule; what `forward`'s loss function reports of each."""
+        """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function."""
         iterators = [iter(rows) for _ in self.chunks]
         reports: list[Any] = self._forward_backward(
             forward_step_func=forward,
@@ -160,7 +160,7 @@ class MegatronStep:
         arrays = next(rows)
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
             raise ConfigError(
-                f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model knows "
+                f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
                 f"{self.vocab_size} tokens",
                 where="model.vocab_size",
                 fix="set it to the vocabulary size of the dataset's tokenizer",
@@ -176,7 +176,7 @@ class MegatronStep:
         return output, partial(_sum_loss, row.loss_mask)
 
     def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:
-        """Loss sum and trained tokens of the whole job; only the last pipeline stage has its part."""
+        """Return the loss sum and trained tokens of the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             torch.distributed.broadcast(

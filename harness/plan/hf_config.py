@@ -1,4 +1,4 @@
-"""A Hugging Face model's config.json and ours: what of it the model can do, and what it says otherwise."""
+"""Convert a Hugging Face model's config.json to `ModelConfig` and back, and refuse what is not supported."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What Megatron's `llama3` scaling of positions is built for; every published Llama 3 has these.
+# Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """What a config.json says, in the names of `ModelConfig`.
+    """A config.json in the names of `ModelConfig`.
 
     Attributes:
-        settings: fields of `ModelConfig` that the weights fix.
+        settings: fields of `ModelConfig` that the weights determine.
         vocab_size: rows of the embedding.
         max_positions: the longest sequence that positions are meant for, in tokens.
     """
@@ -39,45 +39,42 @@ def read_hf_config(folder: Path) -> HfModel:
     """Read `folder`/config.json.
 
     Raises:
-        ConfigError: no such file, or a model that is of no known family or uses what is not offered.
+        ConfigError: no such file, an unknown family, or a feature that is not supported.
     """
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text())
-        return _understand(values, path)
+        return _convert(values, path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the model's config.json cannot be read: {error}",
             where=str(path),
-            fix="name a folder with config.json and *.safetensors, as save_pretrained writes it",
+            fix="name a folder with config.json and *.safetensors, as written by save_pretrained",
         ) from None
     except KeyError as error:
-        raise ConfigError(
-            f"config.json does not say {error}", where=str(path), fix="download the model again"
-        ) from None
+        raise ConfigError(f"config.json has no {error}", where=str(path), fix="download the model again") from None
 
 
-def _understand(values: dict[str, Any], path: Path) -> HfModel:
+def _convert(values: dict[str, Any], path: Path) -> HfModel:
     def refuse(what: str) -> ConfigError:
-        return ConfigError(
-            what, where=str(path), fix=f"dense models of these families are known: {', '.join(ARCHITECTURES)}"
-        )
+        fix = f"use a dense model of one of these families: {', '.join(ARCHITECTURES)}"
+        return ConfigError(what, where=str(path), fix=fix)
 
     family = values.get("model_type")
     if family not in ARCHITECTURES:
-        raise refuse(f"a model of type {family!r} cannot be trained here")
+        raise refuse(f"models of type {family!r} are not supported")
     if values.get("quantization_config"):
-        raise refuse("the weights are quantized")
+        raise refuse("quantized weights are not supported")
     if values.get("hidden_act", "silu") != "silu":
-        raise refuse(f"the activation {values['hidden_act']!r} is not offered (silu is)")
+        raise refuse(f"the activation {values['hidden_act']!r} is not supported (silu is)")
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
-            raise refuse(f"{name} is set, and is not offered")
+            raise refuse(f"{name} is set, and is not supported")
     positions = int(values["max_position_embeddings"])
     window = values.get("sliding_window")
     is_windowed = family == "mistral" or values.get("use_sliding_window")
     if is_windowed and window is not None and window < positions:
-        raise refuse(f"attention is limited to a window of {window:,} tokens, which is not offered")
+        raise refuse(f"attention with a window of {window:,} tokens is not supported")
     rope = values.get("rope_parameters") or {
         "rope_theta": values.get("rope_theta", 10000.0),
         **(values.get("rope_scaling") or {}),
@@ -86,9 +83,11 @@ def _understand(values: dict[str, Any], path: Path) -> HfModel:
     if kind == "llama3":
         for name, known in _LLAMA3.items():
             if rope.get(name) != known:
-                raise refuse(f"rope scaling llama3 with {name} {rope.get(name)}: Megatron-Core has it with {known}")
+                raise refuse(
+                    f"rope scaling llama3 with {name} {rope.get(name)} is not supported: Megatron-Core has {known}"
+                )
     elif kind not in ("default", "linear"):
-        raise refuse(f"rope scaling {kind!r} is not offered (llama3 and linear are)")
+        raise refuse(f"rope scaling {kind!r} is not supported (llama3 and linear are)")
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
@@ -111,26 +110,26 @@ def _understand(values: dict[str, Any], path: Path) -> HfModel:
     )
 
 
-def check_model(model: ModelConfig, found: HfModel, *, where: str) -> None:
-    """Refuse weights of another shape than `model` says, with both values and the settings that fit."""
+def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
+    """Raise ConfigError, with both values and the settings that fit, if weights have another shape than `model`."""
     wrong = {
         name: value
-        for name, value in found.settings.items()
+        for name, value in stored.settings.items()
         if value != (None if name == "head_dim" and _is_plain(model) else getattr(model, name))
     }
     if wrong:
-        told = ", ".join(f"{name} {getattr(model, name)} (the weights have {value})" for name, value in wrong.items())
+        both = ", ".join(f"{name} {getattr(model, name)} (the weights have {value})" for name, value in wrong.items())
         raise ConfigError(
-            f"the model's settings are not those of its weights: {told}",
+            f"the settings of the model do not match its weights: {both}",
             where=f"model.init_from={where}",
             fix=" ".join(f"model.{name}={_text(value)}" for name, value in wrong.items()),
         )
-    if model.max_sequence_length > found.max_positions:
+    if model.max_sequence_length > stored.max_positions:
         raise ConfigError(
             f"max_sequence_length is {model.max_sequence_length:,}, and the weights were trained for positions up to "
-            f"{found.max_positions:,}",
+            f"{stored.max_positions:,}",
             where=f"model.init_from={where}",
-            fix=f"model.max_sequence_length={found.max_positions} or less",
+            fix=f"model.max_sequence_length={stored.max_positions} or less",
         )
 
 
@@ -143,7 +142,7 @@ def _text(value: object) -> str:
 
 
 def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
-    """The config.json of this model, which any transformers since 4.45 reads."""
+    """Return the config.json of this model for transformers 4.45 or later."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,
@@ -180,18 +179,18 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
 
 
 def find_weights(init_from: str) -> Path:
-    """The folder of `init_from`: itself, or where the hub's copy of that name lies, downloaded if need be."""
+    """Return the folder of `init_from`: itself, or the local copy of a model of the hub, downloaded if necessary."""
     if Path(init_from).is_dir():
         return Path(init_from)
     try:
         from huggingface_hub import snapshot_download
 
-        # Ranks of a node that ask at the same time wait for one download.
+        # Ranks of a node that call this at the same time wait for one download.
         return Path(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub's client raises many kinds
-        told = str(error).strip().splitlines() or [type(error).__name__]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"there is no folder {init_from!r}, and the hub gives no model of that name: {told[0]}",
+            f"there is no folder {init_from!r}, and no model of that name on the hub: {reason}",
             where="model.init_from",
-            fix="name a folder with config.json and *.safetensors, or a model's name where there is access to the hub",
+            fix="name a folder with config.json and *.safetensors, or a model of the hub that this machine can reach",
         ) from None

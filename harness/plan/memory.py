@@ -1,6 +1,6 @@
-"""Memory of a rank: weights, gradients and optimizer state counted, activations as the layers keep them.
+"""Memory of a rank: weights, gradients, optimizer state, and the activations that the layers keep.
 
-Activations are those that this project's own layers keep for the backward pass, tensor by tensor (a test holds the
+Activations are those that this project's own layers keep for the backward pass, tensor by tensor (a test compares the
 formula against what PyTorch saves); Transformer Engine's fused layers keep less.
 """
 
@@ -15,7 +15,7 @@ from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank, and its pipeline stage."""
+    """Bytes on the fullest rank, and its pipeline stage."""
 
     stage: int
     weights: int
@@ -29,7 +29,7 @@ class Memory:
 
 
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
-    """Weights of a rank of pipeline stage `stage`, 0 for the first."""
+    """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
     heads, groups = model.num_attention_heads * head, model.num_query_groups * head
@@ -43,13 +43,13 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     is_first, is_last = stage == 0, stage == stages - 1
     total += words if is_first else 0
     if is_last:
-        # A tied matrix is there once on a lone stage, and on both ends of a pipeline.
+        # A tied matrix exists once on a single stage, and on both ends of a pipeline.
         total += hidden + (0 if model.tie_embeddings and is_first else words)
     return total
 
 
 def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Weights of LoRA's adapters on a rank of any stage; all of them are trained, and nothing else."""
+    """Return the number of adapter weights on a rank of any stage; they alone are trained."""
     tp, rank = parallel.tensor_parallel_size, model.lora_rank
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     heads, groups = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
@@ -64,13 +64,13 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """What one layer keeps for the backward pass, bytes a token of the row."""
+    """Return the bytes per token of the row that one layer keeps for the backward pass."""
     item = DTYPE_BYTES[model.dtype]
     if model.recompute == "full":
         return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
     tp = parallel.tensor_parallel_size
     query, key = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
-    # Both norms keep their input and what they make of it in float32; the matrices behind them keep it as they take it.
+    # Both norms keep their input and output in float32; the matrices after them keep their own input.
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
     divided = 5 * item * model.ffn_hidden_size + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
     if model.recompute == "selective":
@@ -78,7 +78,7 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> floa
     if model.family == "qwen3":
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
-        # What a norm makes is kept for its weight's gradient, which is not asked for; adapters keep their inner tokens.
+        # A norm keeps its output for the gradient of its weight, which is frozen; adapters keep their inner tokens.
         whole -= 8 * model.hidden_size
         divided -= 4 * (query + key) if model.family == "qwen3" else 0
         divided += tp * item * model.lora_rank * len(model.lora_targets)
@@ -94,20 +94,20 @@ def plan_memory(
     max_tokens_per_rank: int,
     microbatches: int = 1_000_000,
 ) -> Memory:
-    """Memory of the fullest rank.
+    """Return the memory of the fullest rank.
 
     Args:
         dp_size: data-parallel ranks.
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
-        microbatches: of a step; a pipeline keeps the activations of as many as it has stages, if there are.
+        microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
     """
     item = DTYPE_BYTES[model.dtype]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
-    # Adam's two moments, and a copy of the weights where these are not float32 themselves.
+    # Adam's two moments, and a float32 copy of other weights.
     state = 8 if item == 4 else 12
     chunks = parallel.virtual_pipeline_parallel_size or 1
-    found = []
+    memories = []
     for stage in range(stages):
         weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
         adapters = count_adapters(model, parallel)
@@ -118,13 +118,13 @@ def plan_memory(
         kept = waiting * model.num_layers / stages * layer_activation_bytes(model, parallel)
         if model.recompute == "full":
             again = replace(model, recompute="none")
-            # One layer at a time, and the angles of the positions, which all of them are given.
+            # One layer at a time, and the rotary angles, which all layers share.
             kept += layer_activation_bytes(again, parallel) + 4 * model.head_size
         if stage == stages - 1:
-            # The last norm, and what the output matrix takes, for its gradient.
+            # The last norm, and the input of the output matrix for its gradient.
             kept += (4 if model.lora_rank else 8 + item) * model.hidden_size
             kept += 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
-        found.append(
+        memories.append(
             Memory(
                 stage=stage,
                 weights=item * (weights + adapters),
@@ -133,4 +133,4 @@ def plan_memory(
                 activations=math.ceil(kept * max_tokens_per_rank),
             )
         )
-    return max(found, key=lambda one: one.total)
+    return max(memories, key=lambda memory: memory.total)

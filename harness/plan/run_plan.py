@@ -1,6 +1,6 @@
-"""What a run would take: memory of a GPU, microbatches, tokens and time, from its settings and the data's lengths.
+"""Plan a run from its settings and the lengths of its data: memory of a GPU, microbatches, tokens and time.
 
-Memory is counted by `harness.plan.memory`; what the allocator, NCCL and CUDA themselves take is left as `ROOM`.
+`harness.plan.memory` counts the memory; the needs of the allocator, NCCL and CUDA themselves are covered by `ROOM`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from harness.plan.model import DTYPE_BYTES, ModelConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
 
-# Of a GPU's memory, for CUDA's context, NCCL's buffers and what the allocator cannot use.
+# Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
 ROOM = 0.1
 
 
 @dataclass(frozen=True)
 class AssumedPacks:
-    """Data that is not made yet: packs, each of as many sequences of one length as it holds.
+    """Data that does not exist yet: packs filled with sequences of one length.
 
     Attributes:
+        packs: their number.
         pack_size, sequence_tokens: stored tokens.
     """
 
@@ -56,14 +57,14 @@ class AssumedPacks:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `harness plan` tells.
+    """Result of `harness plan`.
 
     Attributes:
         weights: of the whole model.
-        work: of an epoch; None where the data is not on this machine, and `why_no_work` says so.
+        work: of an epoch; None if the data is not on this machine, for the reason in `why_no_work`.
         mfu: share of the GPUs' peak in a step; None without `work`.
         step_s: seconds of a step.
-        parts: of them, by what they are spent on; none where the MFU was given.
+        parts: seconds of a step by purpose; empty if the MFU was given.
     """
 
     name: str
@@ -93,15 +94,15 @@ class RunPlan:
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
             verdict = "fits" if memory.total <= usable else "does NOT fit"
-            row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are left to tensors")
+            row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors")
         if self.work is None or self.mfu is None:
-            row("an epoch", f"not known: {self.why_no_work}")
+            row("an epoch", f"unknown: {self.why_no_work}")
             return table
         row("an epoch", f"{self.work.steps:,} steps of {self.work.tokens:,.0f} tokens")
-        row("microbatches", f"{self.work.microbatches:,} of a rank and step")
-        row("work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs a step")
-        row("MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as it was given'}")
-        row("a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s a rank")
+        row("microbatches", f"{self.work.microbatches:,} per rank and step")
+        row("work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step")
+        row("MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}")
+        row("a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank")
         for name, seconds in self.parts.items():
             if seconds >= 0.005 * self.step_s:
                 row(f"  {name}", f"{seconds / self.step_s:.0%}")
@@ -117,23 +118,23 @@ def plan_run(
     mfu: float | None = None,
     packs: AssumedPacks | None = None,
 ) -> RunPlan:
-    """What the run with these settings (as `recipes.sft --cfg` prints them) would take.
+    """Plan the run with these settings, an `SftConfig` as plain values.
 
     Args:
         ranks: None for the settings' own number, or 8.
-        machine: what it runs on; None for H100 nodes.
-        mfu: what a step reaches; None for an estimate.
+        machine: None for H100 nodes.
+        mfu: share of the peak that a step reaches; None for an estimate.
         packs: None for the dataset of the settings.
 
     Raises:
-        ConfigError: the layout does not divide the ranks or the model, or is meant for another number of ranks.
+        ConfigError: the layout does not divide the ranks or the model, or was planned for another number of ranks.
     """
     model, parallel = ModelConfig(**settings["model"]), ParallelConfig(**settings["parallel"])
     machine = machine or Machine()
     ranks = ranks or parallel.ranks or 8
     if "schedule" not in settings:
         raise ConfigError(
-            "only fine-tuning runs are planned", where=settings["name"], fix="name an experiment of recipes.sft"
+            "only fine-tuning runs can be planned", where=settings["name"], fix="name an experiment of recipes.sft"
         )
     max_tokens_per_rank = settings["schedule"]["max_tokens_per_rank"]
     batch = settings["loader"]["global_batch_size"]
@@ -141,13 +142,13 @@ def plan_run(
     parallel.check(ranks, global_batch_size=batch, max_tokens_per_rank=max_tokens_per_rank)
     dp_size = parallel.dp_size(ranks)
     data, why = _open(settings["data"]) if packs is None else (None, "")
-    # Of weights that are not here the settings may tell enough: planning downloads none then.
+    # If the settings have the vocabulary size, planning downloads no weights.
     if model.init_from is not None and (model.vocab_size is None or Path(model.init_from).is_dir()):
         model.vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
     model.vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
     if model.vocab_size is None:
         raise ConfigError(
-            f"the vocabulary size is not known: {why or 'the dataset does not say'}",
+            f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
             where="model.vocab_size",
             fix="set it to the size of the tokenizer",
         )
@@ -202,7 +203,7 @@ def plan_run(
 
 def _open(settings: dict[str, Any]) -> tuple[RunData | None, str]:
     if settings["live"]["path"]:
-        return None, "live chunks have no end yet"
+        return None, "live chunks have no known end"
     blend = [BlendSource(**source) for source in settings["blend"]]
     if any(source.weight is not None for source in blend):
         return None, "a blend with weights has no end"

@@ -1,9 +1,9 @@
-"""What an epoch takes: steps, microbatches and FLOPs, and how long a step lasts on nodes that nobody has booked yet.
+"""Work of an epoch in steps, microbatches and FLOPs, and an estimate of the time of a step.
 
-The time of a step is an estimate, part by part: what each rank multiplies, moves through its memory and sends, over
-what a kernel or a link reaches of its peak. The shares are round figures of kernels on H100 nodes, not measurements of
-a cluster: the first steps of a run show what yours reach, and `harness plan --mfu` takes that instead. Nothing is
-counted for launching kernels, for ranks that wait for a fuller one, or for the loader (BENCHMARKS.md has that wait).
+The estimate adds, part by part, what each rank multiplies, moves through its memory and sends, divided by the share of
+the peak that a kernel or a link reaches. The shares are round figures for H100 nodes, not measurements of a cluster:
+the first steps of a run show the real MFU, and `harness plan mfu=...` uses it instead. Kernel launches, waiting for a
+fuller rank and the loader are not counted (BENCHMARKS.md has the wait for the loader).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size, sequence_cost
 from harness.records import Int64Array
 
-# A backward pass costs twice a forward pass; what is computed again costs one more.
+# A backward pass costs two forward passes; recomputation costs one more.
 _MATMUL_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
 _ATTENTION_PASSES = {"none": 3.0, "selective": 4.0, "full": 4.0}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port a GPU.
+    """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port per GPU.
 
     Attributes:
         peak_flops: of a GPU, dense, in the dtype of the matrices.
-        matmul_share, attention_share: of it, that large matrix products and fused attention reach.
-        memory_bytes_per_s: of a GPU, as streaming kernels reach it.
-        node_bytes_per_s: of a GPU to the others of its node, one way, as collectives reach it.
-        fabric_bytes_per_s: of a GPU's own network port, likewise.
+        matmul_share, attention_share: shares of the peak that large matrix products and fused attention reach.
+        memory_bytes_per_s: memory bandwidth of a GPU that streaming kernels reach.
+        node_bytes_per_s: one-way bandwidth of a GPU to the others of its node that collectives reach.
+        fabric_bytes_per_s: the same of a GPU's own network port.
         ranks: of a node.
     """
 
@@ -44,20 +44,20 @@ class Machine:
     ranks: int = 8
 
     def link(self, group: int, stride: int) -> float:
-        """Bytes a second that each of `group` ranks, `stride` apart, sends around a ring of them."""
+        """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""
         if group * stride <= self.ranks:
             return self.node_bytes_per_s
-        # A ring crosses between nodes once a node, over the ports of all its members there.
+        # A ring leaves each node once, over the ports of all its members there.
         return min(self.node_bytes_per_s, self.fabric_bytes_per_s * max(1, self.ranks // stride))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One epoch.
+    """Work of one epoch.
 
     Attributes:
         steps: optimizer steps.
-        microbatches: of a rank and step, on average.
+        microbatches: per rank and step, on average.
         tokens: model tokens of a step, on average.
         linear_flops, attention_flops: of a step's forward pass, all ranks together.
     """
@@ -70,11 +70,11 @@ class Work:
 
     @property
     def model_flops(self) -> float:
-        """Of a step, forward and backward; what is computed again is not counted."""
+        """FLOPs of a step, forward and backward, without recomputation."""
         return 3 * (self.linear_flops + self.attention_flops)
 
     def mfu(self, step_s: float, *, ranks: int, peak_flops: float) -> float:
-        """Share of the peak of all GPUs that goes into `model_flops`."""
+        """Return the share of the peak of all GPUs that `model_flops` uses."""
         return self.model_flops / (step_s * ranks * peak_flops)
 
 
@@ -87,7 +87,7 @@ def plan_work(
     dp_size: int,
     row_tokens: int,
 ) -> Work:
-    """What an epoch takes.
+    """Return the work of an epoch.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
@@ -116,15 +116,15 @@ def estimate_step(
     layer_bytes: float,
     machine: Machine,
 ) -> dict[str, float]:
-    """Seconds of one step, by what they are spent on.
+    """Return the seconds of one step by purpose.
 
     Args:
         weights: of the fullest rank.
-        layer_bytes: a token of the row, that one layer makes in its forward pass (without recomputation).
+        layer_bytes: per token of the row, written by one layer in its forward pass (without recomputation).
 
     Returns:
-        `matrix products`, `attention`, `memory`, the exchange of `tensor`, `context`, `pipeline` and `data`
-        parallelism as far as nothing hides it, and the `optimizer`.
+        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context`, `pipeline` and `data`
+        parallelism that is not overlapped, and the `optimizer`.
     """
     item = DTYPE_BYTES[model.dtype]
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -136,11 +136,11 @@ def estimate_step(
     share = machine.peak_flops * ranks
     products = _MATMUL_PASSES[model.recompute] * work.linear_flops / (share * machine.matmul_share)
     attention = _ATTENTION_PASSES[model.recompute] * work.attention_flops / (share * machine.attention_share)
-    # Written once, read by the next kernel and by the backward pass; logits five times in four bytes.
+    # Written once, read by the next kernel and by the backward pass; logits five times, four bytes each.
     moved = (4 if again else 3) * layers * layer_bytes + 20 * padded_vocab_size(model.vocab_size or 0) / tp / stages
     memory = tokens * moved / machine.memory_bytes_per_s
 
-    # Two gathers and two scatters of the hidden states a layer and pass; the backward pass gathers two inputs again
+    # Two gathers and two scatters of the hidden states per layer and pass; the backward pass gathers two inputs again
     # behind its products. An all-reduce is a gather and a scatter.
     hidden = tokens * item * model.hidden_size
     passes = 3 if again else 2
@@ -156,11 +156,11 @@ def estimate_step(
 
     shares = dp_size * cp
     ring = (shares - 1) / shares / machine.link(shares, tp)
-    # Gradients go in float32 during the last microbatch's backward pass; weights come back with nothing to hide them.
+    # Float32 gradients are reduced during the last microbatch's backward pass; the gather of weights overlaps nothing.
     reduce = 4 * weights * ring * (1 if parallel.distributed_optimizer else 2)
     hidden_by = busy / work.microbatches * 2 / 3
     data = max(0.0, reduce - hidden_by) + (item * weights * ring if parallel.distributed_optimizer else 0.0)
-    # Gradient, two moments and a copy are read, all but the gradient and the weights themselves written.
+    # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
     optimizer = 30 * weights / (shares if parallel.distributed_optimizer else 1) / machine.memory_bytes_per_s
     return {
         "matrix products": products,

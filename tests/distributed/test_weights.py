@@ -198,14 +198,14 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
 
     pretrained = find_pretrained(model)
     assert pretrained is not None
-    with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, and the weights know 300"):
+    with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, and the weights have 300"):
         pretrained.check_data(vocab_size=301, dataset_tokenizer="", where="data")
     with HfWeights(models["qwen3"]) as weights:
         check_weights(weights, model, 300)
-        with pytest.raises(HarnessError, match=r"model.embed_tokens.weight is \[300, 32\], and config.json asks for"):
+        with pytest.raises(HarnessError, match=r"model.embed_tokens.weight is \[300, 32\], and config.json requires"):
             check_weights(weights, model, 400)
         model.family = "llama"
-        with pytest.raises(HarnessError, match=r"hold unknown model.layers.0.self_attn.k_norm.weight and 3 more"):
+        with pytest.raises(HarnessError, match=r"have unknown model.layers.0.self_attn.k_norm.weight and 3 more"):
             check_weights(weights, model, 300)
     model.num_layers = 3
     with HfWeights(models["llama"]) as weights, pytest.raises(HarnessError, match="the weights lack"):
@@ -215,16 +215,16 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"model_type": "gemma"}, "a model of type 'gemma' cannot be trained here"),
+        ({"model_type": "gemma"}, "models of type 'gemma' are not supported"),
         ({"attention_bias": True}, "attention_bias is set"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "limited to a window of 8 tokens"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "attention with a window of 8 tokens"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope scaling 'yarn'"),
         (
             {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
             "with low_freq_factor 2.0: Megatron-Core has it with 1",
         ),
-        ({"quantization_config": {"bits": 4}}, "the weights are quantized"),
-        ({"hidden_act": "gelu"}, "the activation 'gelu' is not offered"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -243,5 +243,5 @@ def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) ->
         with pytest.raises(HarnessError, match="the weights cannot be read") as refused:
             HfWeights(tmp_path)
         assert str(tmp_path) in str(refused.value)
-    with pytest.raises(HarnessError, match=r"no \*.safetensors"):
+    with pytest.raises(HarnessError, match=r"has no \*.safetensors"):
         HfWeights(tmp_path / "nothing")

@@ -1,6 +1,6 @@
-"""Attention and norm of our own where Transformer Engine is missing.
+"""Packed attention and RMSNorm for machines without Transformer Engine.
 
-Megatron's local core attention refuses the `thd` format and its local norm refuses sequence parallelism.
+Megatron's local core attention refuses the `thd` format, and its local norm refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn import functional
 class VarlenAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed row, by PyTorch's `scaled_dot_product_attention`.
 
-    Takes the place of Megatron's `core_attention`. Sequences are cut apart at `cu_seqlens_q_padded` (or
-    `cu_seqlens_q` where nothing is padded), so no token can see another sequence. Padding stands at the end of its
-    sequence: causality keeps real tokens from seeing it. With context parallelism keys and values are gathered over
-    the CP group, and each rank answers for its two chunks of every sequence.
+    Replaces Megatron's `core_attention`. Sequences are split at `cu_seqlens_q_padded` (or at `cu_seqlens_q` if nothing
+    is padded), so no token can see another sequence. Padding is at the end of its sequence, where causality hides it
+    from real tokens. With context parallelism, keys and values are gathered over the CP group, and each rank computes
+    its two chunks of every sequence.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class VarlenAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # arguments that newer versions add for features that are off here
+        **_unused: Any,  # arguments of newer versions for features that are off here
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -52,11 +52,11 @@ class VarlenAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend inside sequences.
+        """Attend within each sequence.
 
         Args:
             query: [T / cp, heads, head_dim], or [s, b, heads, head_dim] without `packed_seq_params`.
-            key, value: the same with the number of key-value heads.
+            key, value: the same with key-value heads.
 
         Returns:
             [T / cp, heads * head_dim], or [s, b, heads * head_dim].
@@ -80,17 +80,17 @@ class VarlenAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
         cp_rank = torch.distributed.get_rank(self.cp_group)
-        # One collective for both: [cp * T / cp, 2, heads, head_dim], rank after rank; its backward sums over ranks.
+        # One collective for both: [cp * T / cp, 2, heads, head_dim], in order of ranks; its backward sums over ranks.
         both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
         local = [length // self.cp_size for length in lengths]
         by_rank = [torch.split(part, local) for part in both.chunk(self.cp_size)]
         pieces = []
-        for index, one_query in enumerate(torch.split(query, local)):
-            # Every rank holds chunks r and 2 * cp - 1 - r of a sequence: laid out in order they are the whole.
+        for index, sequence in enumerate(torch.split(query, local)):
+            # Rank r has chunks r and 2 * cp - 1 - r of a sequence; put in order, the chunks are the whole.
             halves = [parts[index].chunk(2) for parts in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
-            chunk = one_query.shape[0] // 2
-            for part, number in zip(one_query.chunk(2), (cp_rank, 2 * self.cp_size - 1 - cp_rank), strict=True):
+            chunk = sequence.shape[0] // 2
+            for part, number in zip(sequence.chunk(2), (cp_rank, 2 * self.cp_size - 1 - cp_rank), strict=True):
                 end = (number + 1) * chunk
                 allowed = torch.arange(end, device=query.device) <= torch.arange(
                     number * chunk, end, device=query.device
@@ -121,7 +121,7 @@ def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight tells Megatron that sequence parallelism leaves its gradient partial.
+    """Root-mean-square norm whose weight is marked: under sequence parallelism its gradient is partial.
 
     Args:
         config: reads `sequence_parallel` and `params_dtype`.
@@ -139,6 +139,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to the same shape and dtype; computed in float32."""
+        """Normalize [..., hidden_size] in float32; shape and dtype stay."""
         wide = hidden.float()
         return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * self.weight.float()).type_as(hidden)

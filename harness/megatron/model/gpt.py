@@ -1,4 +1,4 @@
-"""Megatron-Core's own GPTModel, wrapped in its DistributedDataParallel, from a small config."""
+"""Build Megatron-Core's own GPTModel, wrapped in its DistributedDataParallel, from a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
-    """Whether layers come from Transformer Engine; raises ConfigError where it is asked for and missing."""
+    """Return True if layers come from Transformer Engine; raise ConfigError if it is requested and missing."""
     if choice == "torch" or (choice == "auto" and device.type != "cuda"):
         return False
     try:
@@ -39,13 +39,13 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
         raise ConfigError(
             f"model.attention is transformer_engine, which cannot be imported: {error}",
             where="model.attention",
-            fix="install the `gpu` extra, use a container that has it, or model.attention=torch",
+            fix="install the `gpu` extra, use a container with it, or set model.attention=torch",
         ) from error
     return True
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
-    """Megatron's config for this model on this layout."""
+    """Return Megatron's config for this model on this layout."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     pipelined = parallel.pipeline_parallel_size > 1
     interleaved = parallel.virtual_pipeline_parallel_size is not None
@@ -72,8 +72,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # A checkpoint of one layout must start every other from the same weights, and on a CPU the whole matrix is
-        # drawn and then cut; on GPUs each shard is drawn in place, which large models need.
+        # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
+        # each shard is drawn in place, which large models need.
         use_cpu_initialization=device.type == "cpu",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -83,14 +83,14 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, used or not.
+        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
-        # A stage of an interleaved pipeline of two sends to the same rank in both directions. One exchange at a time
-        # keeps them in order; batched ones are matched by order alone, and a gradient would arrive as an activation.
+        # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
+        # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # Gloo may still read a tensor that is being sent.
+        # Gloo may still be reading a tensor that is being sent.
         deallocate_pipeline_outputs=pipelined and device.type == "cuda",
         calculate_per_token_loss=True,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
@@ -117,7 +117,7 @@ def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: in
 def build_chunks(
     model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int, device: torch.device
 ) -> list[GPTModel]:
-    """This rank's chunks of the model: one, or one a virtual pipeline stage.
+    """Build this rank's chunks of the model: one, or one per virtual pipeline stage.
 
     Args:
         vocab_size: of the tokenizer; padded here.
@@ -161,7 +161,7 @@ def build_chunks(
 
 
 def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
-    """Keep the vocabulary's padding out of the softmax: where the weights come from, there is none."""
+    """Exclude the padding of the vocabulary from the softmax: pretrained weights have none."""
     if not chunk.post_process:
         return
     rows = padded_vocab_size(vocab_size) // chunk.config.tensor_model_parallel_size
@@ -182,11 +182,11 @@ def build_model(
     device: torch.device,
     fill: Callable[[list[GPTModel]], None] | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks of the model, ready to train.
+    """Build this rank's chunks of the model, ready to train.
 
     Args:
         vocab_size: of the tokenizer; padded here.
-        fill: puts other weights in place of the drawn ones, before the optimizer copies them.
+        fill: replaces the random weights, before the optimizer copies them.
     """
     chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
     if fill is not None:
@@ -199,7 +199,7 @@ def build_model(
         average_in_collective=False,
     )
     wrapped = [
-        # Bucketing follows the order in which the backward pass meets parameters; only the first chunk overlaps.
+        # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]

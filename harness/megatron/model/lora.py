@@ -1,8 +1,8 @@
-"""LoRA: small matrices beside the frozen linear layers, divided over tensor-parallel ranks as these are.
+"""LoRA: small matrices beside the frozen linear layers, divided over tensor-parallel ranks like the layers.
 
-A layer W x becomes W x + (alpha / rank) B A x. Of a layer whose rows are divided (queries, keys and values; the gated
-layer) every rank holds A and its rows of B; of one whose columns are (the projections back), its columns of A and all
-of B. Queries, keys and values share one A, and so do both halves of the gated layer.
+A layer W x becomes W x + (alpha / rank) B A x. If the rows of the layer are divided (queries, keys and values; the
+gated layer), every rank has A and its rows of B; if its columns are divided (the output projections), its columns of A
+and all of B. Queries, keys and values share one A, and so do both halves of the gated layer.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; initial values as PEFT draws them.
 """
@@ -30,7 +30,7 @@ from harness.errors import ConfigError
 from harness.megatron.weights import ADAPTER, Shard, to_hf
 from harness.plan import ModelConfig
 
-# Linear layers by what they are called in `model.lora_targets`, and where they are.
+# Parent module of each linear layer, by its name in `model.lora_targets`.
 _PLACES = {
     "linear_qkv": "self_attention",
     "linear_proj": "self_attention",
@@ -51,15 +51,15 @@ class Adapter(torch.nn.Module):
 
     Args:
         inputs, outputs: of the whole layer, over all ranks.
-        halves: parts that the rows of B consist of on every rank, 2 for the gated layer.
-        rank, alpha: the inner size of the two, and how much they count.
-        by_columns: whether ranks divide the layer's inputs, and not its outputs.
+        halves: parts of the rows of B on every rank, 2 for the gated layer.
+        rank, alpha: inner size of the two matrices, and scale of their product.
+        by_columns: True if ranks divide the layer's inputs instead of its outputs.
         shard: this rank's part.
         generator: draws A, the same on every rank.
 
     Attributes:
         a: [rank, inputs], or this rank's columns of it.
-        b: one a half, [outputs / halves, rank], or this rank's rows of it.
+        b: one per half, [outputs / halves, rank], or this rank's rows of it.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.ParameterList(
             torch.nn.Parameter(torch.zeros(rows, rank, device=device, dtype=dtype)) for _ in range(halves)
         )
-        # What ranks share is counted once in the norm of gradients, what they divide on each.
+        # The norm of gradients counts shared parameters once and divided ones on every rank.
         for divided in [self.a] if by_columns else self.b:
             set_tensor_model_parallel_attributes(divided, is_parallel=True, dim=int(by_columns), stride=1)
-        # Gradients of a part of the tokens, which Megatron sums over the ranks that have the others.
+        # Gradients of a part of the tokens, which Megatron sums over the ranks with the others.
         for partial in self.b if by_columns else [self.a]:
-            setattr(partial, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no attribute of torch's
+            setattr(partial, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not an attribute of torch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
+        """Return the addition to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
         low = functional.linear(inputs, self.a)
         if self.by_columns and self._sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low)
@@ -114,23 +114,21 @@ class Adapter(torch.nn.Module):
         return functional.linear(low, rows) * self.scale
 
     def weight(self) -> torch.Tensor:
-        """[outputs, inputs]: what is added to the layer's weight, where one rank holds all of it."""
+        """Return [outputs, inputs], the addition to the layer's weight, on a rank that has all of it."""
         whole: torch.Tensor = torch.cat(list(self.b)).float() @ self.a.float() * self.scale
         return whole
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Its tensors for `dist_checkpointing`, which any layout can load."""
+        """Return its tensors for `dist_checkpointing`, which any layout can load."""
         axes = {"a": 1} if self.by_columns else {f"b.{half}": 0 for half in range(len(self.b))}
-        found = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets
-        )
-        return dict(found)
+        own = self.state_dict(prefix="", keep_vars=True)
+        return dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
 
 
 def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torch.device) -> None:
-    """Freeze a chunk's weights and put adapters beside its linear layers."""
+    """Freeze a chunk's weights and add adapters to its linear layers."""
     config = chunk.config
     for parameter in chunk.parameters():
         parameter.requires_grad = False
@@ -147,7 +145,7 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torc
                 continue
             parent = getattr(layer, place)
             inputs, outputs = sizes[target]
-            # By the layer's number in the whole model: every layout draws the same.
+            # By the layer's number in the whole model: every layout draws the same values.
             seed = (model.seed * 1_000_003 + layer.layer_number) * len(_PLACES) + number
             adapter = Adapter(
                 config,
@@ -164,7 +162,7 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torc
             setattr(parent, target + ADAPTER[:-1], adapter)
             getattr(parent, target).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
     if chunk.pre_process:
-        # Recomputed layers give gradients only where what they are given asks for one, and the embedding is frozen.
+        # Recomputed layers compute gradients only if their input requires one, and the embedding is frozen.
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
@@ -172,7 +170,7 @@ def _adding(adapter: Adapter, epsilon: float) -> Any:
     def add(layer: torch.nn.Module, inputs: Any, output: Any) -> Any:
         values = inputs[0]
         norm = getattr(layer, "layer_norm_weight", None)
-        if norm is not None:  # Transformer Engine's layer begins with the norm
+        if norm is not None:  # the layer of Transformer Engine includes the norm
             values = functional.rms_norm(values, norm.shape, norm, epsilon)
         return output[0] + adapter(values), *output[1:]
 
@@ -180,7 +178,7 @@ def _adding(adapter: Adapter, epsilon: float) -> Any:
 
 
 def adapters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:
-    """The name of each adapted weight (layers numbered over the whole model), its layer, and what stands beside it."""
+    """Yield the name of each adapted weight (layers numbered over the whole model), its layer, and its adapter."""
     for layer in chunk.decoder.layers:
         for target, place in _PLACES.items():
             parent = getattr(layer, place)
@@ -192,26 +190,26 @@ def adapters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:
 
 @torch.no_grad()
 def merge(chunk: GPTModel) -> None:
-    """Add every adapter to its weight, where one rank holds the whole model; the adapters are left as they are."""
+    """Add every adapter to its weight, on a rank that has the whole model; adapters do not change."""
     for _, layer, adapter in adapters(chunk):
         weight: Any = layer.weight
         weight += adapter.weight().to(weight.dtype)
 
 
 def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Adapters by the names of PEFT, where one rank holds the whole model."""
-    found = {}
+    """Return adapters by the names of PEFT, on a rank that has the whole model."""
+    tensors = {}
     for name, _, adapter in adapters(chunk):
         rows = torch.cat(list(adapter.b)).detach()
         for other, part in to_hf(name, rows, model, vocab_size=0).items():
             prefix = f"base_model.model.{other.removesuffix('.weight')}"
-            found[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
-            found[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
-    return found
+            tensors[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
+            tensors[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
+    return tensors
 
 
 def peft_config(model: ModelConfig) -> dict[str, Any]:
-    """`adapter_config.json` as PEFT reads it."""
+    """Return the `adapter_config.json` that PEFT reads."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -227,22 +225,22 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) -> None:
-    """Refuse to go on with other adapters: a checkpoint would fill those of the same names, however they count.
+    """Refuse to resume with other adapters: a checkpoint would load into those of the same names, at any scale.
 
     Args:
-        before: the model's settings of the run so far, as its config.yaml has them.
+        before: model settings of the run so far, from its config.yaml.
 
     Raises:
         ConfigError: rank, alpha or targets differ; with both values.
     """
     names = ("lora_rank", "lora_alpha", "lora_targets")
-    then, today = {"lora_rank": 0, **before}, vars(model)
-    if then["lora_rank"] == today["lora_rank"] == 0:
+    then, now = {"lora_rank": 0, **before}, vars(model)
+    if then["lora_rank"] == now["lora_rank"] == 0:
         return
-    changed = [f"model.{n} was {then.get(n)} and is {today[n]}" for n in names if then.get(n) != today[n]]
+    changed = [f"model.{n} was {then.get(n)} and is {now[n]}" for n in names if then.get(n) != now[n]]
     if changed:
         raise ConfigError(
             f"the run has other adapters: {'; '.join(changed)}",
             where=where,
-            fix="go on with the settings it was started with, or start a new run",
+            fix="resume with the settings that it was started with, or start a new run",
         )

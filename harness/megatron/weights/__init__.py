@@ -1,4 +1,4 @@
-"""TODO."""
+"""Hugging Face weights: `mapping.py` converts them to Megatron's parameters and back, `pretrained.py` loads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face weights into Megatron's parameters and back, a tensor at a time.
+"""Convert Hugging Face weights to Megatron's parameters and back, one tensor at a time.
 
 Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron keeps
 queries, keys and values of a group together, and the two halves of the gated layer one after the other on each rank.
@@ -20,12 +20,12 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import FormatError
 from harness.plan import ModelConfig
 
-# In the names of parameters that `harness.megatron.model.lora` puts beside the model's own.
+# Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
 INDEX_FILE = "model.safetensors.index.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-# Parameters that are one tensor of the other side, by their ends; Transformer Engine keeps two norms elsewhere.
+# Parameters that are one tensor in Hugging Face weights, by suffix; Transformer Engine has two norms elsewhere.
 _NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -50,7 +50,7 @@ class Shard:
     size: int = 1
 
     def of(self, count: int) -> tuple[int, int]:
-        """First and last + 1 of this rank's share of `count` things."""
+        """Return the bounds of this rank's share of `count` rows or columns."""
         share = count // self.size
         return self.rank * share, (self.rank + 1) * share
 
@@ -59,7 +59,7 @@ class HfWeights:
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
     Raises:
-        FormatError: there are none, or they do not open.
+        FormatError: there are none, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,9 +83,9 @@ class HfWeights:
             ) from None
         if not self._files:
             raise FormatError(
-                "there are no *.safetensors here",
+                "the folder has no *.safetensors",
                 where=str(folder),
-                fix="save_pretrained(..., safe_serialization=True)",
+                fix="write them with save_pretrained(..., safe_serialization=True)",
             )
 
     def __enter__(self) -> HfWeights:
@@ -96,7 +96,7 @@ class HfWeights:
 
     @property
     def names(self) -> set[str]:
-        # Older files store what is computed from the settings.
+        # Older files store values that are computed from the settings.
         return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class HfWeights:
 
 
 def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model's weights consist of, by its Hugging Face name."""
+    """Return the shape of every tensor of the model's weights by its Hugging Face name."""
     hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
     heads, groups = model.num_attention_heads * head, model.num_query_groups * head
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab_size, hidden), _FINAL_NORM: (hidden,)}
@@ -137,28 +137,28 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
 
 
 def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int) -> None:
-    """Refuse weights that lack a tensor, hold one too many, or one of another shape; raises FormatError."""
+    """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape."""
     expected = expected_shapes(model, vocab_size)
-    found = weights.names - ({_OUTPUT} if model.tie_embeddings else set())  # some store a tied one twice
-    wrong = {name: weights.shape(name) for name in expected if name in found and weights.shape(name) != expected[name]}
-    for what, names in (("lack", sorted(set(expected) - found)), ("hold unknown", sorted(found - set(expected)))):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    names = weights.names - ({_OUTPUT} if model.tie_embeddings else set())  # some store a tied matrix twice
+    wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
+    for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise FormatError(
-                f"the weights {what} {names[0]}{more}",
+                f"the weights {verb} {odd[0]}{more}",
                 where=str(weights.folder),
-                fix="they are damaged, or not of a model that config.json describes: download them again",
+                fix="they are damaged, or of another model than config.json describes: download them again",
             )
     for name, shape in wrong.items():
         raise FormatError(
-            f"{name} is {list(shape)}, and config.json asks for {list(expected[name])}",
+            f"{name} is {list(shape)}, and config.json requires {list(expected[name])}",
             where=str(weights.folder),
-            fix="the files are of two models: download them again",
+            fix="download the model again: the files are of two models",
         )
 
 
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
-    """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zeros."""
+    """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero."""
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
@@ -166,7 +166,7 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
 
 
 def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by name, layers numbered from 0 over the whole model; those of adapters are left out."""
+    """Yield parameters by name, layers numbered from 0 over the whole model, without those of adapters."""
     for name, parameter in chunk.named_parameters():
         if ADAPTER in name:
             continue
@@ -179,7 +179,7 @@ def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
-    """Fill one parameter of this rank, piece by piece: nothing larger than a piece is held beside it."""
+    """Fill one parameter of this rank, piece by piece: no more memory is needed than for one piece."""
     match = _LAYER.fullmatch(name)
     if match is None:
         if name == "decoder.final_layernorm.weight":
@@ -219,7 +219,7 @@ def _group_rows(model: ModelConfig) -> int:
 
 
 def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, _QkvRows, int, int]]:
-    """For each of this rank's groups: its place on the rank, and which rows of q, k and v are which of its rows."""
+    """Yield for each group of this rank its place, the source rows of q, k or v, and the bounds of its own rows."""
     query = model.num_attention_heads // model.num_query_groups * model.head_size
     head = model.head_size
     first, last = shard.of(model.num_query_groups)
@@ -230,7 +230,7 @@ def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, _QkvRow
 
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """One whole parameter (tensor parallelism of 1) as the tensors of the other side."""
+    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name."""
     match = _LAYER.fullmatch(name)
     if match is None:
         if name == "decoder.final_layernorm.weight":

@@ -1,4 +1,4 @@
-"""Weights to start from: found, held against the model and the data, and put into the model."""
+"""Initial weights: find them, check them against model and data, and load them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of Hugging Face weights whose sizes are those of the model.
+    """A folder of Hugging Face weights that fit the model.
 
     Attributes:
-        vocab_size: rows of its embedding, those that pad it included.
+        vocab_size: rows of its embedding, padding included.
     """
 
     folder: Path
@@ -30,15 +30,15 @@ class Pretrained:
     vocab_size: int
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
-        """Refuse data of another tokenizer; raises ConfigError with both values.
+        """Raise ConfigError, with both values, if the data has another tokenizer.
 
         Args:
-            vocab_size: of the data's tokenizer, None where it is not known.
-            dataset_tokenizer: its hash, empty where it is not known.
+            vocab_size: of the data's tokenizer; None if unknown.
+            dataset_tokenizer: its hash; empty if unknown.
         """
         if vocab_size is not None and vocab_size > self.vocab_size:
             raise ConfigError(
-                f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights know {self.vocab_size:,}",
+                f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}",
                 where=f"{where} and model.init_from={self.model.init_from}",
                 fix="prepare the data with the tokenizer of the weights: "
                 f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
@@ -48,14 +48,14 @@ class Pretrained:
         own = tokenizer_hash(str(self.folder))
         if own != dataset_tokenizer:
             raise ConfigError(
-                f"the dataset was made with tokenizer {dataset_tokenizer}, and that of the weights is {own}",
+                f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}",
                 where=f"{where} and model.init_from={self.model.init_from}",
                 fix="prepare the data with the tokenizer of the weights: "
                 f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
             )
 
     def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
-        """What puts this rank's part of the weights into its chunks."""
+        """Return a function that loads this rank's part of the weights into its chunks."""
 
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
@@ -66,20 +66,20 @@ class Pretrained:
 
 
 def find_pretrained(model: ModelConfig) -> Pretrained | None:
-    """What `model.init_from` names, None where it names nothing.
+    """Return the weights that `model.init_from` names, or None.
 
     Raises:
-        ConfigError: there is no such model, or it is of other sizes than `model`.
+        ConfigError: there is no such model, or it does not have the sizes of `model`.
     """
     if model.init_from is None:
         return None
     folder = find_weights(model.init_from)
-    found = read_hf_config(folder)
-    check_model(model, found, where=model.init_from)
-    if model.vocab_size not in (None, found.vocab_size):
+    stored = read_hf_config(folder)
+    check_model(model, stored, where=model.init_from)
+    if model.vocab_size not in (None, stored.vocab_size):
         raise ConfigError(
-            f"model.vocab_size is {model.vocab_size:,}, and the weights have {found.vocab_size:,} rows",
+            f"model.vocab_size is {model.vocab_size:,}, and the weights have {stored.vocab_size:,} rows",
             where=f"model.init_from={model.init_from}",
             fix="leave model.vocab_size null",
         )
-    return Pretrained(folder, model, found.vocab_size)
+    return Pretrained(folder, model, stored.vocab_size)

@@ -1,4 +1,4 @@
-"""Talking to an exported model."""
+"""Chats with an exported model."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_likeliest_tokens_are_the_answer_and_it_is_the_same_again(model: Path, capsys) -> None:
+def test_the_most_likely_tokens_are_the_answer_every_time(model: Path, capsys) -> None:
     with exported(model) as folder:
         assert folder == model
     first = Chat(model, max_tokens=12)
-    said = first.answer("jumps", live=True)
-    assert said
-    assert capsys.readouterr().out.strip() == said.strip()
-    assert Chat(model, max_tokens=12).answer("jumps") == said
-    # What was said before is part of the next question.
+    text = first.answer("jumps", live=True)
+    assert text
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert Chat(model, max_tokens=12).answer("jumps") == text
+    # The conversation so far is part of the next question.
     assert first.answer("fox") != Chat(model, max_tokens=12).answer("fox")
 
 
-def test_a_seed_decides_what_is_drawn(model: Path) -> None:
+def test_a_seed_determines_the_samples(model: Path) -> None:
     drawn = [Chat(model, max_tokens=12, temperature=1.0, seed=seed).answer("fox") for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_old_turns_are_forgotten_and_what_never_fits_is_refused(model: Path) -> None:
+def test_old_turns_are_dropped_and_a_message_that_never_fits_is_refused(model: Path) -> None:
     chat = Chat(model, max_tokens=8)
     for _ in range(9):
         chat.answer("the lazy dog")
@@ -69,5 +69,5 @@ def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> 
         (tmp_path / name).write_bytes((model / name).read_bytes())
     with pytest.raises(ConfigError, match="no tokenizer with a chat template"):
         Chat(tmp_path)
-    with pytest.raises(ConfigError, match="this is no run"), exported(tmp_path / "nothing"):
+    with pytest.raises(ConfigError, match="not a run"), exported(tmp_path / "nothing"):
         pass

@@ -1,4 +1,4 @@
-"""What cannot train is refused before any rank waits for another."""
+"""Settings and data that cannot train are refused before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
         check(config(vocab_size=50), data(), 1)
 
 
-def test_a_pack_size_above_the_models_limit_is_refused(data):
+def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
     with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
         check(config(max_sequence_length=100), data(pack_size=128), 1)
 
@@ -78,13 +78,13 @@ def test_a_sequence_above_the_capacity_is_named_before_training(tmp_path, data):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data):
-    with pytest.raises(ConfigError, match="a token id is 95, and the model knows 90 tokens"):
+    with pytest.raises(ConfigError, match="a token id is 95, and the model has 90 tokens"):
         run(tmp_path, data())
     run(tmp_path, data(vocab_size=96))
     assert (tmp_path / "runs" / "sft-002" / "report.md").exists()
 
 
-def test_a_job_whose_settings_are_refused_is_not_started_again_whatever_its_launcher_makes_of_the_exit_code(
+def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launcher_changes_the_exit_code(
     tmp_path, data, monkeypatch
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -92,14 +92,14 @@ def test_a_job_whose_settings_are_refused_is_not_started_again_whatever_its_laun
     made = SftConfig(run_dir=str(folder), resume="auto", data=DataConfig(path=str(data().train.path)))
     made.parallel.tensor_parallel_size = 3
     folder.mkdir()
-    with open_run_folder(folder, settings="", goes_on=True), pytest.raises(ConfigError):
+    with open_run_folder(folder, settings="", resumes=True), pytest.raises(ConfigError):
         main(made)
-    assert decide(folder, exit_code=1).requeue  # another run was at work there, and said nothing
+    assert decide(folder, exit_code=1).requeue  # another run was active there and left no reason
     with pytest.raises(ConfigError):
         main(made)
     decision = decide(folder, exit_code=1)
     assert not decision.requeue
-    assert "another try would fail in the same way" in decision.message
+    assert "another attempt would fail in the same way" in decision.message
 
 
 def live_config(tmp_path, **data):
@@ -128,7 +128,7 @@ def test_a_run_on_live_chunks_ends_with_them_and_marks_them_once_a_checkpoint_is
     assert "live chunks in" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_chunks_are_marked_only_once_every_checkpoint_that_is_kept_holds_them(tmp_path, monkeypatch):
+def test_chunks_are_marked_only_once_every_kept_checkpoint_contains_them(tmp_path, monkeypatch):
     write_stream(tmp_path / "live", some_packs(32), [4] * 8)
     marked, complete = [], LiveFolder.complete
     monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_chunks_are_marked_only_once_every_checkpoint_that_is_kept_holds_them(tm
     assert marked == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
 
-def test_a_new_run_on_chunks_that_another_one_used_up_is_refused_and_does_not_wait(tmp_path):
+def test_a_new_run_on_chunks_that_another_run_used_up_is_refused_and_does_not_wait(tmp_path):
     write_stream(tmp_path / "live", some_packs(18), [7, 7, 4])
     for left in tmp_path.glob("live/chunk_00000*"):
         left.unlink()
@@ -149,7 +149,7 @@ def test_a_new_run_on_chunks_that_another_one_used_up_is_refused_and_does_not_wa
         main(live_config(tmp_path))
 
 
-def test_live_chunks_are_refused_with_what_they_do_not_go_with(tmp_path):
+def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path):
     made = live_config(tmp_path)
     made.schedule.name = "dp_balanced"
     with pytest.raises(ConfigError, match="plans with lengths, which are not known in advance"):
