@@ -1,37 +1,183 @@
-"""What a format provides; `reader` and `writer` do everything that formats share."""
+"""The interface of a format, and the registry of formats. `reader` and `writer` do everything that formats share."""
 
 from __future__ import annotations
 
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from harness.errors import ConfigError
 from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage import ObjectPath
+from harness.storage import Folder, Place, natural_key
+
+# Name -> module that defines `FORMAT`. A new format is one module and one line here. Files without a manifest are
+# tried in this order; parquet is last because pyarrow takes longest to import.
+FORMATS: dict[str, str] = {
+    "npy": "harness.formats.npy",
+    "memmap": "harness.formats.memmap",
+    "binidx": "harness.formats.binidx",
+    "jsonl": "harness.formats.jsonl",
+    "virtual": "harness.formats.virtual",
+    "parquet": "harness.formats.parquet",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ShardContents:
+    """The index entries of a shard, gathered from its own files.
+
+    Attributes:
+        sequence_counts: int64 [packs].
+        sequence_lengths: int32 [sequences].
+        pack_size: as stored, or None if the files do not have it.
+        checksums: uint64 [packs] if the file holds its own index.
+        manifest: if the file holds its own.
+    """
+
+    sequence_counts: Int64Array
+    sequence_lengths: Int32Array
+    pack_size: int | None = None
+    checksums: UInt64Array | None = None
+    manifest: Manifest | None = None
+
+
+class ShardReader(ABC):
+    """The open files of one shard, used by one process only.
+
+    Attributes:
+        num_packs: packs that the files hold.
+    """
+
+    num_packs: int
+
+    @abstractmethod
+    def read_row(self, row: int) -> Pack:
+        """Read the pack of a row, which is within bounds, into arrays of its own.
+
+        Raises FormatError for unreadable data; the caller compares checksums.
+        """
+
+    def read(self, rows: Sequence[int]) -> list[Pack]:
+        """Read packs in the order of `rows`. Lists of one cost a tenth of what a mapped pack takes."""
+        return [self.read_row(row) for row in rows]
+
+    @abstractmethod
+    def contents(self) -> ShardContents:
+        """Gather index entries, for files without a manifest."""
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """Return file and position of a row, for error messages."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
 
 
 @dataclass(frozen=True)
-class ShardInfo:
-    """A shard to open.
+class ShardOptions:
+    """Settings of a shard that is written.
 
     Attributes:
-        place: its file, or what its files' names start with.
-        num_packs: packs it must hold.
-        pack_size: tokens that none of its packs exceeds: what a file claims is held against it before memory is spent.
+        pack_size: tokens that no pack exceeds.
+        rows_per_group: packs of one Parquet row group; other formats have no groups.
     """
 
-    place: Path | ObjectPath
-    num_packs: int
     pack_size: int
+    rows_per_group: int = 64
 
-    @property
-    def path(self) -> Path:
-        """The place of a shard on a disk; formats that are not read in object storage get no other."""
-        assert isinstance(self.place, Path)
-        return self.place
+
+class ShardWriter(ABC):
+    """The files of one shard, which exist under their names only once it is finished."""
+
+    @abstractmethod
+    def append(self, pack: Pack) -> None:
+        """Add a pack that keeps the invariants."""
+
+    @abstractmethod
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+        """Finish the files and return their names in the folder.
+
+        `metadata` is not empty only for a dataset of a single file, which stores it inside if it can.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop the files."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format.
+
+    Attributes:
+        name: its key in the registry.
+        shard_template: path of a shard inside a dataset folder, to be formatted with its number.
+        suffixes: of files that `open_dataset` takes, for error messages.
+        shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
+        packs_per_shard: default.
+        files_per_shard: file descriptors that an open shard holds.
+        write_shard: start the shard of a name in a folder.
+        open_shard: open a shard at its file, or at the common prefix of its files' names. The number, if known, is
+            the pack size, which bounds how much memory damaged files can claim.
+        find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
+            format's layout.
+        single_file_suffix: a destination with this suffix is written as one file without a folder; "" if never.
+        in_buckets: whether shards are written to object storage and read from it by ranges; if not, they are read
+            from local copies.
+    """
+
+    name: str
+    shard_template: str
+    suffixes: tuple[str, ...]
+    shard_pattern: str
+    packs_per_shard: int
+    files_per_shard: int
+    write_shard: Callable[[Folder, str, ShardOptions], ShardWriter]
+    open_shard: Callable[[Place, int | None], ShardReader]
+    find_bare: Callable[[Path], list[Path]]
+    single_file_suffix: str = ""
+    in_buckets: bool = False
+
+    def shard_name(self, number: int) -> str:
+        """Return the path of a shard inside a dataset folder."""
+        return self.shard_template.format(number)
+
+
+def load_format(name: str) -> Format:
+    """Return the format of that name; raises ConfigError for an unknown one."""
+    if name not in FORMATS:
+        raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
+    format: Format = importlib.import_module(FORMATS[name]).FORMAT
+    return format
+
+
+def local_path(place: Place) -> Path:
+    """Return the path of a shard on a disk; formats that are not read in object storage get no other place."""
+    assert isinstance(place, Path)
+    return place
+
+
+def find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return a file, or the files of a folder in natural order, that have one of these suffixes."""
+    found = list(path.iterdir()) if path.is_dir() else [path]
+    found = [entry for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
+    return sorted(found, key=lambda entry: natural_key(entry.name))
+
+
+def find_folders(path: Path, *names: str) -> list[Path]:
+    """Return a folder, or the folders inside it in natural order, that have files of all these names."""
+
+    def has_all(folder: Path) -> bool:
+        return all((folder / name).is_file() for name in names)
+
+    if has_all(path) or not path.is_dir():
+        return [path] if has_all(path) else []
+    return sorted(filter(has_all, path.iterdir()), key=lambda entry: natural_key(entry.name))
 
 
 # A frozen dataclass refuses `pack.input_ids = ...`; its slots take a value in half the time of `object.__setattr__`.
@@ -42,128 +188,9 @@ _new_pack: Callable[[type[Pack]], Pack] = object.__new__
 
 
 def make_pack(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> Pack:
-    """A pack of arrays that already have its dtypes. Skips its conversions: a fifth of what a mapped read takes."""
+    """Build a pack of arrays that already have its dtypes, without conversions: a fifth of a mapped read's time."""
     pack = _new_pack(Pack)
     _set_input_ids(pack, input_ids)
     _set_loss_mask(pack, loss_mask)
     _set_seq_start_id(pack, seq_start_id)
     return pack
-
-
-class ShardReader(Protocol):
-    """The open files of one shard, used by one process only."""
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        """Packs at these rows, in this order, with arrays of their own. Rows are within bounds.
-
-        Raises FormatError for what cannot be read; checksums are compared by the caller.
-        """
-
-    def read_row(self, row: int) -> Pack:
-        """`read` of one row: lists of one cost a tenth of what a mapped pack takes."""
-
-    def where(self, row: int) -> str:
-        """Where a row is, for error messages: file and position in it."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How to write a shard.
-
-    Attributes:
-        pack_size: tokens that no pack exceeds.
-        rows_per_group: packs of one Parquet row group; other formats have no groups.
-    """
-
-    pack_size: int
-    rows_per_group: int
-
-
-class ShardFile(Protocol):
-    """A file under way, as `AtomicFile` is one: nothing is there before `finish`."""
-
-    path: Path
-
-    def write(self, data: bytes | memoryview) -> int: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class ShardWriter(Protocol):
-    """The files of one shard while they are written under temporary names."""
-
-    def append(self, pack: Pack) -> None:
-        """Add a pack that was found to keep the invariants."""
-
-    def finish(self, metadata: Mapping[str, bytes], /) -> list[Path]:
-        """Force the files to disk, give them their names and return these.
-
-        `metadata` is not empty only for a dataset of a single file, which stores it inside if it can.
-        """
-
-    def abort(self) -> None:
-        """Drop the temporary files."""
-
-
-@dataclass(frozen=True, eq=False)
-class BareShard:
-    """A shard without a manifest, as found by looking at it.
-
-    Attributes:
-        path: its file, or what its files' names start with.
-        sequence_counts: int64 [packs].
-        sequence_lengths: int32 [sequences].
-        pack_size: as stored, or None where the files do not say.
-        checksums: uint64 [packs] where the file holds its own index.
-        manifest: where the file holds its own.
-        reader: the opened shard where finding out took reading it, else None.
-    """
-
-    path: Path | ObjectPath
-    sequence_counts: Int64Array
-    sequence_lengths: Int32Array
-    pack_size: int | None = None
-    checksums: UInt64Array | None = None
-    manifest: Manifest | None = None
-    reader: ShardReader | None = None
-
-
-@dataclass(frozen=True)
-class Format:
-    """A storage format.
-
-    Attributes:
-        name: its key in the registry.
-        shard_name: path of shard number i inside a dataset folder.
-        suffixes: of files that `open_dataset` takes, for error messages.
-        shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
-        packs_per_shard: default.
-        files_per_shard: file descriptors that an open shard holds.
-        write_shard: start a shard at a path.
-        open_shard: open a shard.
-        find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
-            format's layout.
-        inspect_bare: look at one of them.
-        single_file_suffix: a destination that ends with it is written as one file without a folder; "" if never.
-        write_remote: start a shard in object storage; None where the format cannot be written there.
-        inspect_remote: as `inspect_bare`, in object storage; None where shards are copied to a disk to be read.
-    """
-
-    name: str
-    shard_name: Callable[[int], str]
-    suffixes: tuple[str, ...]
-    shard_pattern: str
-    packs_per_shard: int
-    files_per_shard: int
-    write_shard: Callable[[Path, ShardOptions], ShardWriter]
-    open_shard: Callable[[ShardInfo], ShardReader]
-    find_bare: Callable[[Path], list[Path]]
-    inspect_bare: Callable[[Path], BareShard]
-    single_file_suffix: str = ""
-    write_remote: Callable[[ShardFile, ShardOptions], ShardWriter] | None = None
-    inspect_remote: Callable[[ObjectPath], BareShard] | None = None

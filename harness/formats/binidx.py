@@ -1,4 +1,4 @@
-"""`binidx`: Megatron's own indexed dataset, with what packs need beside it. X is the shard's prefix.
+"""`binidx`: Megatron's own indexed dataset, with masks and sequence starts beside it. X is the shard's prefix.
 
     X.bin       int32 tokens of all packs, end to end
     X.idx       Megatron's index: one sequence and one document a pack
@@ -6,8 +6,8 @@
     X.seq.idx   int64 [packs + 1], where each pack's starts begin in X.seq.bin
     X.seq.bin   int32 [sequences]
 
-`X.bin` and `X.idx` alone are a valid `megatron.core.datasets.indexed_dataset.IndexedDataset`; `megatron_index` has the
-layout of the index.
+`X.bin` and `X.idx` alone are a valid `megatron.core.datasets.indexed_dataset.IndexedDataset`; `harness.indexed` has
+the layout of the index.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,19 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
+from harness.formats.base import (
+    Format,
+    ShardContents,
+    ShardOptions,
+    ShardReader,
+    ShardWriter,
+    local_path,
+    make_pack,
+)
 from harness.formats.index import lengths_from_starts
 from harness.indexed import BIN, CODES, HEADER, IDX, INT32, MAGIC, VERSION, IndexHeader, with_suffix
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import AtomicFile, natural_key
+from harness.storage import Folder, OutputFile, Place, natural_key
 
 LOSS_BIN, SEQ_IDX, SEQ_BIN = ".loss.bin", ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
@@ -36,10 +44,10 @@ _FIX = "copy the dataset again"
 
 
 def read_index(path: Path) -> Int32Array:
-    """int32 [items]: lengths from a Megatron index of int32 items that lie end to end in the data file.
+    """Read lengths, int32 [items], from a Megatron index of int32 items that lie end to end in the data file.
 
     Raises:
-    FormatError: it is damaged, cut short, or of another dtype or version.
+        FormatError: it is damaged, cut short, or of another dtype or version.
     """
     data = path.read_bytes()
     if len(data) < HEADER.size or not data.startswith(MAGIC):
@@ -69,11 +77,11 @@ def read_index(path: Path) -> Int32Array:
     return lengths
 
 
-class BinIdxShard:
+class BinIdxShard(ShardReader):
     """The open files of one prefix."""
 
-    def __init__(self, prefix: Path) -> None:
-        self._prefix = prefix
+    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
+        self._prefix = prefix = local_path(place)
         missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
         if missing:
             raise FormatError(
@@ -95,19 +103,15 @@ class BinIdxShard:
         self._mask = self._map(LOSS_BIN, np.dtype(np.uint8), num_tokens)
         self._starts = self._map(SEQ_BIN, np.dtype("<i4"), int(self._offsets[-1]))
 
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [self.read_row(row) for row in rows]
-
     def read_row(self, row: int) -> Pack:
         begin, end = self._token_offsets[row], self._token_offsets[row + 1]
         first, last = self._start_offsets[row], self._start_offsets[row + 1]
         return make_pack(self._tokens[begin:end].copy(), self._mask[begin:end].copy(), self._starts[first:last].copy())
 
-    def lengths(self) -> tuple[Int64Array, Int32Array]:
-        """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""
+    def contents(self) -> ShardContents:
         where = str(with_suffix(self._prefix, SEQ_BIN))
         lengths = lengths_from_starts(self._lengths.astype(np.int64), self._starts, self._offsets, where=where)
-        return np.diff(self._offsets), lengths
+        return ShardContents(np.diff(self._offsets), lengths)
 
     def where(self, row: int) -> str:
         return f"{self._prefix}.bin, pack {row:,}"
@@ -117,16 +121,16 @@ class BinIdxShard:
         del self._tokens, self._mask, self._starts
 
     def _map(self, suffix: str, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        """A read-only map of a file of exactly `count` numbers."""
+        """Map a file of exactly `count` numbers, read-only."""
         with with_suffix(self._prefix, suffix).open("rb") as file:
             self._check_size(suffix, os.fstat(file.fileno()).st_size, count * dtype.itemsize)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(data, dtype)
 
-    def _check_size(self, suffix: str, found: int, expected: int) -> None:
-        if found != expected:
+    def _check_size(self, suffix: str, num_bytes: int, expected: int) -> None:
+        if num_bytes != expected:
             raise FormatError(
-                f"has {found:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}", fix=_FIX
+                f"has {num_bytes:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}", fix=_FIX
             )
 
     def _read_offsets(self) -> Int64Array:
@@ -139,17 +143,18 @@ class BinIdxShard:
         return offsets
 
 
-class BinIdxWriter:
+class BinIdxWriter(ShardWriter):
     """Appends to the data files; the indices, 20 bytes a pack, are written at the end."""
 
-    def __init__(self, prefix: Path) -> None:
-        self._prefix = prefix
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        self._folder = folder
+        self._name = name
         self._lengths = array("i")
         self._counts = array("i")
-        self._files: list[AtomicFile] = []
+        self._files: list[OutputFile] = []
         try:
             for suffix in (BIN, LOSS_BIN, SEQ_BIN):
-                self._files.append(AtomicFile(with_suffix(prefix, suffix)))
+                self._files.append(folder.create_file(name + suffix))
         except BaseException:
             self.abort()
             raise
@@ -162,40 +167,25 @@ class BinIdxWriter:
         self._lengths.append(len(pack))
         self._counts.append(pack.num_sequences)
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
         lengths = np.array(self._lengths, np.int64)
         count = lengths.shape[0]
         ends = np.cumsum(lengths)
-        index = AtomicFile(with_suffix(self._prefix, IDX))
+        index = self._folder.create_file(self._name + IDX)
         self._files.append(index)
         index.write(IndexHeader(INT32, count, count + 1).to_bytes())
         for values, dtype in ((lengths, "<i4"), (4 * (ends - lengths), "<i8"), (np.arange(count + 1), "<i8")):
             index.write(values.astype(dtype).data)
-        offsets = AtomicFile(with_suffix(self._prefix, SEQ_IDX))
+        offsets = self._folder.create_file(self._name + SEQ_IDX)
         self._files.append(offsets)
         offsets.write(np.concatenate([[0], np.cumsum(np.array(self._counts, np.int64))]).astype("<i8").data)
         for file in self._files:
             file.finish()
-        return [file.path for file in self._files]
+        return [self._name + suffix for suffix in (BIN, LOSS_BIN, SEQ_BIN, IDX, SEQ_IDX)]
 
     def abort(self) -> None:
         for file in self._files:
             file.abort()
-
-
-def shard_name(number: int) -> str:
-    return f"shard_{number:06d}"
-
-
-def open_shard(info: ShardInfo) -> ShardReader:
-    shard = BinIdxShard(info.path)
-    if shard.num_packs != info.num_packs:
-        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
-    return shard
-
-
-def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
-    return BinIdxWriter(path)
 
 
 def find_bare(path: Path) -> list[Path]:
@@ -212,21 +202,14 @@ def find_bare(path: Path) -> list[Path]:
     return []
 
 
-def inspect_bare(path: Path) -> BareShard:
-    shard = BinIdxShard(path)
-    counts, lengths = shard.lengths()
-    return BareShard(path=path, sequence_counts=counts, sequence_lengths=lengths, reader=shard)
-
-
 FORMAT = Format(
     name="binidx",
-    shard_name=shard_name,
+    shard_template="shard_{:06d}",
     suffixes=(BIN, IDX),
     shard_pattern=r".*\.(bin|idx)",
     packs_per_shard=16384,
     files_per_shard=3,
-    write_shard=write_shard,
-    open_shard=open_shard,
+    write_shard=BinIdxWriter,
+    open_shard=BinIdxShard,
     find_bare=find_bare,
-    inspect_bare=inspect_bare,
 )

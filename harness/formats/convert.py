@@ -10,9 +10,12 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import Manifest, PackReader, Provenance, open_dataset, open_writer
 from harness.formats.digest import dataset_fingerprint, pack_digest
+from harness.formats.manifest import Manifest, Provenance
+from harness.formats.opening import open_dataset
+from harness.formats.reader import PackReader
 from harness.formats.verify import diff_readers
+from harness.formats.writer import open_writer
 from harness.storage import ObjectPath, is_uri
 
 _CHUNK = 64
@@ -31,17 +34,17 @@ def convert_dataset(
 ) -> Manifest:
     """Write a dataset again in another format, then read it back and compare the fingerprints of both sides.
 
-    Memory does not grow with the dataset, except for `npy`, whose files are unpickled whole, one at a time where
-    there are shards. Run again after an interruption it goes on after the last whole shard; a finished destination
-    with the content of the source is left as it is.
+    Memory does not grow with the dataset, except for `npy`, whose files are unpickled whole, one at a time if there
+    are shards. The same call after an interruption continues after the last whole shard; a finished destination with
+    the content of the source is not written again.
 
     Args:
         source: as for `open_dataset`.
         destination: as for `open_writer`.
         format: of the destination.
-        pack_size: tokens that no pack exceeds; the source's where None.
+        pack_size: tokens that no pack exceeds; the source's if None.
         packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
-        progress: called with what is being done (`convert`, `compare`), packs done and packs in all.
+        progress: called with the stage (`convert`, `compare`), packs done and packs in total.
 
     Returns:
         the destination's manifest.
@@ -49,7 +52,7 @@ def convert_dataset(
     Raises:
         ConfigError: source and destination are the same.
         FormatError: the source cannot be read, a pack cannot be expressed in the format, the destination cannot be
-            written, or what it holds in the end differs from the source (the error names the first pack that does).
+            written, or its content differs from the source in the end (the error names the first pack that does).
     """
     if _real(source) == _real(destination):
         raise ConfigError("source and destination are the same", where=str(source), fix="name another destination")
@@ -86,34 +89,34 @@ def _real(path: str | PathLike[str]) -> str:
 
 
 def _finished(destination: str | PathLike[str], reader: PackReader, format: str) -> Manifest | None:
-    """The manifest of a destination that an earlier run finished, or None."""
+    """Return the manifest of a destination that an earlier run finished, or None."""
     try:
-        found = open_dataset(destination)
+        written = open_dataset(destination)
     except FormatError:
         return None
-    if found.manifest is not None and found.format == format and found.fingerprint == reader.fingerprint:
-        return found.manifest
+    if written.manifest is not None and written.format == format and written.fingerprint == reader.fingerprint:
+        return written.manifest
     return None
 
 
 def _identity(reader: PackReader) -> str:
-    """What tells this source from another, without reading packs."""
+    """Identify this source, without reading packs."""
     if reader.manifest is not None:
         return reader.fingerprint
     digest = xxhash.xxh3_128(reader.path.encode())
     digest.update(np.ascontiguousarray(reader.pack_offsets).data)
     digest.update(np.ascontiguousarray(reader.sequence_lengths).data)
     for path in reader.files():
-        # Objects that are changed in place keep their lengths at best; only writes to a disk go on after a stop.
-        found = path.stat() if isinstance(path, Path) else None
-        digest.update((f"{path}:{found.st_size}:{found.st_mtime_ns}" if found is not None else str(path)).encode())
+        # Objects have no cheap identity of their own; their names and lengths must do.
+        stat = path.stat() if isinstance(path, Path) else None
+        digest.update((f"{path}:{stat.st_size}:{stat.st_mtime_ns}" if stat is not None else str(path)).encode())
     return str(digest.hexdigest())
 
 
 def _compare(
     reader: PackReader, destination: str | PathLike[str], progress: Callable[[str, int, int], None] | None
 ) -> None:
-    """Read the destination and compare what it gives with the source's fingerprint."""
+    """Read the destination and compare its content with the source's fingerprint."""
     written = open_dataset(destination)
     try:
         digests = np.zeros(len(written), np.uint64)
@@ -124,10 +127,10 @@ def _compare(
         fingerprint = dataset_fingerprint([digests])
         if fingerprint == reader.fingerprint:
             return
-        found = diff_readers(reader, written)
+        difference = diff_readers(reader, written)
         raise FormatError(
             f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
-            f"first difference: {found if found is not None else 'none on a second reading'}",
+            f"first difference: {difference or 'none on a second reading'}",
             where=str(destination),
             fix="remove the destination and convert again; if it happens again, test the disk and the memory",
         )

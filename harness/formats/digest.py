@@ -1,14 +1,22 @@
-"""Digests of packs, files and datasets: the same content has the same digest in every format."""
+"""Digests of packs and datasets, equal in every format, and the fingerprint that is kept beside a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from harness.formats.manifest import MANIFEST_NAME
 from harness.records import Int32Array, Pack, UInt8Array
+from harness.storage import file_digest, write_atomically
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -45,3 +53,53 @@ def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
     for piece in digests:
         total.update(np.ascontiguousarray(piece, dtype="<u8").data)
     return str(total.hexdigest())
+
+
+@dataclass(frozen=True)
+class KeptFingerprint:
+    """The fingerprint of a plan in a file of its folder, valid for one manifest and so for one plan over one store."""
+
+    folder: Path
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "fingerprint.json"
+
+    def load(self) -> str | None:
+        """Return the fingerprint, or None if it is not known."""
+        try:
+            values = json.loads(self._file.read_bytes())
+            if values["manifest_xxh3"] != file_digest(self.folder / MANIFEST_NAME):
+                return None
+            return str(values["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def take(self, compute: Callable[[], str]) -> str:
+        """Return the kept fingerprint, or compute and keep it.
+
+        All ranks of a job ask at once: one of each node computes, the others wait for it. If the folder is read-only,
+        every call computes.
+        """
+        known = self.load()
+        if known is not None:
+            return known
+        with self._locked():
+            known = self.load()
+            if known is None:
+                known = compute()
+                values = {"manifest_xxh3": file_digest(self.folder / MANIFEST_NAME), "fingerprint": known}
+                with contextlib.suppress(OSError):
+                    write_atomically(self._file, (json.dumps(values, indent=1) + "\n").encode())
+        return known
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self.folder / MANIFEST_NAME, os.O_RDONLY)
+        try:
+            # Some network file systems have no locks; there every process computes.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

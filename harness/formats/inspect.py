@@ -1,4 +1,4 @@
-"""What a dataset holds: counts and lengths of all of it, or the text of one pack."""
+"""Summaries of a dataset (counts and lengths), and the text of one pack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import PackReader, holds_manifest, open_dataset
+from harness.formats.opening import holds_manifest, open_dataset
+from harness.formats.reader import PackReader
 from harness.records import Int64Array, SequenceView
 from harness.storage import is_uri, join_path
 
@@ -37,12 +38,12 @@ class DatasetSummary:
 
     Attributes:
         path, format, pack_size: of the dataset; without a manifest, pack_size is its longest pack.
-        packs, sequences, tokens, trained_tokens: how many.
+        packs, sequences, tokens, trained_tokens: counts.
         fill: share of the packs' capacity that holds tokens.
         shortest, median, mean, longest: tokens of a sequence.
         histogram: (first length, last length, sequences) for each power of two.
         fingerprint: digest of the ordered content; empty without a manifest.
-        provenance: how the dataset was made, as the manifest has it.
+        provenance: origin of the dataset, from the manifest.
     """
 
     path: str
@@ -67,7 +68,7 @@ class DatasetSummary:
 
 
 def find_datasets(path: str) -> list[str]:
-    """The datasets that `path` means: those of a prepared folder (`train`, `validation`), or the path itself."""
+    """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
     if holds_manifest(path):
         return [path]
     inner = [join_path(path, name) for name in ("train", "validation")]
@@ -75,7 +76,7 @@ def find_datasets(path: str) -> list[str]:
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
-    """Count what a dataset holds, from its index; only files without a manifest are read for it.
+    """Summarize a dataset from its index; only files without a manifest are read for it.
 
     Raises:
         FormatError: there is no dataset, or it is damaged.
@@ -107,14 +108,14 @@ def inspect_dataset(path: str) -> DatasetSummary:
 
 
 def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
-    """Sequences by length: (first, last, count) for each power of two from the shortest to the longest."""
+    """Count sequences by length: (first, last, count) for each power of two from the shortest to the longest."""
     powers = np.frexp(lengths.astype(np.float64))[1] - 1
     counts = np.bincount(powers)
     return [(2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), len(counts))]
 
 
 def render_summary(summary: DatasetSummary) -> RenderableType:
-    """A summary for people: counts, origin and a histogram of lengths."""
+    """Render a summary: counts, origin and a histogram of lengths."""
     counts = Table.grid(padding=(0, 2))
     share = summary.trained_tokens / summary.tokens
     rows = {
@@ -139,7 +140,7 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     for _ in range(2):
         bars.add_column(justify="right")
     for first, last, count in summary.histogram:
-        # A bar of at least one mark where there is anything at all.
+        # Any count gets a bar of at least one mark.
         width = -(-count * _BAR_WIDTH // most)
         bars.add_row(f"{first:,}-{last:,}", f"{count:,}", Text("█" * width, style="cyan"))
     title = Text(summary.path, style="bold")
@@ -150,11 +151,11 @@ class TokenizerFile:
     """Decodes with a folder's tokenizer.json alone, which loads in a moment."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where there is no tokenizer to load."""
+        """Load the tokenizer; raises ConfigError if that fails."""
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("showing text takes the `tokenizers` library", fix="pip install tokenizers") from error
+            raise ConfigError("showing text needs the `tokenizers` library", fix="pip install tokenizers") from error
         file = folder / "tokenizer.json"
         fix = "name a folder with a tokenizer.json with --tokenizer"
         if not file.is_file():
@@ -166,23 +167,23 @@ class TokenizerFile:
         self._folder = folder
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included.
+        """Decode ids to text, special tokens included.
 
         Raises:
-            ConfigError: an id is not this tokenizer's.
+            ConfigError: an id is not in the vocabulary.
         """
-        for one in ids:
-            if self._tokenizer.id_to_token(int(one)) is None:
+        for token in ids:
+            if self._tokenizer.id_to_token(int(token)) is None:
                 raise ConfigError(
-                    f"the tokenizer has no token {int(one):,}, so it did not make this dataset",
+                    f"the tokenizer has no token {int(token):,}, so it did not make this dataset",
                     where=str(self._folder),
                     fix="name the dataset's own tokenizer with --tokenizer",
                 )
-        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=False))
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
 
 def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
-    """The tokenizer to show a dataset with: the named folder, or the one that its manifest names.
+    """Load the tokenizer of a dataset: the named folder, or the one that its manifest names.
 
     Raises:
         ConfigError: there is none.
@@ -191,11 +192,11 @@ def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
 
 
 def find_tokenizer_folder(reader: PackReader) -> Path:
-    """Where the tokenizer lies that a dataset's manifest names; raises ConfigError where it names none."""
+    """Return the tokenizer folder that a dataset's manifest names; raises ConfigError if it names none."""
     stored = reader.manifest.provenance.tokenizer if reader.manifest and not is_uri(reader.path) else ""
     if not stored:
         raise ConfigError(
-            "the dataset does not say which tokenizer made it, or is not on this machine with it",
+            "the dataset names no tokenizer, or is not on this machine with it",
             where=reader.path,
             fix="name one with --tokenizer",
         )
@@ -205,7 +206,7 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
 
 
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:
-    """The text of one pack, sequence by sequence; tokens that are trained as labels stand out.
+    """Render the text of one pack, sequence by sequence; tokens that are trained as labels stand out.
 
     Raises:
         ConfigError: there is no such pack.
@@ -232,7 +233,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
 
 
 def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
-    """The text of one sequence; a token is marked where the position before it trains it."""
+    """Render the text of one sequence; a token is marked if the position before it trains it."""
     marks = np.concatenate([np.zeros(1, np.uint8), sequence.loss_mask[:-1]])
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
     text = Text()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,39 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.base import (
+    Format,
+    ShardContents,
+    ShardOptions,
+    ShardReader,
+    ShardWriter,
+    find_files,
+    local_path,
+)
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
-from harness.storage import AtomicFile, natural_key
+from harness.storage import Folder, Place
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100
-# A pack of 10 million tokens; anything longer is no pack, and would take fifty times its size in memory.
+# A pack of 10 million tokens; anything longer is damage, and would take fifty times its size in memory.
 MAX_LINE_BYTES = 256 << 20
 
 _BLOCK_BYTES = 1 << 22
 
 
 def line_of_pack(pack: Pack) -> bytes:
-    """One line of a chunk, newline included.
+    """Serialize a pack as one line of a chunk, newline included.
 
     Raises:
-        FormatError: the pack trains the last position of a sequence, which this format cannot say.
+        FormatError: the pack trains the last position of a sequence, which this format cannot express.
     """
     starts = pack.seq_start_id
     ends = np.append(starts[1:], len(pack))
     if pack.loss_mask[ends - 1].any():
         at = int(ends[int(np.argmax(pack.loss_mask[ends - 1]))]) - 1
         raise FormatError(
-            f"trains position {at:,}, the last of its sequence: the token after it belongs to no sequence, and labels "
-            "aligned with tokens cannot say so",
+            f"trains position {at:,}, the last of its sequence: the token after it belongs to no sequence, which "
+            "labels aligned with tokens cannot express",
             fix="set loss_mask to 0 at the last position of each sequence, or use another format",
         )
     labels = np.full(len(pack), IGNORED_LABEL, np.int64)
@@ -60,7 +68,7 @@ def line_of_pack(pack: Pack) -> bytes:
 
 
 def pack_of_line(line: bytes) -> Pack:
-    """The pack of one line; raises FormatError for anything that is not what `line_of_pack` could have written."""
+    """Parse the pack of one line; raises FormatError for anything that `line_of_pack` could not have written."""
     if len(line) > MAX_LINE_BYTES:
         raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}")
     try:
@@ -71,7 +79,7 @@ def pack_of_line(line: bytes) -> Pack:
         raise FormatError("is not a JSON object")
     ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
     n = ids.shape[0]
-    # Each against n first: a sum of huge ones wraps around.
+    # Each against n first: a sum of huge lengths wraps around.
     if lengths.shape[0] == 0 or (lengths <= 0).any() or (lengths > n).any() or lengths.sum() != n:
         raise FormatError(f"has {n:,} input_ids but lengths that sum to {int(lengths.sum()):,}, or are not positive")
     if labels.shape[0] != n:
@@ -93,7 +101,7 @@ def pack_of_line(line: bytes) -> Pack:
         )
     if trained[starts].any():
         at = int(starts[int(np.argmax(trained[starts]))])
-        raise FormatError(f"trains position {at:,}, the first of its sequence, which nothing comes before")
+        raise FormatError(f"trains position {at:,}, the first of its sequence, which no position predicts")
     mask = np.zeros(n, np.uint8)
     mask[:-1] = trained[1:]
     return Pack(input_ids=_to_int32(ids), loss_mask=mask, seq_start_id=_to_int32(starts))
@@ -101,12 +109,12 @@ def pack_of_line(line: bytes) -> Pack:
 
 def _to_int32(values: Int64Array) -> Int32Array:
     if values.shape[0] and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID:
-        raise FormatError(f"holds numbers from {values.min()} to {values.max()}, which are no token ids")
+        raise FormatError(f"holds numbers from {values.min()} to {values.max()}, which are not token ids")
     return values.astype(np.int32)
 
 
 def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
-    """A field of a parsed line as int64 [n]; raises FormatError where it is no list of whole numbers."""
+    """Return a field of a parsed line as int64 [n]; raises FormatError unless it is a list of whole numbers."""
     values = fields.get(name)
     if not isinstance(values, list):
         raise FormatError(f"has {name} of type {type(values).__name__}, expected a list")
@@ -119,42 +127,38 @@ def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
     return array.astype(np.int64)
 
 
-class JsonlShard:
+class JsonlShard(ShardReader):
     """One open chunk, and where its lines begin."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
+        self._path = path = local_path(place)
         self._file: int | None = None
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._ends = _line_ends(self._file)
         num_bytes = os.fstat(self._file).st_size
         if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):
             raise FormatError("the last line has no end: the chunk is cut short", where=str(path))
+        self.num_packs = int(self._ends.shape[0])
 
-    @property
-    def num_packs(self) -> int:
-        return int(self._ends.shape[0])
+    def read_row(self, row: int) -> Pack:
+        try:
+            return pack_of_line(self.line(row))
+        except FormatError as error:
+            raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
 
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        packs = []
-        for row in rows:
-            try:
-                packs.append(pack_of_line(self.line(row)))
-            except FormatError as error:
-                raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
-        return packs
+    def contents(self) -> ShardContents:
+        lengths = [self.read_row(row).sequence_lengths for row in range(self.num_packs)]
+        counts = np.array([len(one) for one in lengths], np.int64)
+        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     def line(self, row: int) -> bytes:
-        """The bytes of a line, newline included."""
+        """Return the bytes of a line, newline included."""
         start = int(self._ends[row - 1]) if row else 0
         num_bytes = int(self._ends[row]) - start
         if num_bytes > MAX_LINE_BYTES:
             raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}")
         assert self._file is not None
         return os.pread(self._file, num_bytes, start)
-
-    def read_row(self, row: int) -> Pack:
-        return self.read((row,))[0]
 
     def where(self, row: int) -> str:
         return f"{self._path}, line {row + 1:,}"
@@ -170,78 +174,44 @@ class JsonlShard:
 
 def _line_ends(file: int) -> npt.NDArray[np.int64]:
     """int64 [lines]: where each line ends, newline included."""
-    found = []
+    ends = [np.zeros(0, np.int64)]
     position = 0
     while block := os.pread(file, _BLOCK_BYTES, position):
-        found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
+        ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
         position += len(block)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    return np.concatenate(ends)
 
 
-class JsonlWriter:
+class JsonlWriter(ShardWriter):
     """Writes one chunk line by line."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = AtomicFile(path)
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        self._name = name
+        self._file = folder.create_file(name)
 
     def append(self, pack: Pack) -> None:
         self._file.write(line_of_pack(pack))
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
         self._file.finish()
-        return [self._path]
+        return [self._name]
 
     def abort(self) -> None:
         self._file.abort()
 
 
-def shard_name(number: int) -> str:
-    return f"chunk_{number:05d}{SUFFIX}"
-
-
-def open_shard(info: ShardInfo) -> ShardReader:
-    shard = JsonlShard(info.path)
-    if shard.num_packs != info.num_packs:
-        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
-    return shard
-
-
-def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
-    return JsonlWriter(path)
-
-
 def find_bare(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = [entry for entry in path.iterdir() if entry.name.endswith(SUFFIX) and entry.is_file()]
-        return sorted(found, key=lambda entry: natural_key(entry.name))
-    return [path] if path.name.endswith(SUFFIX) and path.is_file() else []
-
-
-def inspect_bare(path: Path) -> BareShard:
-    shard = JsonlShard(path)
-    counts, lengths = [], [np.zeros(0, np.int32)]
-    for row in range(shard.num_packs):
-        found = shard.read([row])[0].sequence_lengths
-        counts.append(found.shape[0])
-        lengths.append(found)
-    return BareShard(
-        path=path,
-        sequence_counts=np.array(counts, np.int64),
-        sequence_lengths=np.concatenate(lengths),
-        reader=shard,
-    )
+    return find_files(path, (SUFFIX,))
 
 
 FORMAT = Format(
     name="jsonl",
-    shard_name=shard_name,
+    shard_template=f"chunk_{{:05d}}{SUFFIX}",
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.jsonl",
     packs_per_shard=1000,
     files_per_shard=1,
-    write_shard=write_shard,
-    open_shard=open_shard,
+    write_shard=JsonlWriter,
+    open_shard=JsonlShard,
     find_bare=find_bare,
-    inspect_bare=inspect_bare,
 )

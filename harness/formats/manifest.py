@@ -1,4 +1,4 @@
-"""The manifest of a dataset folder: written last, so that without it there is no dataset."""
+"""The manifest of a dataset folder. It is written last: a folder without one holds no dataset."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.errors import FormatError
-from harness.storage import StoredFile, write_atomically
+from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
 # Hundreds of thousands of shards fit; a damaged or hostile file does not fill the memory.
 MAX_MANIFEST_BYTES = 256 << 20
 
+_COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
-_WRITE_AGAIN = "copy the dataset again, or write it again with `python -m recipes.prepare`"
+_WRITE_AGAIN = "copy the dataset again, or write it again with `harness prepare`"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a dataset comes from; empty where unknown.
+    """The origin of a dataset; fields are empty if unknown.
 
     Attributes:
         tokenizer: name or folder of the tokenizer.
@@ -60,11 +61,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a dataset holds. `fingerprint` is the digest of the ordered content, equal across formats.
-
-    It is empty for a plan over a sequence store, whose packs nobody had to read to write it.
+    """Contents of a dataset.
 
     A manifest stored inside a dataset's only file lists no shards and no index files: a file cannot hold its own hash.
+
+    Attributes:
+        fingerprint: digest of the ordered content, equal across formats; empty for a plan over a sequence store,
+            which is written without reading the packs.
     """
 
     format: str
@@ -85,53 +88,44 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
         """Parse and validate; raises FormatError that names the field."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
-        return _Parser(where).manifest(values)
+        return _Parser(where).manifest(_parse_json(text, where))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Folder) -> None:
         """Write `manifest.json` atomically and durably."""
-        write_atomically(folder / MANIFEST_NAME, self.to_json().encode())
+        folder.write(MANIFEST_NAME, self.to_json().encode())
 
 
-def is_manifest(values: object) -> bool:
-    """Whether parsed JSON is a manifest of ours: other tools also call files `manifest.json`."""
-    return isinstance(values, dict) and {"format", "version", "fingerprint", "shards"} <= values.keys()
+@dataclass(frozen=True)
+class Totals:
+    """Counts over packs."""
+
+    num_packs: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, name) + getattr(other, name) for name in _COUNTS))
 
 
-def load_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest, or None where there is none of ours.
+def load_manifest(folder: Path | Folder) -> Manifest | None:
+    """Read a folder's manifest, or return None if it has none of ours: other tools also write a `manifest.json`.
 
     Raises:
         FormatError: it is unreadable, breaks an invariant, or was written by a newer version.
     """
-    path = folder / MANIFEST_NAME
+    folder = LocalFolder(folder) if isinstance(folder, Path) else folder
+    where = folder.where(MANIFEST_NAME)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except FileNotFoundError:
-        return None
+        data = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=str(path)) from None
-    return parse_manifest(data, where=str(path))
-
-
-def parse_manifest(data: bytes, *, where: str) -> Manifest | None:
-    """A dataset folder's manifest from its file's bytes, or None where it is none of ours.
-
-    Raises:
-        FormatError: it breaks an invariant, or was written by a newer version.
-    """
+        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=where) from None
+    if data is None:
+        return None
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_WRITE_AGAIN)
-    try:
-        text = data.decode()
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
-    if not is_manifest(values):
+    values = _parse_json(data, where)
+    if not _is_manifest(values):
         return None
     manifest = _Parser(where).manifest(values)
     if not manifest.shards:
@@ -139,14 +133,25 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest | None:
     return manifest
 
 
+def _parse_json(data: str | bytes, where: str) -> Any:
+    try:
+        return json.loads(data.decode() if isinstance(data, bytes) else data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
+
+
+def _is_manifest(values: object) -> bool:
+    return isinstance(values, dict) and {"format", "version", "fingerprint", "shards"} <= values.keys()
+
+
 class _Parser:
-    """Checks types and invariants while it builds; every error names file and field."""
+    """Builds a manifest and checks types and invariants; every error names file and field."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def manifest(self, values: Any) -> Manifest:
-        if not is_manifest(values):
+        if not _is_manifest(values):
             raise self._error("lacks format, version, fingerprint or shards")
         version = self._whole(values, "version")
         if version != MANIFEST_VERSION:
@@ -159,10 +164,7 @@ class _Parser:
             format=self._text(values, "format"),
             version=version,
             pack_size=self._whole(values, "pack_size"),
-            num_packs=self._whole(values, "num_packs"),
-            num_sequences=self._whole(values, "num_sequences"),
-            num_tokens=self._whole(values, "num_tokens"),
-            num_trained_tokens=self._whole(values, "num_trained_tokens"),
+            **{name: self._whole(values, name) for name in _COUNTS},
             fingerprint=self._text(values, "fingerprint"),
             shards=tuple(self._shard(shard) for shard in self._list(values, "shards")),
             index=tuple(self._file(file) for file in self._list(values, "index")),

@@ -2,10 +2,10 @@
 
     input_ids.npy    int32  [packs, pack_size]
     loss_mask.npy    uint8  [packs, pack_size]
-    packed_len.npy   uint32 [packs]              tokens of each pack; what follows in its row is padding
+    packed_len.npy   uint32 [packs]              tokens of each pack; the rest of its row is padding
     seq_offsets.npy  uint32 [packs + 1]          where each pack's starts begin in seq_starts
     seq_starts.npy   uint32 [sequences]
-    manifest.json    counts, for readers that know only this folder
+    manifest.json    counts, for readers of this folder alone
 
 Arrays are mapped and rows are copied out of the maps: measured, half the time of `pread`. A mapped file that is cut
 short while it is open ends the process (SIGBUS); writers of this package never change a file in place.
@@ -14,16 +14,25 @@ short while it is open ends the process (SIGBUS); writers of this package never 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
+from harness.formats.base import (
+    Format,
+    ShardContents,
+    ShardOptions,
+    ShardReader,
+    ShardWriter,
+    find_folders,
+    local_path,
+    make_pack,
+)
 from harness.formats.index import lengths_from_starts
-from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import NpyStream, map_npy, natural_key, read_npy_header, sync_folder, write_atomically
+from harness.records import Pack
+from harness.storage import Folder, NpyStream, Place, map_npy, read_npy_header
 
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"
@@ -36,12 +45,16 @@ SHARD_MANIFEST = "manifest.json"
 _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
 
-class MemmapShard:
+class MemmapShard(ShardReader):
     """One open folder of arrays."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        shape = _shape_of(path / INPUT_IDS)
+    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
+        self._path = path = local_path(place)
+        missing = [name for name in ARRAYS if not (path / name).is_file()]
+        if missing:
+            raise FormatError(f"lacks {', '.join(missing)}", where=str(path), fix="copy the folder again")
+        with (path / INPUT_IDS).open("rb") as file:
+            shape = read_npy_header(path / INPUT_IDS, file)[0]
         if len(shape) != 2:
             raise FormatError(f"holds an array of shape {list(shape)[:4]}, expected two dimensions", where=str(path))
         self.num_packs, self.pack_size = shape
@@ -51,9 +64,6 @@ class MemmapShard:
         self._starts = map_npy(path / SEQ_STARTS, _U4, (int(self._offsets[-1]),))
         self._ids = map_npy(path / INPUT_IDS, np.dtype(np.int32), (self.num_packs, self.pack_size)).reshape(-1)
         self._mask = map_npy(path / LOSS_MASK, np.dtype(np.uint8), (self.num_packs, self.pack_size)).reshape(-1)
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [self.read_row(row) for row in rows]
 
     def read_row(self, row: int) -> Pack:
         num_tokens = self._lengths[row]
@@ -67,13 +77,12 @@ class MemmapShard:
         end = begin + num_tokens
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
-    def lengths(self) -> tuple[Int64Array, Int32Array]:
-        """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""
+    def contents(self) -> ShardContents:
         offsets = np.asarray(self._offsets, np.int64)
         lengths = lengths_from_starts(
             np.asarray(self._lengths, np.int64), self._starts, offsets, where=str(self._path / SEQ_STARTS)
         )
-        return np.diff(offsets), lengths
+        return ShardContents(np.diff(offsets), lengths, pack_size=self.pack_size)
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
@@ -83,26 +92,21 @@ class MemmapShard:
         del self._ids, self._mask, self._lengths, self._offsets, self._starts
 
 
-def _shape_of(path: Path) -> tuple[int, ...]:
-    with path.open("rb") as file:
-        return read_npy_header(path, file)[0]
-
-
-class MemmapWriter:
+class MemmapWriter(ShardWriter):
     """Writes the arrays of one shard row by row."""
 
-    def __init__(self, path: Path, options: ShardOptions) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
+        self._folder = folder
+        self._name = name
         self._pack_size = options.pack_size
         self._num_starts = 0
         self._num_packs = 0
         self._num_tokens = 0
-        path.mkdir(exist_ok=True)
         self._streams: list[NpyStream] = []
         try:
-            for name, dtype in zip(ARRAYS, (np.int32, np.uint8, np.uint32, np.uint32, np.uint32), strict=True):
-                width = self._pack_size if name in (INPUT_IDS, LOSS_MASK) else None
-                self._streams.append(NpyStream(path / name, np.dtype(dtype), width=width))
+            for array, dtype in zip(ARRAYS, (np.int32, np.uint8, np.uint32, np.uint32, np.uint32), strict=True):
+                width = self._pack_size if array in (INPUT_IDS, LOSS_MASK) else None
+                self._streams.append(NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=width))
             self._streams[3].write(np.zeros(1, np.uint32))
         except BaseException:
             self.abort()
@@ -127,7 +131,7 @@ class MemmapWriter:
         self._num_packs += 1
         self._num_tokens += n
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
         for stream in self._streams:
             stream.finish()
         counts = {
@@ -136,63 +140,27 @@ class MemmapWriter:
             "num_tokens": self._num_tokens,
             "num_sequences": self._num_starts,
         }
-        manifest = self._path / SHARD_MANIFEST
-        write_atomically(manifest, json.dumps(counts, indent=1).encode() + b"\n")
-        sync_folder(self._path)
-        return [*(stream.path for stream in self._streams), manifest]
+        names = [f"{self._name}/{name}" for name in (*ARRAYS, SHARD_MANIFEST)]
+        self._folder.write(names[-1], json.dumps(counts, indent=1).encode() + b"\n")
+        return names
 
     def abort(self) -> None:
         for stream in self._streams:
             stream.abort()
 
 
-def shard_name(number: int) -> str:
-    return f"shard_{number:06d}"
-
-
-def open_shard(info: ShardInfo) -> ShardReader:
-    shard = MemmapShard(info.path)
-    if shard.num_packs != info.num_packs:
-        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
-    return shard
-
-
-def write_shard(path: Path, options: ShardOptions) -> ShardWriter:
-    return MemmapWriter(path, options)
-
-
 def find_bare(path: Path) -> list[Path]:
-    if _is_shard(path):
-        return [path]
-    if not path.is_dir():
-        return []
-    return sorted((one for one in path.iterdir() if _is_shard(one)), key=lambda one: natural_key(one.name))
-
-
-def _is_shard(path: Path) -> bool:
-    return (path / INPUT_IDS).is_file() and (path / PACKED_LEN).is_file()
-
-
-def inspect_bare(path: Path) -> BareShard:
-    missing = [name for name in ARRAYS if not (path / name).is_file()]
-    if missing:
-        raise FormatError(f"lacks {', '.join(missing)}", where=str(path), fix="copy the folder again")
-    shard = MemmapShard(path)
-    counts, lengths = shard.lengths()
-    return BareShard(
-        path=path, sequence_counts=counts, sequence_lengths=lengths, pack_size=shard.pack_size, reader=shard
-    )
+    return find_folders(path, INPUT_IDS, PACKED_LEN)
 
 
 FORMAT = Format(
     name="memmap",
-    shard_name=shard_name,
+    shard_template="shard_{:06d}",
     suffixes=(),
     shard_pattern=r"shard_\d+",
     packs_per_shard=16384,
     files_per_shard=5,
-    write_shard=write_shard,
-    open_shard=open_shard,
+    write_shard=MemmapWriter,
+    open_shard=MemmapShard,
     find_bare=find_bare,
-    inspect_bare=inspect_bare,
 )

@@ -1,156 +1,371 @@
-"""Finding out what a path is: a dataset folder, bare files of some tool, or nothing."""
+"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket."""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import glob
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo
-from harness.formats.folders import MARKER_NAME, LocalFolder, list_file_problems
-from harness.formats.index import PackIndex, build_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, load_manifest
-from harness.formats.reader import PackReader
-from harness.storage import is_uri, natural_key, redact
+from harness.formats.base import FORMATS, Format, ShardContents, ShardReader, load_format
+from harness.formats.digest import KeptFingerprint
+from harness.formats.index import PackIndex, build_index, index_names, load_index
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.reader import PackReader, ShardInfo
+from harness.records import Pack
+from harness.storage import (
+    BucketFolder,
+    Entry,
+    Folder,
+    LocalFolder,
+    ObjectPath,
+    Place,
+    StoredFile,
+    is_uri,
+    natural_key,
+    open_folder,
+    redact,
+)
+
+# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
+MARKER_NAME = "_writing"
+_COPY = "copy the dataset again, or write it again with `harness prepare`"
 
 
-def open_path(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
-    """What `open_dataset` does, over the formats of these names, each loaded when it is needed."""
+def open_dataset(path: str | PathLike[str]) -> PackReader:
+    """Open a stored dataset.
+
+    Args:
+        path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; a glob of
+            files, taken in natural order; or any of these in object storage (`s3://`, `gs://`, `abfs://`), where
+            Parquet is read by ranges and other formats from local copies (see `harness.storage`).
+
+    Returns:
+        a reader, before any pack is read. Files without a manifest are scanned for their lengths first.
+
+    Raises:
+        FormatError: nothing is there, a write was interrupted, or shards are missing, cut short, extra or of another
+            schema.
+    """
+    text = str(path)
     try:
-        return _open(path, names, load)
+        return _open_bucket(text) if is_uri(text) else _open_local(text)
     except OSError as error:
         raise FormatError(
             f"reading failed: {error.strerror or error}",
-            where=redact(str(error.filename or path)),
+            where=redact(str(error.filename or text)),
             fix="check permissions, mounts and limits of open files",
         ) from error
 
 
-def _open(path: str, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
-    if is_uri(path):
-        from harness.formats.remote import open_remote
+def holds_manifest(path: str | PathLike[str]) -> bool:
+    """Return whether a folder, on a disk or in object storage, has a manifest, without reading it."""
+    return open_folder(path).exists(MANIFEST_NAME)
 
-        return open_remote(path, names, load)
+
+def _open_local(path: str) -> PackReader:
     place = Path(path)
     if place.is_dir():
-        manifest = load_manifest(place)
+        folder = LocalFolder(place)
+        manifest = load_manifest(folder)
         if manifest is not None:
-            return _open_folder(place, manifest, names, load)
-        if (place / MARKER_NAME).exists():
-            raise interrupted(str(place), [entry.name for entry in place.iterdir()])
+            return _open_checked(folder, manifest)
+        if folder.exists(MARKER_NAME):
+            raise _interrupted(folder)
     elif not place.exists() and glob.has_magic(path):
-        return _open_glob(path, [load(name) for name in names])
-    for format in (load(name) for name in names):
+        # Not Path.glob, which takes no absolute pattern.
+        return _open_several(path, [Path(name) for name in glob.glob(path)], _find_bare)  # noqa: PTH207
+    for format in _formats():
         shards = format.find_bare(place)
         if shards:
-            return open_bare(path, format, [format.inspect_bare(shard) for shard in shards])
-    raise _nothing(place, [load(name) for name in names])
+            return _open_bare(path, format, shards)
+    raise _nothing(place)
 
 
-def _open_folder(folder: Path, manifest: Manifest, names: Sequence[str], load: Callable[[str], Format]) -> PackReader:
-    if manifest.format not in names:
+def _open_bucket(uri: str) -> PackReader:
+    place = ObjectPath.parse(uri)
+    folder = BucketFolder(place)
+    suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
+    if glob.has_magic(place.key):
+        return _open_several(uri, _match_objects(place), _find_object)
+    if place.name.endswith(suffixes) and folder.store.find_size(place) is not None:
+        return _open_several(uri, [place], _find_object)
+    names = folder.names()
+    if not names:
+        folder.store.check_bucket()
+        raise FormatError("no dataset there", where=str(place), fix="check bucket and key")
+    manifest = load_manifest(folder)
+    if manifest is not None:
+        return _open_checked(folder, manifest)
+    if MARKER_NAME in names:
+        raise _interrupted(folder)
+    bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
+    if not bare:
+        raise _no_layout(folder)
+    return _open_several(str(place), bare, _find_object)
+
+
+def _formats() -> list[Format]:
+    return [load_format(name) for name in FORMATS]
+
+
+def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
+    if manifest.format not in FORMATS:
         raise FormatError(
             f"the manifest names the format {manifest.format[:40]!r}",
-            where=str(folder / MANIFEST_NAME),
-            fix=f"known are {', '.join(names)}",
+            where=folder.where(MANIFEST_NAME),
+            fix=f"known are {', '.join(FORMATS)}",
         )
-    format = load(manifest.format)
-    found = LocalFolder(folder)
-    for error in list_file_problems(found, manifest, format):
+    for error in list_file_problems(folder, manifest):
         raise error
-    return found.open_unchecked(manifest, format)
+    return open_unchecked(folder, manifest)
 
 
-def _open_glob(pattern: str, formats: Sequence[Format]) -> PackReader:
-    # Not Path.glob, which takes no absolute pattern.
-    found = glob.glob(pattern)  # noqa: PTH207
-    paths = sorted((Path(one) for one in found), key=lambda path: natural_key(str(path)))
-    if not paths:
-        raise FormatError("no file matches the pattern", where=pattern, fix="check the path")
-    for format in formats:
-        shards = [shard for path in paths for shard in format.find_bare(path)]
+def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
+    """Open a dataset folder without looking at its shards."""
+    format = load_format(manifest.format)
+    is_plan = not manifest.fingerprint
+    if isinstance(folder, BucketFolder):
+        if is_plan:
+            raise FormatError(
+                "a plan over a sequence store is read from disks only",
+                where=folder.where(),
+                fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST --to parquet",
+            )
+        if not format.in_buckets:
+            format = replace(format, open_shard=CachedShards(folder, manifest.shards, format.open_shard))
+    return PackReader(
+        path=folder.where(),
+        format=format,
+        index=load_index(folder, manifest),
+        shards=[ShardInfo(folder.place / shard.path, shard.num_packs) for shard in manifest.shards],
+        pack_size=manifest.pack_size,
+        manifest=manifest,
+        load_index=partial(load_index, folder, manifest),
+        kept_fingerprint=KeptFingerprint(folder.place) if is_plan and isinstance(folder, LocalFolder) else None,
+    )
+
+
+def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatError]:
+    """Yield problems with existence and size of the listed files, and with other files that look like shards."""
+    format = load_format(manifest.format)
+    listed = {shard.path.split("/")[0] for shard in manifest.shards}
+    for number, shard in enumerate(manifest.shards):
+        listed.update(stored.path.split("/")[0] for stored in shard.files)
+        for stored in shard.files:
+            yield from _size_problems(folder, stored, f"file of shard {number:,}")
+    expected = set(index_names(manifest))
+    if {stored.path for stored in manifest.index} != expected:
+        yield FormatError(
+            f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
+            where=folder.where(MANIFEST_NAME),
+            fix=_COPY,
+        )
+    for stored in manifest.index:
+        yield from _size_problems(folder, stored, "index file")
+    extra = [
+        name
+        for name in folder.names()
+        if name not in listed and not name.startswith(".") and re.fullmatch(format.shard_pattern, name)
+    ]
+    if extra:
+        yield FormatError(
+            f"{len(extra):,} shards are not in the manifest, such as {min(extra, key=natural_key)}",
+            where=folder.where(),
+            fix="remove what does not belong to the dataset, or copy the dataset again",
+        )
+
+
+def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[FormatError]:
+    where = folder.where(stored.path)
+    try:
+        num_bytes = folder.find_size(stored.path)
+    except OSError as error:
+        yield FormatError(f"a {kind} is missing: {error.strerror or error}", where=where, fix=_COPY)
+    except FormatError as error:
+        yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
+    else:
+        if num_bytes != stored.num_bytes:
+            what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
+            yield FormatError(what, where=where, fix=_COPY)
+
+
+# ---- files without a manifest
+
+
+def _find_bare(format: Format, place: Place) -> Sequence[Place]:
+    assert isinstance(place, Path)
+    return format.find_bare(place)
+
+
+def _find_object(format: Format, place: Place) -> Sequence[Place]:
+    return [place] if format.in_buckets and place.name.endswith(format.suffixes) else []
+
+
+def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, Place], Sequence[Place]]) -> PackReader:
+    """Open files of one format in natural order; `find` returns the shards of a format at a place."""
+    places = sorted(places, key=lambda place: natural_key(str(place)))
+    if not places:
+        raise FormatError("no file matches the pattern", where=redact(path), fix="check the path")
+    for format in _formats():
+        shards = [shard for place in places for shard in find(format, place)]
         if shards:
-            others = [path for path in paths if not format.find_bare(path)]
+            others = [place for place in places if not find(format, place)]
             if others:
                 raise FormatError(
-                    f"{len(others):,} of {len(paths):,} files are not {format.name}, such as {others[0]}",
-                    where=pattern,
+                    f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}",
+                    where=redact(path),
                     fix="write a pattern that matches files of one format",
                 )
-            return open_bare(pattern, format, [format.inspect_bare(shard) for shard in shards])
-    raise FormatError(f"no format knows {paths[0]}", where=pattern, fix=_suffixes(formats))
-
-
-def open_bare(path: str, format: Format, found: Sequence[BareShard]) -> PackReader:
-    """Files without a manifest, whose lengths were read; their packs are read later."""
-    for shard in found:
-        if shard.sequence_counts.shape[0] == 0 and len(found) == 1:
-            raise FormatError("the file holds no packs", where=str(shard.path))
-    index = build_index([one.sequence_counts for one in found], [one.sequence_lengths for one in found])
-    longest = _longest_pack(index)
-    pack_size = max([longest, *(one.pack_size for one in found if one.pack_size is not None)])
-    manifest = None
-    if len(found) == 1 and found[0].manifest is not None:
-        manifest = found[0].manifest
-        index = PackIndex(index.pack_offsets, index.sequence_lengths, found[0].checksums)
-        pack_size = manifest.pack_size
-    elif all(one.checksums is not None for one in found):
-        index = PackIndex(
-            index.pack_offsets,
-            index.sequence_lengths,
-            np.concatenate([one.checksums for one in found if one.checksums is not None]),
+            return _open_bare(path, format, shards)
+    if isinstance(places[0], ObjectPath):
+        readable = ", ".join(format.name for format in _formats() if format.in_buckets)
+        raise FormatError(
+            f"objects without a manifest open in object storage as {readable} only, not {places[0].name}",
+            where=redact(path),
+            fix="copy them to a folder and convert them there",
         )
-    infos = [ShardInfo(one.path, num_packs=one.sequence_counts.shape[0], pack_size=pack_size) for one in found]
-    reader = PackReader(path=path, format=format, index=index, shards=infos, pack_size=pack_size, manifest=manifest)
-    for number, one in enumerate(found):
-        if one.reader is not None:
-            reader.adopt(number, one.reader)
+    raise FormatError(f"no format knows {places[0]}", where=path, fix=_suffixes())
+
+
+def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader:
+    """Open shards without a manifest and read their lengths; packs are read later."""
+    handles = [format.open_shard(place, None) for place in places]
+    contents = [handle.contents() for handle in handles]
+    if len(places) == 1 and contents[0].sequence_counts.shape[0] == 0:
+        raise FormatError("the file holds no packs", where=str(places[0]))
+    checksums = [one.checksums for one in contents if one.checksums is not None]
+    index = build_index(
+        [one.sequence_counts for one in contents],
+        [one.sequence_lengths for one in contents],
+        np.concatenate(checksums) if len(checksums) == len(contents) else None,
+    )
+    manifest = contents[0].manifest if len(contents) == 1 else None
+    reader = PackReader(
+        path=path,
+        format=format,
+        index=index,
+        shards=[ShardInfo(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
+        pack_size=_pack_size(index, contents) if manifest is None else manifest.pack_size,
+        manifest=manifest,
+    )
+    for number, handle in enumerate(handles):
+        reader.adopt(number, handle)
     return reader
 
 
-def _longest_pack(index: PackIndex) -> int:
-    if index.pack_offsets.shape[0] < 2:
-        return 0
-    return int(np.add.reduceat(index.sequence_lengths, index.pack_offsets[:-1], dtype=np.int64).max())
+def _pack_size(index: PackIndex, contents: Sequence[ShardContents]) -> int:
+    """Return the longest pack, or the stored pack size if that is larger."""
+    sizes = [one.pack_size for one in contents if one.pack_size is not None]
+    if index.pack_offsets.shape[0] > 1:
+        packs = np.add.reduceat(index.sequence_lengths, index.pack_offsets[:-1], dtype=np.int64)
+        sizes.append(int(packs.max()))
+    return max(sizes, default=0)
 
 
-def interrupted(where: str, names: Sequence[str]) -> FormatError:
-    """The error for a folder whose writer did not come to its end."""
+def _match_objects(pattern: ObjectPath) -> list[Place]:
+    """List the objects whose keys match a pattern, part by part: `*` does not match across a slash."""
+    parts = pattern.key.split("/")
+    plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    root = BucketFolder(replace(pattern, key="/".join(parts[:plain])))
+    places: list[Place] = []
+    for found in root.store.list(root.place):
+        names = found.name.split("/")
+        if len(names) == len(parts) - plain and all(map(fnmatch.fnmatchcase, names, parts[plain:])):
+            places.append(root.place / found.name)
+    return places
+
+
+# ---- shards in object storage that are read from a local copy
+
+
+@dataclass(frozen=True)
+class CachedShards:
+    """Opens shards from local copies: the `open_shard` of a format that takes files on a disk."""
+
+    folder: BucketFolder
+    shards: tuple[Shard, ...]
+    open_local: Callable[[Place, int | None], ShardReader]
+
+    def __call__(self, place: Place, pack_size: int | None) -> ShardReader:
+        shard = next(shard for shard in self.shards if self.folder.place / shard.path == place)
+        entry = self.folder.fetch(shard.files)
+        try:
+            return _CachedShard(self.open_local(entry.folder / shard.path, pack_size), entry, place)
+        except BaseException:
+            entry.release()
+            raise
+
+
+class _CachedShard(ShardReader):
+    """An open shard whose local copy is not evicted while it is open."""
+
+    def __init__(self, shard: ShardReader, entry: Entry, place: Place) -> None:
+        self.num_packs = shard.num_packs
+        self._shard = shard
+        self._entry = entry
+        self._place = place
+
+    def read(self, rows: Sequence[int]) -> list[Pack]:
+        return self._shard.read(rows)
+
+    def read_row(self, row: int) -> Pack:
+        return self._shard.read_row(row)
+
+    def contents(self) -> ShardContents:
+        return self._shard.contents()
+
+    def where(self, row: int) -> str:
+        return f"{self._shard.where(row)} (the copy of {self._place})"
+
+    def close(self) -> None:
+        self._shard.close()
+        self._entry.release()
+
+
+# ---- errors
+
+
+def _interrupted(folder: Folder) -> FormatError:
+    names = folder.names()
     return FormatError(
-        f"no {MANIFEST_NAME}: a write is in progress or was interrupted (found {len(names):,} files: {some(names)})",
-        where=where,
+        f"no {MANIFEST_NAME}: a write is in progress or was interrupted (found {len(names):,} files: {_some(names)})",
+        where=folder.where(),
         fix="wait for the writer, or run the command that wrote it again",
     )
 
 
-def some(names: Sequence[str]) -> str:
-    """The first few names in natural order."""
-    shown = sorted(names, key=natural_key)[:4]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "") if names else "nothing"
+def _no_layout(folder: Folder) -> FormatError:
+    names = folder.names()
+    return FormatError(
+        f"no {MANIFEST_NAME} and no known layout: an interrupted write or no dataset "
+        f"(found {len(names):,} files: {_some(names)})",
+        where=folder.where(),
+        fix="run the command that wrote it again, or name the right folder",
+    )
 
 
-def _nothing(path: Path, formats: Sequence[Format]) -> FormatError:
+def _nothing(path: Path) -> FormatError:
     if path.is_dir():
-        names = [entry.name for entry in path.iterdir()]
-        datasets = sorted((name for name in names if (path / name / MANIFEST_NAME).is_file()), key=natural_key)
-        if datasets:
-            return FormatError(
-                f"a folder of {len(datasets):,} datasets and none itself ({some(datasets)})",
-                where=str(path),
-                fix=f"name one of them, such as {path / datasets[0]}",
-            )
+        folder = LocalFolder(path)
+        datasets = [name for name in folder.names() if (path / name / MANIFEST_NAME).is_file()]
+        if not datasets:
+            return _no_layout(folder)
         return FormatError(
-            f"no {MANIFEST_NAME} and no known layout: an interrupted write or no dataset "
-            f"(found {len(names):,} files: {some(names)})",
+            f"a folder of {len(datasets):,} datasets and none itself ({_some(datasets)})",
             where=str(path),
-            fix="run the command that wrote it again, or name the right folder",
+            fix=f"name one of them, such as {path / min(datasets, key=natural_key)}",
         )
     if path.exists():
-        return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes(formats))
+        return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
     near: list[str] = []
     if path.parent.is_dir():
         near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2, cutoff=0.6)
@@ -158,6 +373,12 @@ def _nothing(path: Path, formats: Sequence[Format]) -> FormatError:
     return FormatError("no dataset there", where=str(path), fix=fix)
 
 
-def _suffixes(formats: Sequence[Format]) -> str:
-    known = sorted({suffix for format in formats for suffix in format.suffixes})
+def _some(names: Sequence[str]) -> str:
+    """The first few names in natural order."""
+    shown = sorted(names, key=natural_key)[:4]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "") if names else "nothing"
+
+
+def _suffixes() -> str:
+    known = sorted({suffix for format in _formats() for suffix in format.suffixes})
     return f"known are {', '.join(known)} and dataset folders"

@@ -4,35 +4,95 @@ from __future__ import annotations
 
 import bisect
 import operator
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardInfo, ShardReader
-from harness.formats.digest import content_digest, dataset_fingerprint, pack_digest
-from harness.formats.handles import HandleCache
+from harness.formats.base import Format, ShardReader
+from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.index import PackIndex
-from harness.formats.kept_fingerprint import KeptFingerprint
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import ObjectPath
+from harness.storage import Place
 
 MAX_OPEN_FILES = 64
 # Packs that iteration reads at a time.
 _CHUNK = 64
-_DAMAGED = "copy the dataset again; `harness verify` lists all that is damaged"
+_DAMAGED = "copy the dataset again; `harness verify` lists all damage"
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class HandleCache(Generic[T]):
+    """At most `capacity` open handles, the least recently used closed first.
+
+    Handles belong to the process that opened them: after a fork the child opens its own, because two processes that
+    share a file position or a lock get each other's bytes.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = max(1, capacity)
+        self._pid = os.getpid()
+        self._handles: OrderedDict[int, T] = OrderedDict()
+        # The last of them and its key: most reads want the shard of the read before.
+        self._newest: tuple[int, T] | None = None
+
+    def get(self, key: int, open_handle: Callable[[int], T]) -> T:
+        if self._pid != os.getpid():
+            # Dropped, not closed: closing could flush or unlock what the parent uses.
+            self._handles, self._newest = OrderedDict(), None
+            self._pid = os.getpid()
+        newest = self._newest
+        if newest is not None and newest[0] == key:
+            return newest[1]
+        handle = self._handles.get(key)
+        if handle is None:
+            handle = open_handle(key)
+            self._handles[key] = handle
+            if len(self._handles) > self._capacity:
+                self._handles.popitem(last=False)[1].close()
+        else:
+            self._handles.move_to_end(key)
+        self._newest = (key, handle)
+        return handle
+
+    def close(self) -> None:
+        """Close all; a later `get` opens anew."""
+        handles, self._handles, self._newest = self._handles, OrderedDict(), None
+        if self._pid == os.getpid():
+            for handle in handles.values():
+                handle.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return HandleCache, (self._capacity,)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """A shard to open: its file, or the common prefix of its files' names, and the packs that it must hold."""
+
+    place: Place
+    num_packs: int
 
 
 class PackReader:
     """A stored dataset as a sequence of packs.
 
-    Opens files when they are first read, in each process anew; pickles before and after use. One reader serves one
-    thread at a time.
+    Opens files on first use, in each process anew; pickles before and after use. One reader serves one thread at a
+    time.
 
     Attributes:
-        path: what was opened.
+        path: as it was given to `open_dataset`.
         format: name of the format.
         pack_size: tokens that no pack exceeds; for files without a manifest the longest pack.
         manifest: None for files without one.
@@ -82,7 +142,7 @@ class PackReader:
     def fingerprint(self) -> str:
         """Digest of the ordered content, equal across formats.
 
-        Where no manifest has it all packs are read for it once; that of a plan is then kept beside the plan.
+        If no manifest has it, all packs are read for it once; that of a plan is then kept beside the plan.
         """
         if self._fingerprint is None:
             kept = self._kept_fingerprint
@@ -93,7 +153,7 @@ class PackReader:
         return dataset_fingerprint(np.array([pack_digest(pack)], np.uint64) for pack in self)
 
     def __getitem__(self, index: int) -> Pack:
-        """The pack at `index`, counted from the end where negative.
+        """Read the pack at `index`, counted from the end if negative.
 
         Raises:
             IndexError: past either end.
@@ -115,38 +175,36 @@ class PackReader:
         return pack
 
     def read(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
-        """Packs in the order asked for, duplicates allowed; reads each part of a file once where it can.
+        """Read packs in the given order, duplicates allowed; reads each part of a file once if possible.
 
         Raises: as `reader[i]`.
         """
-        wanted = [operator.index(one) for one in ids]
+        pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
-        for position, index in enumerate(wanted):
+        for position, index in enumerate(pack_ids):
             pack_id = index + self._num_packs if index < 0 else index
             if not 0 <= pack_id < self._num_packs:
                 raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
-            wanted[position] = pack_id
+            pack_ids[position] = pack_id
             by_shard.setdefault(bisect.bisect_right(self._starts, pack_id) - 1, []).append(position)
-        found: dict[int, Pack] = {}
+        packs: dict[int, Pack] = {}
         for shard, positions in sorted(by_shard.items()):
             start = self._starts[shard]
-            for position, pack in zip(
-                positions, self._read_shard(shard, [wanted[p] - start for p in positions]), strict=True
-            ):
-                found[position] = pack
-        return [found[position] for position in range(len(wanted))]
+            rows = [pack_ids[position] - start for position in positions]
+            packs.update(zip(positions, self._read_shard(shard, rows), strict=True))
+        return [packs[position] for position in range(len(pack_ids))]
 
     def __iter__(self) -> Iterator[Pack]:
         for start in range(0, self._num_packs, _CHUNK):
             yield from self.read(range(start, min(start + _CHUNK, self._num_packs)))
 
     def where(self, pack_id: int) -> str:
-        """File and position in it of a pack, for error messages."""
+        """Return file and position of a pack, for error messages."""
         shard = bisect.bisect_right(self._starts, pack_id) - 1
-        return self._handle(shard).where(pack_id - self._starts[shard])
+        return self._handles.get(shard, self._open).where(pack_id - self._starts[shard])
 
-    def files(self) -> list[Path | ObjectPath]:
-        """Files and folders that hold the packs, in order."""
+    def files(self) -> list[Place]:
+        """Return the files and folders that hold the packs, in order."""
         return [shard.place for shard in self._shards]
 
     def close(self) -> None:
@@ -154,8 +212,8 @@ class PackReader:
         self._handles.close()
 
     def adopt(self, shard: int, handle: ShardReader) -> None:
-        """Use an already open shard, in this process."""
-        self._handles.put(shard, handle)
+        """Use a shard that is already open in this process."""
+        self._handles.get(shard, lambda _: handle)
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
@@ -171,15 +229,18 @@ class PackReader:
             self._index = self._load_index()
         self._set_views()
 
-    def _handle(self, shard: int) -> ShardReader:
-        return self._handles.get(shard, self._open)
-
     def _open(self, shard: int) -> ShardReader:
-        place = self._shards[shard].place
+        info = self._shards[shard]
         try:
-            return self._format.open_shard(self._shards[shard])
+            handle = self._format.open_shard(info.place, self.pack_size)
         except (OSError, FormatError) as error:
-            raise _explained(error, place) from error
+            raise _explained(error, info.place) from error
+        if handle.num_packs != info.num_packs:
+            handle.close()
+            raise FormatError(
+                f"holds {handle.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.place), fix=_DAMAGED
+            )
+        return handle
 
     def _read_shard(self, shard: int, rows: Sequence[int]) -> list[Pack]:
         handle = self._handles.get(shard, self._open)
@@ -193,7 +254,7 @@ class PackReader:
         return packs
 
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
-        """Compare a pack, read at `row` of a shard, with what was written; raises FormatError where it differs."""
+        """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""
         checksums = self._checksums
         if checksums is None:
             problem = self._broken_invariant(pack_id, pack)
@@ -206,7 +267,7 @@ class PackReader:
         raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row), fix=_DAMAGED)
 
     def _broken_invariant(self, pack_id: int, pack: Pack) -> str | None:
-        """What is wrong with a pack of a file that has no checksums, or None."""
+        """Describe the first broken invariant of a pack of a file without checksums."""
         problem = pack.problem(self.pack_size)
         if problem is None and not np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
             problem = "holds sequences of other lengths than when the file was opened"
@@ -218,8 +279,8 @@ class PackReader:
         self._checksums = None if checksums is None else checksums.data
 
 
-def _explained(error: OSError | FormatError, place: Path | ObjectPath) -> FormatError:
-    """An error that says where, made of one of the system or of one that does not know."""
+def _explained(error: OSError | FormatError, place: Place) -> FormatError:
+    """Add the place to an error of the system, or to one that has none."""
     if isinstance(error, OSError):
         what = f"reading failed: {error.strerror or error}"
         return FormatError(what, where=str(error.filename or place), fix=_DAMAGED)

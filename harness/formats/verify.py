@@ -1,34 +1,31 @@
-"""Checking a stored dataset as a whole, and finding where two datasets differ."""
+"""Verification of a stored dataset as a whole, and the first difference between two datasets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, HarnessError, Problem
-from harness.formats import PackReader, load_format, open_dataset
-from harness.formats.base import Format
-from harness.formats.digest import dataset_fingerprint, pack_digest
-from harness.formats.folders import DatasetFolder, LocalFolder, list_file_problems
-from harness.formats.kept_fingerprint import KeptFingerprint
-from harness.formats.manifest import Manifest, load_manifest
-from harness.formats.parts import Totals
+from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
+from harness.formats.manifest import Manifest, Totals, load_manifest
+from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
+from harness.formats.reader import PackReader
 from harness.records import Pack
-from harness.storage import is_uri
+from harness.storage import Folder, LocalFolder, open_folder
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two datasets differ.
+    """The first difference between two datasets.
 
     Attributes:
-        pack: its number; None where the datasets differ in their number of packs.
+        pack: its number; None if the datasets differ in their number of packs.
         field: `num_packs`, `input_ids`, `loss_mask` or `seq_start_id`; with `.length` after it for arrays of unequal
             length that agree as far as the shorter one goes.
         position: in that array; None for lengths.
@@ -48,25 +45,26 @@ class Difference:
 
 
 def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Everything that is wrong with a dataset; an empty list where nothing is.
+    """List all problems of a dataset.
 
-    Checks existence, size and hash of every file of the manifest, that no other shard is there, the checksum and the
-    invariants of every pack, the manifest's counts, and the fingerprint. Files without a manifest have only the
-    invariants to keep.
+    Checks existence, size and hash of every file of the manifest, that there is no other shard, the checksum and the
+    invariants of every pack, the manifest's counts, and the fingerprint. Files without a manifest must only keep the
+    invariants.
 
     Args:
         path: as for `open_dataset`.
-        progress: called with packs checked and packs in all.
+        progress: called with packs checked and packs in total.
     """
     problems: list[Problem] = []
     try:
-        folder, manifest = _find_folder(str(path))
-        if folder is None or manifest is None:
+        folder = open_folder(path)
+        is_folder = not isinstance(folder, LocalFolder) or folder.place.is_dir()
+        manifest = load_manifest(folder) if is_folder else None
+        if manifest is None:
             reader = open_dataset(path)
         else:
-            format = load_format(manifest.format)
-            problems += _file_problems(folder, manifest, format)
-            reader = folder.open_unchecked(manifest, format)
+            problems += _file_problems(folder, manifest)
+            reader = open_unchecked(folder, manifest)
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
         return problems if error.what in known else [*problems, _problem_of(error)]
@@ -77,20 +75,9 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
     return problems
 
 
-def _find_folder(path: str) -> tuple[DatasetFolder | None, Manifest | None]:
-    """A dataset folder and its manifest, or None where a path is no folder or has none."""
-    if is_uri(path):
-        from harness.formats.remote import RemoteFolder
-
-        remote = RemoteFolder.find(path)
-        return remote, None if remote is None else remote.load_manifest()
-    local = Path(path)
-    return (LocalFolder(local), load_manifest(local)) if local.is_dir() else (None, None)
-
-
-def _file_problems(folder: DatasetFolder, manifest: Manifest, format: Format) -> Iterator[Problem]:
+def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
     broken = set()
-    for error in list_file_problems(folder, manifest, format):
+    for error in list_file_problems(folder, manifest):
         broken.add(error.where)
         yield _problem_of(error)
     for stored in [file for shard in manifest.shards for file in shard.files] + list(manifest.index):
@@ -98,15 +85,15 @@ def _file_problems(folder: DatasetFolder, manifest: Manifest, format: Format) ->
         if where in broken:
             continue
         try:
-            found = folder.digest(stored.path)
+            digest = folder.digest(stored.path)
         except OSError as error:
             yield Problem(f"cannot be read: {error.strerror}", where)
             continue
         except FormatError as error:
             yield _problem_of(error)
             continue
-        if found != stored.xxh3:
-            yield Problem(f"the file has the hash {found}, the manifest says {stored.xxh3}", where)
+        if digest != stored.xxh3:
+            yield Problem(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where)
 
 
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:
@@ -120,7 +107,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
             pack = reader[pack_id]
         except FormatError as error:
             whole = False
-            # A shard that cannot be opened says the same for each of its packs.
+            # A shard that cannot be opened raises the same error for each of its packs.
             if str(error) not in seen:
                 seen.add(str(error))
                 yield _problem_of(error)
@@ -128,7 +115,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         problem = pack.problem(reader.pack_size)
         if problem is not None:
             yield Problem(f"pack {pack_id:,} {problem}", reader.where(pack_id))
-        # Batches are planned from the index's lengths; no digest of a pack tells that these are another's.
+        # Batches are planned from the index's lengths, which no digest of a pack covers.
         first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])
         if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
             yield Problem(f"pack {pack_id:,} holds sequences of other lengths than the index", reader.where(pack_id))
@@ -139,12 +126,12 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
     manifest = reader.manifest
     if manifest is None or not whole:
         return
-    for name in ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens"):
-        found, said = getattr(totals, name), getattr(manifest, name)
-        if found != said:
-            yield Problem(f"the manifest has {name} {said:,}, the packs make {found:,}", reader.path)
+    for name, counted in asdict(totals).items():
+        claimed = getattr(manifest, name)
+        if counted != claimed:
+            yield Problem(f"the manifest has {name} {claimed:,}, the packs make {counted:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
-    # That of a plan is not in its manifest.
+    # A plan's manifest has none.
     known = manifest.fingerprint or KeptFingerprint(Path(reader.path)).load()
     if known is not None and fingerprint != known:
         yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
@@ -155,7 +142,7 @@ def _problem_of(error: HarnessError) -> Problem:
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference | None:
-    """The first difference between two datasets, or None. Reads every pack of both up to there.
+    """Return the first difference between two datasets, or None. Reads every pack of both up to there.
 
     Raises:
         FormatError: either cannot be opened, or a pack of it cannot be read.
@@ -171,12 +158,12 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference 
 def diff_readers(
     a: PackReader, b: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Difference | None:
-    """`diff` of open datasets; `progress` is called with packs compared and packs in all."""
+    """Return the first difference between open datasets, or None; `progress` is called with packs compared and packs in total."""
     count = min(len(a), len(b))
     for pack_id, (one, other) in enumerate(zip(a, b, strict=False)):
-        found = _pack_difference(pack_id, one, other)
-        if found is not None:
-            return found
+        difference = _pack_difference(pack_id, one, other)
+        if difference is not None:
+            return difference
         if progress is not None:
             progress(pack_id + 1, count)
     if len(a) != len(b):

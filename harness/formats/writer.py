@@ -1,71 +1,150 @@
-"""Writing a dataset: what every destination has in common. Shards first, then the index, and the manifest last."""
+"""Writing a dataset, on a disk or into object storage: shards first, then the index, and the manifest last."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.base import Format, ShardOptions, ShardWriter
-from harness.formats.index import INDEX_FOLDER
-from harness.formats.manifest import Manifest, Provenance
-from harness.formats.parts import FinishedShard, PartBuilder, Totals
-from harness.records import Pack
-from harness.storage import redact
+from harness.formats.base import FORMATS, Format, ShardOptions, ShardWriter, load_format
+from harness.formats.digest import dataset_fingerprint
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
+from harness.formats.opening import MARKER_NAME
+from harness.storage import TEMPORARY_SUFFIX, Folder, LocalFolder, StoredFile, open_folder, redact, write_atomically
 
-# What a write that was interrupted can have left in a folder.
-OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
+# Names that an interrupted write can have left in a folder.
+_OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
 
-class PackWriter(ABC):
+def open_writer(
+    path: str | PathLike[str],
+    *,
+    format: str = "parquet",
+    pack_size: int,
+    provenance: Provenance | None = None,
+    packs_per_shard: int | None = None,
+    rows_per_group: int = 64,
+    overwrite: bool = False,
+    resume_key: str | None = None,
+) -> PackWriter:
+    """Return a writer of a new dataset, for a `with` block.
+
+    Args:
+        path: a new or empty folder; or, if the format has one, a file with its suffix (`.npy`, `.parquet`), which
+            then is the whole dataset. Parquet can also be written to either in object storage.
+        format: one of FORMATS.
+        pack_size: tokens that no pack may exceed.
+        provenance: stored in the manifest.
+        packs_per_shard: the format's default if None. A single file has no shards.
+        rows_per_group: packs in a Parquet row group, the unit that is decoded at once; other formats have none.
+        overwrite: replace an existing dataset, which is deleted when the block is entered.
+        resume_key: names the content. An interrupted write with the same key and settings continues after its last
+            whole shard: append from pack `writer.num_packs` on. Not for single files and not in object storage,
+            where a write starts from scratch.
+
+    Raises:
+        ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
+        FormatError: on entering, if the destination is in use, is not empty or cannot be written.
+    """
+    for name in FORMATS:
+        if name != format and str(path).endswith(f".{name}"):
+            load_format(format)
+            raise ConfigError(
+                f"the destination ends in .{name} but the format is {format}",
+                where=redact(str(path)),
+                fix=f"use format {name!r}, or another name",
+            )
+    return PackWriter(
+        path,
+        format=load_format(format),
+        pack_size=pack_size,
+        provenance=provenance or Provenance(),
+        packs_per_shard=packs_per_shard,
+        rows_per_group=rows_per_group,
+        overwrite=overwrite,
+        resume_key=resume_key,
+    )
+
+
+class PackWriter:
     """Streams packs into a dataset; a context manager.
 
     Leaving the `with` block writes the index and then the manifest; leaving it with an exception leaves no dataset.
     Memory holds one shard's lengths and what the format buffers, never the dataset.
 
     Attributes:
-        where: the destination, for people.
+        where: the destination, for messages.
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest; may be replaced until the block is left.
-        manifest: what was written, once the block is left.
+        manifest: of the written dataset, once the block is left.
     """
 
     def __init__(
         self,
-        where: str,
+        path: str | PathLike[str],
         *,
         format: Format,
         pack_size: int,
         provenance: Provenance,
-        packs_per_shard: int,
+        packs_per_shard: int | None,
         rows_per_group: int,
+        overwrite: bool,
+        resume_key: str | None,
     ) -> None:
+        packs_per_shard = format.packs_per_shard if packs_per_shard is None else packs_per_shard
         settings = {"pack_size": pack_size, "packs_per_shard": packs_per_shard, "rows_per_group": rows_per_group}
         for name, value in settings.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
-        self.where = where
+        destination = open_folder(path)
+        is_local = isinstance(destination, LocalFolder)
+        if not is_local and not format.in_buckets:
+            raise ConfigError(
+                f"{format.name} cannot be written to object storage",
+                where=destination.where(),
+                fix="write parquet there, or write to a folder and copy it",
+            )
+        self.where = destination.where()
         self.pack_size = pack_size
         self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
-        self._single = bool(format.single_file_suffix) and where.endswith(format.single_file_suffix)
+        self._file = ""
+        self._folder = destination
         self._packs_per_shard = packs_per_shard
         self._options = ShardOptions(pack_size=pack_size, rows_per_group=rows_per_group)
-        self._finished: list[FinishedShard] = []
+        self._finished: list[_FinishedShard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter | None = None
-        self._builder = PartBuilder()
+        self._builder = IndexBuilder()
         self._open = False
+        self._claim: FolderClaim | _FileClaim
+        if format.single_file_suffix and self.where.endswith(format.single_file_suffix):
+            self._file = destination.place.name
+            self._folder = open_folder(str(destination.place.parent))
+            self._claim = _FileClaim(self._folder, self._file, overwrite=overwrite)
+            return
+        resume = None
+        if resume_key is not None and is_local:
+            # What a resumed write must share with the interrupted one, as comparable bytes.
+            identity = {"format": format.name, "provenance": asdict(provenance), "key": resume_key}
+            resume = json.dumps(settings | identity, sort_keys=True).encode()
+        self._claim = FolderClaim(self._folder, overwrite=overwrite, resume=resume, keep=self._take_up)
 
     @property
     def num_packs(self) -> int:
-        """Packs so far, those that a resumed write found included."""
+        """Packs so far, including those of a resumed write."""
         return self._finished_totals.num_packs + len(self._builder)
 
     @property
@@ -74,8 +153,8 @@ class PackWriter(ABC):
         return self._finished_totals + self._builder.totals()
 
     def __enter__(self) -> Self:
-        with self._explained():
-            self._prepare()
+        with explain_os_errors(self.where):
+            self._claim.enter()
         self._open = True
         return self
 
@@ -89,17 +168,18 @@ class PackWriter(ABC):
             raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
         problem = pack.problem(self.pack_size)
         if problem is not None:
-            raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="mend what makes the packs")
-        with self._explained():
+            raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="fix the producer of packs")
+        with explain_os_errors(self.where):
             if self._shard is None:
-                self._shard = self._start_shard()
+                name = self._file or self._format.shard_name(len(self._finished))
+                self._shard = self._format.write_shard(self._folder, name, self._options)
             try:
                 self._shard.append(pack)
             except FormatError as error:
                 raise FormatError(f"pack {self.num_packs:,} {error.what}", where=self.where, fix=error.fix) from None
             self._builder.append(pack)
-            if len(self._builder) == self._packs_per_shard and not self._single:
-                self._end_shard()
+            if len(self._builder) == self._packs_per_shard and not self._file:
+                self._finish_shard(self._shard)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -109,91 +189,257 @@ class PackWriter(ABC):
         self._open = False
         try:
             if kind is None:
-                with self._explained():
-                    self._end()
+                with explain_os_errors(self.where):
+                    self._finish()
         finally:
-            if self.manifest is None:
-                self._abort()
-            else:
-                self._release()
+            if self.manifest is None and self._shard is not None:
+                # Users must see the error that led here, not one of the cleanup.
+                with contextlib.suppress(OSError, FormatError):
+                    self._shard.abort()
+            self._claim.release(whole=self.manifest is not None)
 
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Claim the destination, and keep of an interrupted write what can be gone on with."""
-
-    @abstractmethod
-    def _start_shard(self) -> ShardWriter:
-        """Start the next shard, or the only file."""
-
-    @abstractmethod
-    def _finish_shard(self, shard: ShardWriter) -> FinishedShard:
-        """Give the files of a full shard their names, and store its index entries."""
-
-    @abstractmethod
-    def _finish(self) -> Manifest:
-        """Write the index and then the manifest, after the last shard."""
-
-    @abstractmethod
-    def _finish_file(self, shard: ShardWriter) -> Manifest:
-        """Finish the only file."""
-
-    @abstractmethod
-    def _abort(self) -> None:
-        """Leave no dataset, after an error that must not be hidden by another."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Let go of the destination, whose dataset is whole."""
-
-    def _end_shard(self) -> None:
-        assert self._shard is not None
-        finished = self._finish_shard(self._shard)
+    def _finish_shard(self, shard: ShardWriter) -> None:
+        """Finish the files of a full shard, and store its index entries."""
+        names = shard.finish({})
+        self._folder.sync(names)
+        number = len(self._finished)
+        stored = Shard(self._format.shard_name(number), len(self._builder), self._folder.describe(names))
+        finished = _FinishedShard(stored, self._builder.totals())
+        path = self._part_path(number)
+        path.parent.mkdir(exist_ok=True)
+        _save_part(path, finished, self._builder.build())
         self._shard = None
-        self._finished.append(finished)
-        self._finished_totals = self._finished_totals + finished.totals
-        self._builder = PartBuilder()
+        self._add_finished(finished)
+        self._builder = IndexBuilder()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         if self.num_packs == 0:
             raise FormatError("no packs were written", where=self.where, fix="a dataset holds at least one pack")
-        if self._single:
-            assert self._shard is not None
-            manifest = self._finish_file(self._shard)
-            self._shard = None
-        else:
-            if len(self._builder):
-                self._end_shard()
-            manifest = self._finish()
-        self.manifest = manifest
-
-    def _build_manifest(self, fingerprint: str) -> Manifest:
-        return Manifest(
+        manifest = Manifest(
             format=self._format.name,
             pack_size=self.pack_size,
-            fingerprint=fingerprint,
+            fingerprint="",
             shards=(),
             index=(),
             provenance=self.provenance,
             **asdict(self.totals),
         )
+        if self._file:
+            assert self._shard is not None
+            part = self._builder.build()
+            manifest = replace(manifest, fingerprint=dataset_fingerprint([part.checksums]))
+            head = np.array([part.sequence_counts.shape[0], part.sequence_lengths.shape[0]], np.int64)
+            metadata = {"manifest": manifest.to_json().encode(), "index": head.tobytes() + part.to_bytes()}
+            self._folder.sync(self._shard.finish(metadata))
+            self._shard = None
+        else:
+            if self._shard is not None:
+                self._finish_shard(self._shard)
+            totals = self.totals
+            fingerprint = write_index(
+                self._folder, self._load_parts, num_packs=totals.num_packs, num_sequences=totals.num_sequences
+            )
+            for number in range(len(self._finished)):
+                self._part_path(number).unlink()
+            self._folder.sync(INDEX_NAMES)
+            manifest = replace(
+                manifest,
+                fingerprint=fingerprint,
+                shards=tuple(finished.shard for finished in self._finished),
+                index=self._folder.describe(INDEX_NAMES),
+            )
+            manifest.save(self._folder)
+        self.manifest = manifest
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of the system, such as a full disk, into errors that say where."""
+    def _add_finished(self, finished: _FinishedShard) -> None:
+        self._finished.append(finished)
+        self._finished_totals += finished.totals
+
+    def _part_path(self, number: int) -> Path:
+        return self._folder.scratch / _part_name(number)
+
+    def _load_parts(self) -> Iterator[IndexPart]:
+        for number in range(len(self._finished)):
+            loaded = _load_part(self._part_path(number))
+            if loaded is None:
+                raise FormatError("a file of the write in progress is damaged", where=str(self._part_path(number)))
+            yield loaded[1]
+
+    def _take_up(self) -> Collection[str]:
+        """Keep the whole shards of an interrupted write, up to the first that is not; returns the names of files."""
+        names: list[str] = []
+        while True:
+            number = len(self._finished)
+            loaded = _load_part(self._part_path(number))
+            if loaded is None or loaded[0].shard.path != self._format.shard_name(number):
+                return names
+            finished = loaded[0]
+            # A short shard is the last one of a write that was stopped in its final steps: it is written again.
+            if finished.totals.num_packs != self._packs_per_shard or not self._is_whole(finished.shard):
+                return names
+            self._add_finished(finished)
+            names += [*(stored.path for stored in finished.shard.files), _part_name(number)]
+
+    def _is_whole(self, shard: Shard) -> bool:
+        """Return whether a shard's files have their sizes and hashes."""
+        folder = self._folder
         try:
-            yield
-        except OSError as error:
-            raise FormatError(
-                f"writing failed: {error.strerror or error}",
-                where=redact(str(error.filename or self.where)),
-                fix="mend the cause (space, permissions, quota) and run the same command again",
-            ) from error
+            return all(
+                folder.find_size(stored.path) == stored.num_bytes and folder.digest(stored.path) == stored.xxh3
+                for stored in shard.files
+            )
+        except (OSError, FormatError):
+            return False
 
 
-def already_there(where: str) -> FormatError:
-    """The error for a destination that is not to be overwritten."""
+class FolderClaim:
+    """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
+
+    Args:
+        folder: new, empty, interrupted, or with `overwrite` a dataset.
+        overwrite: replace a dataset. It is gone from `enter` on.
+        resume: settings that identify a write that can continue after an interruption.
+        keep: called for an interrupted write of the same settings; returns the names of files to keep.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        overwrite: bool,
+        resume: bytes | None = None,
+        keep: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self._folder = folder
+        self._overwrite = overwrite
+        self._resume = resume
+        self._keep = keep
+        self._marker = folder.lock(MARKER_NAME)
+        self._created = False
+
+    def enter(self) -> None:
+        """Claim the folder and remove the leftovers of an interrupted write.
+
+        Raises:
+            FormatError: another process writes here, or the folder holds something else.
+        """
+        folder = self._folder
+        self._created = folder.make()
+        names = folder.names()
+        if load_manifest(folder) is None:
+            if names and MARKER_NAME not in names:
+                raise FormatError(
+                    f"the destination holds {len(names):,} files of something else, such as {min(names)}",
+                    where=folder.where(),
+                    fix="name a new or empty folder",
+                )
+        elif not self._overwrite:
+            raise _already_there(folder.where())
+        previous = self._marker.acquire()
+        try:
+            # Again, because the previous holder of the lock may have finished in between.
+            if load_manifest(folder) is not None:
+                if not self._overwrite:
+                    raise _already_there(folder.where())
+                folder.remove(MANIFEST_NAME)
+                folder.sync([])
+                previous = b""
+            self._clean(self._keep() if self._resume is not None and previous == self._resume else ())
+            self._marker.write(self._resume or b"")
+        except BaseException:
+            self._marker.release(remove=self._marker.was_created)
+            raise
+
+    def release(self, *, whole: bool) -> None:
+        """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
+        keeps_files = self._resume is not None and not whole
+        with contextlib.suppress(OSError, FormatError):
+            if not whole and not keeps_files:
+                self._clean(())
+        # A marker that cannot be removed means nothing beside a manifest.
+        with contextlib.suppress(OSError, FormatError):
+            self._marker.release(remove=not keeps_files)
+        self._folder.discard(empty=self._created and not whole and not keeps_files)
+
+    def _clean(self, keep: Collection[str]) -> None:
+        for name in self._folder.names():
+            if name.endswith(TEMPORARY_SUFFIX) or _OURS.fullmatch(name):
+                self._folder.remove(name, keep)
+
+
+class _FileClaim:
+    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
+
+    def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
+        self._folder = folder
+        self._name = name
+        self._overwrite = overwrite
+        self._marker = folder.lock(f".{name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
+
+    def enter(self) -> None:
+        if not self._overwrite and self._folder.exists(self._name):
+            raise _already_there(self._folder.where(self._name))
+        self._folder.make()
+        if self._marker is not None:
+            self._marker.acquire()
+
+    def release(self, *, whole: bool) -> None:
+        with contextlib.suppress(OSError):
+            if self._marker is not None:
+                self._marker.release(remove=True)
+
+
+@contextlib.contextmanager
+def explain_os_errors(where: str) -> Iterator[None]:
+    """Turn errors of the system, such as a full disk, into errors that name the place."""
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(
+            f"writing failed: {error.strerror or error}",
+            where=redact(str(error.filename or where)),
+            fix="fix the cause (space, permissions, quota) and run the same command again",
+        ) from error
+
+
+def _already_there(where: str) -> FormatError:
     return FormatError(
         "the destination already holds a dataset",
         where=where,
         fix="name another, or replace it (--overwrite, overwrite=True)",
     )
+
+
+@dataclass(frozen=True)
+class _FinishedShard:
+    """A shard whose files have their names."""
+
+    shard: Shard
+    totals: Totals
+
+
+def _part_name(number: int) -> str:
+    return f"{INDEX_FOLDER}/{number:06d}.part"
+
+
+def _save_part(path: Path, finished: _FinishedShard, part: IndexPart) -> None:
+    """Write a shard's entry in the manifest and its part of the index, which bounds memory and allows a resume."""
+    body = part.to_bytes()
+    head = {**asdict(finished), "body_xxh3": xxhash.xxh3_64_hexdigest(body)}
+    write_atomically(path, json.dumps(head).encode() + b"\n" + body)
+
+
+def _load_part(path: Path) -> tuple[_FinishedShard, IndexPart] | None:
+    """Read what `_save_part` wrote, or return None if it is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            head: dict[str, Any] = json.loads(file.readline())
+            body = file.read()
+        if xxhash.xxh3_64_hexdigest(body) != head["body_xxh3"]:
+            return None
+        totals = Totals(**head["totals"])
+        files = tuple(StoredFile(**stored) for stored in head["shard"]["files"])
+        shard = Shard(head["shard"]["path"], head["shard"]["num_packs"], files)
+        return _FinishedShard(shard, totals), IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,34 +1,47 @@
-"""Files on a disk and in object storage: whole or not there at all, read by ranges, copied once per machine."""
+"""One door to files: on a disk or in object storage, complete or absent, read by ranges, downloaded once a machine.
+
+    open_folder("data/sft")            a Folder on a disk; of a URI such as s3://bucket/sft, one in object storage
+    open_source(place)                 one file, read by ranges
+    AtomicFile(path)                   a file that exists under its name only once it is complete
+    Marker(path)                       the lock of a writer, which outlives it if it is killed
+
+Read `folders` first: the interface that readers and writers of datasets use.
+"""
 
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
-from harness.storage.bucket import REQUEST_BYTES, ObjectStore
-from harness.storage.cache import Entry, LocalCache
+from harness.storage.bucket import ObjectStore
+from harness.storage.cache import Entry
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
     AtomicFile,
     Marker,
+    OutputFile,
     StoredFile,
     file_digest,
     natural_key,
     sync_folder,
     write_atomically,
 )
+from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder
 from harness.storage.ranges import ByteSource, open_source
-from harness.storage.uris import ObjectPath, is_uri, join_path, redact
+from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
 
 __all__ = [
-    "REQUEST_BYTES",
     "TEMPORARY_SUFFIX",
     "AtomicFile",
+    "BucketFolder",
     "ByteSource",
     "Entry",
-    "LocalCache",
+    "Folder",
+    "LocalFolder",
     "Marker",
     "NpyStream",
     "ObjectPath",
     "ObjectStore",
+    "OutputFile",
+    "Place",
     "StoredFile",
     "file_digest",
     "is_uri",
@@ -36,6 +49,7 @@ __all__ = [
     "map_npy",
     "natural_key",
     "npy_header",
+    "open_folder",
     "open_source",
     "read_npy_header",
     "redact",

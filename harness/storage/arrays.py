@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.storage.files import AtomicFile
+from harness.storage.files import OutputFile
 
 _MAX_HEADER_BYTES = 4096
 _HEADER = re.compile(
@@ -22,11 +22,11 @@ _HEADER = re.compile(
 )
 # Headers that we write have this size for any shape, so that the shape can be filled in at the end.
 _HEADER_BYTES = 128
-_COPY = "copy the dataset again"
+_COPY_AGAIN = "copy the dataset again"
 
 
 def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran order, and dtype of an open `.npy` file, which is left at its first data byte."""
+    """Read shape, Fortran order and dtype of an open `.npy` file, and leave it at its first data byte."""
     start = file.read(8)
     width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
     if width is None:
@@ -44,36 +44,36 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
     return sizes, order == "True", np.dtype(descr)
 
 
-def check_npy(path: Path, file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """The offset of an open `.npy` file's data, after its header and size are found as expected."""
-    stored_shape, fortran, stored = read_npy_header(path, file)
-    if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
-        raise FormatError(f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path))
-    offset = int(file.tell())
-    expected = offset + math.prod(shape) * dtype.itemsize
-    num_bytes = int(file.seek(0, 2))
-    if num_bytes != expected:
-        raise FormatError(
-            f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path), fix="copy the dataset again"
-        )
-    return offset
+def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    """Map a `.npy` file of exactly this dtype and shape, read-only; without a shape, any one-dimensional one.
 
-
-def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A read-only memory map of a `.npy` file of exactly this dtype and shape."""
+    Raises:
+        FormatError: the file cannot be read, or holds anything else.
+    """
     try:
         with path.open("rb") as file:
-            offset = check_npy(path, file, dtype, shape)
+            stored_shape, fortran, stored = read_npy_header(path, file)
+            if shape is None and len(stored_shape) != 1:
+                raise FormatError(f"holds an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
+            shape = stored_shape if shape is None else shape
+            if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
+                raise FormatError(
+                    f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path)
+                )
+            offset = int(file.tell())
+            expected = offset + math.prod(shape) * dtype.itemsize
+            num_bytes = int(file.seek(0, 2))
+            if num_bytes != expected:
+                raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path), fix=_COPY_AGAIN)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix="copy the dataset again") from None
-    count = math.prod(shape)
+        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix=_COPY_AGAIN) from None
     # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
-    return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
+    return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
 
 def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
-    """The header of a `.npy` file, of 128 bytes for any shape."""
+    """Build the header of a `.npy` file, of 128 bytes for any shape."""
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     return (
         b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER_BYTES - 10) + text.ljust(_HEADER_BYTES - 11).encode() + b"\n"
@@ -81,15 +81,20 @@ def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
 
 
 class NpyStream:
-    """A `.npy` file that grows row by row: one-dimensional, or two-dimensional with rows of `width` numbers."""
+    """A `.npy` file that grows row by row: one-dimensional, or two-dimensional with rows of `width` numbers.
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], *, width: int | None = None) -> None:
-        self.path = path
+    With `num_rows` the header is final from the start, so that the file need not be seekable.
+    """
+
+    def __init__(
+        self, file: OutputFile, dtype: np.dtype[Any], *, width: int | None = None, num_rows: int | None = None
+    ) -> None:
         self.num_rows = 0
         self._dtype = dtype.newbyteorder("<")
         self._width = width
-        self._file = AtomicFile(path)
-        self._file.write(self._header())
+        self._expected_rows = num_rows
+        self._file = file
+        self._file.write(self._header(num_rows or 0))
 
     def write(self, values: npt.NDArray[Any]) -> None:
         """Append whole rows, given flat."""
@@ -97,13 +102,15 @@ class NpyStream:
         self.num_rows += values.shape[0] // (self._width or 1)
 
     def finish(self) -> None:
-        self._file.seek(0)
-        self._file.write(self._header())
+        if self._expected_rows is None:
+            self._file.seek(0)
+            self._file.write(self._header(self.num_rows))
+        else:
+            assert self.num_rows == self._expected_rows
         self._file.finish()
 
     def abort(self) -> None:
         self._file.abort()
 
-    def _header(self) -> bytes:
-        shape = (self.num_rows,) if self._width is None else (self.num_rows, self._width)
-        return npy_header(self._dtype.str, shape)
+    def _header(self, num_rows: int) -> bytes:
+        return npy_header(self._dtype.str, (num_rows,) if self._width is None else (num_rows, self._width))

@@ -1,28 +1,32 @@
-"""Object storage through PyArrow's filesystems: every call ends in bounded time, and errors say what is wrong.
+"""Object storage through PyArrow's filesystems: every call ends in bounded time, and errors name the cause.
 
 Settings come from the environment, as the providers' own tools read it: AWS_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3),
 AWS_REGION and the AWS credential chain; Google's application default credentials; AZURE_STORAGE_ACCOUNT with
 AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or Azure's default credentials. HARNESS_STORAGE_TIMEOUT_S (60) bounds
-how long one request is tried, all attempts together.
+one request, all attempts together. No error shows credentials.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
-from harness.errors import ConfigError, FormatError
-from harness.storage.bucket_errors import Verdict, explain, judge, unanswered
-from harness.storage.uris import ObjectPath
+import xxhash
 
-# One ranged request; a larger read is made of several, so that each has its own time limit.
+from harness.errors import ConfigError, FormatError
+from harness.storage.files import OutputFile, StoredFile
+from harness.storage.uris import ObjectPath, redact
+
+# One ranged request; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
 _TIMEOUT_NAME = "HARNESS_STORAGE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
@@ -42,7 +46,7 @@ class StoredObject:
 
 
 class ObjectStore:
-    """One bucket. Connects when it is first used, in each process anew; pickles."""
+    """One bucket. Connects on first use, in each process anew; pickles."""
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = ObjectPath(place.scheme, place.bucket, "")
@@ -50,44 +54,50 @@ class ObjectStore:
         self._connections: dict[tuple[int, int], Any] = {}
 
     def find_size(self, place: ObjectPath) -> int | None:
-        """Bytes of an object, or None where there is none."""
+        """Return the bytes of an object, or None if it does not exist."""
         import pyarrow.fs as pa_fs
 
-        info = self.call(place, lambda files: files.get_file_info(_inside(place)))
+        info = self.call(place, lambda files: files.get_file_info(_pyarrow_path(place)))
         return int(info.size) if info.type == pa_fs.FileType.File else None
 
     def check_bucket(self) -> None:
-        """Raises FormatError where the bucket is not there or may not be listed."""
-        error = self._ask_why()
+        """Raise FormatError if the bucket does not exist or may not be listed."""
+        error = self._list_error()
         if error is not None and judge(error) is not Verdict.PASSING:
             raise explain(error, self._place) from None
 
     def read_whole(self, place: ObjectPath, limit: int) -> bytes:
-        """A small object's bytes, `limit + 1` of them at most. Raises FormatError where there is none."""
+        """Read a small object, at most `limit` bytes of it; raises FormatError if it does not exist."""
 
         def read(files: Any) -> bytes:
-            with files.open_input_file(_inside(place)) as file:
-                return bytes(file.read_at(min(limit + 1, file.size()), 0))
+            with files.open_input_file(_pyarrow_path(place)) as file:
+                return bytes(file.read_at(min(limit, file.size()), 0))
 
         return self.call(place, read)
 
     def open(self, place: ObjectPath) -> Any:
-        """A PyArrow file for ranged reads with `read`."""
-        return self.call(place, lambda files: files.open_input_file(_inside(place)))
+        """Open a PyArrow file for ranged reads with `read`."""
+        return self.call(place, lambda files: files.open_input_file(_pyarrow_path(place)))
 
     def read(self, place: ObjectPath, file: Any, start: int, num_bytes: int) -> bytes:
-        """Exactly these bytes of an object that was opened here; raises FormatError where it ends before."""
+        """Read exactly these bytes of an object that `open` opened; raises FormatError where it ends before."""
         pieces = []
         for begin in range(start, start + num_bytes, REQUEST_BYTES):
             count = min(REQUEST_BYTES, start + num_bytes - begin)
             pieces.append(self.call(place, partial(_read_exactly, file=file, start=begin, num_bytes=count)))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def read_blocks(self, place: ObjectPath, num_bytes: int) -> Iterator[bytes]:
+        """Read an object from its start, a request's worth at a time."""
+        file = self.open(place)
+        for start in range(0, num_bytes, REQUEST_BYTES):
+            yield self.read(place, file, start, min(REQUEST_BYTES, num_bytes - start))
+
     def list(self, place: ObjectPath) -> list[StoredObject]:
-        """All objects below a place; empty where there are none."""
+        """List all objects below a place."""
         import pyarrow.fs as pa_fs
 
-        root = _inside(place)
+        root = _pyarrow_path(place)
 
         def find(files: Any) -> Any:
             return files.get_file_info(pa_fs.FileSelector(root, recursive=True, allow_not_found=True))
@@ -99,29 +109,29 @@ class ObjectStore:
         ]
 
     def delete(self, place: ObjectPath) -> None:
-        """Delete an object; one that is not there is no error."""
+        """Delete an object; a missing one is no error."""
 
         def delete(files: Any) -> None:
             try:
-                files.delete_file(_inside(place))
+                files.delete_file(_pyarrow_path(place))
             except FileNotFoundError:
                 return
 
         self.call(place, delete)
 
     def open_upload(self, place: ObjectPath) -> Any:
-        """A PyArrow stream for a new object, which is there only once the stream is closed."""
-        return self.call(place, lambda files: files.open_output_stream(_inside(place)), attempts=_UPLOAD_ATTEMPTS)
+        """Open a PyArrow stream for a new object, which exists only once the stream is closed."""
+        return self.call(place, lambda files: files.open_output_stream(_pyarrow_path(place)), attempts=_UPLOAD_ATTEMPTS)
 
     def upload(self, place: ObjectPath, work: Callable[[], T]) -> T:
-        """A step of an upload, in bounded time and without a second attempt: streams cannot go back."""
+        """Run a step of an upload in bounded time and without a second attempt: streams cannot go back."""
         try:
             return _within(self._timeout_s, work)
         except Exception as error:
             raise self._explained(error, place, attempts=1, seconds=self._timeout_s) from None
 
     def call(self, place: ObjectPath, work: Callable[[Any], T], *, attempts: int = 1) -> T:
-        """Do something with the filesystem: again while it fails in ways that pass, until the time is up.
+        """Run `work` on the filesystem, again after transient errors, until the time is up.
 
         Raises:
             FormatError: it failed for good, or the time is up.
@@ -148,17 +158,18 @@ class ObjectStore:
     def _explained(self, error: Exception, place: ObjectPath, *, attempts: int, seconds: float) -> FormatError:
         verdict = judge(error)
         if verdict is Verdict.PASSING:
-            return unanswered(error, place, attempts=attempts, seconds=seconds, setting=_TIMEOUT_NAME)
+            return _unanswered(error, place, attempts=attempts, seconds=seconds)
         reason = error
         if verdict in (Verdict.MISSING, Verdict.DENIED):
-            # Answers to HEAD have no body: only a listing tells a wrong key from a wrong secret or bucket.
-            reason = self._ask_why() or error
+            # Answers to HEAD have no body: only a listing distinguishes a wrong key from a wrong secret or bucket.
+            reason = self._list_error() or error
         return explain(reason, place)
 
-    def _ask_why(self) -> Exception | None:
+    def _list_error(self) -> Exception | None:
+        """Return the error that listing the bucket ends in, if any."""
         import pyarrow.fs as pa_fs
 
-        selector = pa_fs.FileSelector(_inside(self._place))
+        selector = pa_fs.FileSelector(_pyarrow_path(self._place))
         try:
             _within(self._timeout_s / 3, lambda: next(iter(self._connect(1).get_file_info(selector)), None))
         except Exception as error:
@@ -177,8 +188,61 @@ class ObjectStore:
         return ObjectStore, (self._place,)
 
 
-def _inside(place: ObjectPath) -> str:
-    """What PyArrow calls a place: bucket and key."""
+class UploadFile(OutputFile):
+    """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end."""
+
+    def __init__(self, store: ObjectStore, place: ObjectPath) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._num_bytes = 0
+        self._store = store
+        self._place = place
+        self._buffer = bytearray()
+        self._stream: Any = store.open_upload(place)
+
+    def describe(self, name: str) -> StoredFile:
+        """Return the manifest's entry of this file under a name."""
+        return StoredFile(name, self._num_bytes, str(self._digest.hexdigest()))
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        if self._done:
+            return len(view)
+        self._digest.update(view)
+        self._num_bytes += len(view)
+        self._buffer += view
+        if len(self._buffer) >= REQUEST_BYTES:
+            self._send()
+        return len(view)
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def finish(self) -> None:
+        """Complete the upload."""
+        if not self._done:
+            self._send()
+            self._store.upload(self._place, self._stream.close)
+            self._done = True
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        self._buffer.clear()
+        # PyArrow completes an upload whose stream is dropped: completed here and deleted, no half object remains.
+        try:
+            self._store.upload(self._place, self._stream.close)
+        finally:
+            self._store.delete(self._place)
+
+    def _send(self) -> None:
+        data, self._buffer = bytes(self._buffer), bytearray()
+        if data:
+            self._store.upload(self._place, lambda: self._stream.write(data))
+
+
+def _pyarrow_path(place: ObjectPath) -> str:
+    """Bucket and key, as PyArrow names a place."""
     bucket = place.bucket.partition("@")[0]
     return f"{bucket}/{place.key}" if place.key else bucket
 
@@ -186,12 +250,12 @@ def _inside(place: ObjectPath) -> str:
 def _read_exactly(_files: Any, *, file: Any, start: int, num_bytes: int) -> bytes:
     data = bytes(file.read_at(num_bytes, start))
     if len(data) != num_bytes:
-        raise OSError(f"{len(data):,} of {num_bytes:,} bytes came")
+        raise OSError(f"{len(data):,} of {num_bytes:,} bytes arrived")
     return data
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, or TimeoutError. PyArrow's calls take no limit for a body that stops in the middle."""
+    """Return the result of `work`, or raise TimeoutError. PyArrow has no limit for a body that stops in the middle."""
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -200,7 +264,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:
             done.put((None, error))
 
-    # A thread that hangs is left behind: the connection's own idle limit ends it some seconds later.
+    # A thread that hangs is left alone: the connection's own idle limit ends it some seconds later.
     threading.Thread(target=run, name="object storage", daemon=True).start()
     try:
         result, error = done.get(timeout=seconds)
@@ -222,11 +286,15 @@ def _timeout_s() -> float:
     return value
 
 
+def _endpoint() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
 def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
     import pyarrow.fs as pa_fs
 
     if place.scheme == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        endpoint = _endpoint()
         scheme, _, host = endpoint.rpartition("://")
         if "@" in host:
             raise ConfigError(
@@ -237,7 +305,7 @@ def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         if region is None and not endpoint:
             region = pa_fs.resolve_s3_region(place.bucket)
-        # Whole seconds of at least one are what the client below makes of these.
+        # The client rounds these to whole seconds of at least one.
         idle_s = max(1.0, timeout_s / 6)
         return pa_fs.S3FileSystem(
             endpoint_override=host.rstrip("/") or None,
@@ -248,8 +316,7 @@ def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
             retry_strategy=pa_fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
         )
     if place.scheme == "gs":
-        limit = timedelta(seconds=timeout_s / 3)
-        return pa_fs.GcsFileSystem(retry_time_limit=limit)
+        return pa_fs.GcsFileSystem(retry_time_limit=timedelta(seconds=timeout_s / 3))
     container, _, host = place.bucket.partition("@")
     account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
@@ -263,3 +330,89 @@ def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
         account_key=os.environ.get("AZURE_STORAGE_KEY"),
         sas_token=os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
     )
+
+
+class Verdict(Enum):
+    """Classes of errors, by the remedy."""
+
+    PASSING = "try again"
+    MISSING = "the object does not exist"
+    NO_BUCKET = "the bucket does not exist"
+    DENIED = "credentials or rights are wrong"
+    REFUSED = "the request itself is refused"
+
+
+# Names of errors as PyArrow and the three providers' libraries spell them.
+_PATTERNS = (
+    (Verdict.NO_BUCKET, r"NO_SUCH_BUCKET|NoSuchBucket|InvalidBucketName|ContainerNotFound|FilesystemNotFound"),
+    (
+        Verdict.DENIED,
+        r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT"
+        r"|EXPIRED_TOKEN|ExpiredToken|REQUEST_TIME_TOO_SKEWED|PERMISSION_DENIED|UNAUTHENTICATED|AuthenticationFailed"
+        r"|AuthorizationFailure|AuthorizationPermissionMismatch|HTTP status 40[13]\b|\b40[13] [A-Z]"
+        r"|DefaultAzureCredential|[Cc]ould not (automatically determine|create credentials)",
+    ),
+    (Verdict.MISSING, r"NO_SUCH_KEY|RESOURCE_NOT_FOUND|HTTP status 404\b|BlobNotFound"),
+    (Verdict.REFUSED, r"HTTP status (30[1278]|400|405|409|411|412|416|501)\b|INVALID_ARGUMENT|MALFORMED"),
+)
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials with rights there",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+}
+_AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with Azure's own tools"
+
+
+def judge(error: Exception) -> Verdict:
+    """Classify an error of PyArrow's filesystems; an unknown OSError counts as transient."""
+    if isinstance(error, FileNotFoundError):
+        return Verdict.MISSING
+    if isinstance(error, PermissionError):
+        return Verdict.DENIED
+    for verdict, pattern in _PATTERNS:
+        if re.search(pattern, str(error)):
+            return verdict
+    return Verdict.PASSING if isinstance(error, OSError) else Verdict.REFUSED
+
+
+def explain(error: Exception, place: ObjectPath) -> FormatError:
+    """Turn a permanent error into one that names cause and fix."""
+    text, verdict = str(error), judge(error)
+    if verdict is Verdict.MISSING:
+        return FormatError("no such object", where=str(place), fix="check the key; `/` separates folders")
+    if verdict is Verdict.NO_BUCKET:
+        return FormatError(
+            f"no such bucket: {place.bucket}",
+            where=str(place),
+            fix="check the bucket's name, region and AWS_ENDPOINT_URL",
+        )
+    if verdict is Verdict.DENIED:
+        credentials = _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
+        what = f"object storage denies access ({_short(text)})"
+        if "INVALID_ACCESS_KEY_ID" in text:
+            what = "object storage does not know the access key"
+        elif "SIGNATURE_DOES_NOT_MATCH" in text:
+            what = "object storage refuses the signature: the secret key, or this machine's clock, is wrong"
+        return FormatError(what, where=str(place), fix=credentials)
+    fix = "check AWS_ENDPOINT_URL and AWS_REGION" if place.scheme == "s3" else "check the address"
+    if "411" in text:
+        fix = "this store takes no upload checksums: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
+    return FormatError(f"object storage refuses the request: {_short(text)}", where=str(place), fix=fix)
+
+
+def _unanswered(error: Exception, place: ObjectPath, *, attempts: int, seconds: float) -> FormatError:
+    """Describe a transient error that outlasted the time limit."""
+    is_s3 = place.scheme == "s3"
+    address = f" at {redact(_endpoint())}" if _endpoint() and is_s3 else ""
+    return FormatError(
+        f"object storage{address} did not answer: {attempts} attempts in {seconds:.1f} s, "
+        f"the last: {_short(str(error))}",
+        where=str(place),
+        fix=f"check the network{' and AWS_ENDPOINT_URL' if is_s3 else ''}, or raise {_TIMEOUT_NAME}",
+    )
+
+
+def _short(text: str) -> str:
+    """The first line, without the request's number, which only the store's own log can use."""
+    line = redact(text.splitlines()[0] if text else "no reason given")
+    line = re.sub(r"\s*\(Request ID: [^)]*\)", "", line)
+    return line[:300]

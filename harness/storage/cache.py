@@ -1,12 +1,12 @@
 """Local copies of remote files: bounded, least recently used first out, shared by the processes of a machine.
 
-An entry is what belongs together (the files of a shard, or an index), named by the hashes that the manifest lists, so
-that two addresses of one dataset share it. It is downloaded once, by whoever holds its lock, held against sizes and
-hashes, and renamed into place. What a process has open is locked and is not evicted: the bound can be exceeded by
-what is open at a time.
+An entry holds files that belong together (those of a shard, or an index) and is named by the hashes that the manifest
+lists, so that two addresses of one dataset share it. The holder of its lock downloads it once, checks sizes and
+hashes, and renames it into place. An entry that a process has open is locked and is not evicted: open entries can
+exceed the bound.
 
-    HARNESS_CACHE        the folder; `$XDG_CACHE_HOME/harness` or `~/.cache/harness` where it is not set
-    HARNESS_CACHE_BYTES  its bound, 64 GiB where it is not set
+    HARNESS_CACHE        the folder; `$XDG_CACHE_HOME/harness` or `~/.cache/harness` by default
+    HARNESS_CACHE_BYTES  its bound, 64 GiB by default
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Download = Callable[[StoredFile, Path], None]
 
 
 class Entry:
-    """A whole entry, kept from eviction until it is released.
+    """Local files that are not evicted until `release`.
 
     Attributes:
         folder: has the files under the paths that the manifest gives them.
     """
 
-    def __init__(self, folder: Path, descriptor: int) -> None:
+    def __init__(self, folder: Path, descriptor: int = -1) -> None:
         self.folder = folder
         self._descriptor = descriptor
 
@@ -58,8 +58,8 @@ class LocalCache:
     """The cache of this machine's processes in one folder.
 
     Attributes:
-        folder: made when it is first needed.
-        max_bytes: beyond which what was used least recently is removed.
+        folder: created on first use.
+        max_bytes: bound of its size; the least recently used entries go first.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class LocalCache:
 
     @classmethod
     def from_environment(cls) -> LocalCache:
-        """Raises ConfigError where a setting makes no sense."""
+        """Read the settings above; raises ConfigError for a malformed one."""
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         named = os.environ.get(_FOLDER_NAME)
         folder = Path(named).expanduser() if named else Path(base).expanduser() / "harness"
@@ -81,14 +81,14 @@ class LocalCache:
         return cls(folder, max_bytes)
 
     def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
-        """The entry of these files, downloaded if it is not there.
+        """Return the entry of these files, downloaded if missing.
 
         Args:
             files: with the sizes and hashes that their bytes must have.
             download: writes one of them to a path.
 
         Raises:
-            FormatError: what arrives is not what the manifest lists, or the disk refuses.
+            FormatError: the bytes that arrive differ from the manifest, or the disk refuses.
         """
         name = _name_of(files)
         try:
@@ -110,13 +110,13 @@ class LocalCache:
             ) from error
 
     def _find(self, name: str) -> Entry | None:
-        """A whole entry, locked against eviction."""
+        """Return a complete entry, locked against eviction, or None."""
         lock = self.folder / (name + _LOCK)
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        # Waits while another process downloads it; whoever downloads does so in bounded time.
+        # Waits while another process downloads it, which takes bounded time.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if _is_at(lock, descriptor) and (self.folder / name).is_dir():
             os.utime(lock)
@@ -126,13 +126,13 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[int]:
-        """The descriptor of a lock that nobody else holds."""
+        """Hold the exclusive lock of an entry and yield its descriptor."""
         lock = self.folder / (name + _LOCK)
         while True:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Whoever evicts an entry removes its lock: a lock on a removed file protects nothing.
+                # Eviction removes the lock file: a lock on a removed file protects nothing.
                 if _is_at(lock, descriptor):
                     yield descriptor
                     return
@@ -141,9 +141,9 @@ class LocalCache:
 
     def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:
         num_bytes = sum(stored.num_bytes for stored in files)
-        # Counts from now on, so that two downloads at a time do not both take the same room.
+        # Counts from now on, so that two downloads at once do not both take the same space.
         os.pwrite(descriptor, str(num_bytes).encode(), 0)
-        self._make_room()
+        self._free_space()
         partial = self.folder / (name + _PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -155,12 +155,12 @@ class LocalCache:
             partial.rename(self.folder / name)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            # Locked by us, so nobody can be using it.
+            # We hold the lock, so no process uses it.
             (self.folder / (name + _LOCK)).unlink(missing_ok=True)
             raise
 
-    def _make_room(self) -> None:
-        """Remove what was used least recently and is not in use, until the rest is within the bound."""
+    def _free_space(self) -> None:
+        """Remove the least recently used entries that are not open, until the rest is within the bound."""
         found = []
         for lock in self.folder.glob(f"*{_LOCK}"):
             with contextlib.suppress(OSError, ValueError):

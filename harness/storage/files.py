@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and names in the order people count."""
+"""Files on a disk that appear whole or not at all, the lock of a writer, and names in the order people count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,36 +17,44 @@ import xxhash
 from harness.errors import FormatError
 
 TEMPORARY_SUFFIX = ".tmp"
+_READ_BYTES = 1 << 20
 
 
-class AtomicFile:
-    """A binary file under a temporary name that gets its real name only in `finish`.
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
 
-    Has what pyarrow and numpy expect of a writable file. A crash leaves at most `<path>.tmp`, which the next writer
-    of the same path replaces.
-    """
+    path: str
+    num_bytes: int
+    xxh3: str
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary_path = path.with_name(path.name + TEMPORARY_SUFFIX)
-        self._file: BinaryIO = self.temporary_path.open("wb")
-        self._done = False
+
+class OutputFile(ABC):
+    """A file being written, which exists under its name only after `finish`; pyarrow writes to it."""
+
+    _done = False
 
     @property
     def closed(self) -> bool:
-        return self._file.closed
+        return self._done
 
+    @abstractmethod
     def write(self, data: bytes | memoryview) -> int:
-        if self._done:
-            # A library's writer that is dropped after `abort` writes its footer; there is no file for it any more.
-            return len(data)
-        return self._file.write(data)
+        """Append bytes; after `abort` they are dropped, because a library's writer may still flush its footer."""
 
-    def tell(self) -> int:
-        return self._file.tell()
+    @abstractmethod
+    def tell(self) -> int: ...
 
     def seek(self, position: int) -> int:
-        return self._file.seek(position)
+        raise OSError(errno.ESPIPE, "This file is written front to back")
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make the file durable and give it its name."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave no file; does nothing after `finish`."""
 
     def writable(self) -> bool:
         return True
@@ -54,16 +63,43 @@ class AtomicFile:
         return False
 
     def seekable(self) -> bool:
+        return False
+
+    def flush(self) -> None:
+        """Do nothing: `finish` makes the bytes durable."""
+
+    def close(self) -> None:
+        """Do nothing: libraries close what they are done with, and the file stays open until `finish` or `abort`."""
+
+
+class AtomicFile(OutputFile):
+    """A file on a disk under a temporary name that gets its real name in `finish`.
+
+    A crash leaves at most `<path>.tmp`, which the next writer of the same path replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary_path = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._file: BinaryIO = self.temporary_path.open("wb")
+
+    def write(self, data: bytes | memoryview) -> int:
+        return len(data) if self._done else self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, position: int) -> int:
+        return self._file.seek(position)
+
+    def seekable(self) -> bool:
         return True
 
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> None:
-        """Writers handed this file call it when they are done; the file stays open until `finish` or `abort`."""
-
     def finish(self) -> None:
-        """Force the bytes to disk and give the file its name. The folder's entry is durable after `sync_folder`."""
+        """Force the bytes to disk and rename the file. The folder's entry is durable after `sync_folder`."""
         if self._done:
             return
         self._file.flush()
@@ -73,7 +109,6 @@ class AtomicFile:
         self._done = True
 
     def abort(self) -> None:
-        """Drop the temporary file; nothing happens after `finish`."""
         if self._done:
             return
         self._done = True
@@ -84,10 +119,10 @@ class AtomicFile:
 
 
 class Marker:
-    """A small file that is locked while a writer is at work, and that stays when the writer dies.
+    """A small file that is locked while a writer is at work, and that remains when the writer dies.
 
-    The lock is this process's alone: one that it forks lets go of it, or it would go on holding it when this one is
-    killed.
+    The lock belongs to this process alone: a child that it forks closes its copy, which would otherwise keep the lock
+    after this process is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,10 +132,7 @@ class Marker:
         _MARKERS.add(self)
 
     def acquire(self) -> bytes:
-        """Create or take over the marker.
-
-        Returns:
-            what an interrupted writer left in it.
+        """Create the marker, or take over one without an owner; returns what an interrupted writer left in it.
 
         Raises:
             FormatError: another process holds it.
@@ -118,9 +150,9 @@ class Marker:
                     fix="wait for it, or name another destination",
                 ) from None
             except OSError:
-                pass  # Some network file systems have no locks; two writers at once are then the user's to avoid.
+                pass  # Some network file systems have no locks; users must then avoid two writers at once.
             try:
-                # The holder before us may have removed the file between our open and our lock.
+                # The previous holder may have removed the file between our open and our lock.
                 same = os.path.samestat(os.fstat(descriptor), self.path.stat())
             except FileNotFoundError:
                 same = False
@@ -137,7 +169,7 @@ class Marker:
         os.fsync(self._descriptor)
 
     def release(self, *, remove: bool) -> None:
-        """Let go of the marker; a second call does nothing."""
+        """Unlock the marker; a second call does nothing."""
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
@@ -148,7 +180,7 @@ class Marker:
             os.close(descriptor)
 
 
-def _let_go_in_child() -> None:
+def _unlock_in_child() -> None:
     for marker in _MARKERS:
         if marker._descriptor is not None:
             os.close(marker._descriptor)
@@ -156,7 +188,7 @@ def _let_go_in_child() -> None:
 
 
 _MARKERS: WeakSet[Marker] = WeakSet()
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -172,12 +204,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk: without it a renamed file can vanish with the power."""
+    """Force a folder's entries to disk: without it a renamed file can vanish in a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know it of files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync files only
             raise
     finally:
         os.close(descriptor)
@@ -186,11 +218,8 @@ def sync_folder(folder: Path) -> None:
 def natural_key(name: str) -> list[tuple[int, int, str]]:
     """Sort key under which `shard_2` comes before `shard_10`."""
     parts = re.split(r"(\d+)", name)
-    # Unicode has digits that int() refuses nothing of but that \d matches; both agree on what a decimal digit is.
+    # int() accepts every digit that \d matches, also those outside ASCII.
     return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
-
-
-_READ_BYTES = 1 << 20
 
 
 def file_digest(path: Path) -> str:
@@ -200,12 +229,3 @@ def file_digest(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             total.update(block)
     return str(total.hexdigest())
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
-
-    path: str
-    num_bytes: int
-    xxh3: str

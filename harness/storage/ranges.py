@@ -11,7 +11,7 @@ from harness.errors import FormatError
 from harness.storage.bucket import ObjectStore
 from harness.storage.uris import ObjectPath
 
-# What a first request fetches of the end of a remote file: most footers are in it.
+# The first request reads this much of the end of a remote file: most footers fit.
 _TAIL_BYTES = 1 << 16
 
 
@@ -21,16 +21,16 @@ class ByteSource(Protocol):
     num_bytes: int
 
     def read_at(self, start: int, num_bytes: int) -> bytes:
-        """These bytes; fewer where the file ends before."""
+        """Read these bytes; fewer where the file ends before."""
 
     def fetch(self, start: int, end: int) -> None:
-        """Say that this range is about to be read in pieces."""
+        """Announce that this range is about to be read in pieces."""
 
     def release(self) -> None:
-        """Say that what was fetched is not needed any more."""
+        """Drop what was fetched."""
 
     def for_arrow(self) -> Any:
-        """What `pyarrow.parquet.ParquetFile` takes."""
+        """Return the argument for `pyarrow.parquet.ParquetFile`."""
 
     def close(self) -> None:
         """Close the file."""
@@ -49,10 +49,10 @@ class LocalSource:
         return os.pread(self._descriptor, num_bytes, start)
 
     def fetch(self, start: int, end: int) -> None:
-        """The system reads ahead by itself."""
+        """Do nothing: the system reads ahead by itself."""
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the page cache holds the bytes."""
 
     def for_arrow(self) -> Any:
         return self._path
@@ -67,7 +67,7 @@ class LocalSource:
 
 
 class RemoteSource(io.RawIOBase):
-    """An object, which pyarrow reads as a Python file. What `fetch` got is read from memory."""
+    """An object, which pyarrow reads as a Python file. Bytes that `fetch` got are read from memory."""
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
@@ -119,5 +119,5 @@ class RemoteSource(io.RawIOBase):
 
 
 def open_source(place: Path | ObjectPath) -> ByteSource:
-    """Raises OSError or FormatError where it cannot be opened."""
+    """Open a file for ranged reads; raises OSError or FormatError."""
     return RemoteSource(place) if isinstance(place, ObjectPath) else LocalSource(place)

@@ -1,10 +1,11 @@
-"""Addresses in object storage, and text that shows no credentials."""
+"""Addresses in object storage, and removal of credentials from text."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness.errors import ConfigError
 
@@ -29,12 +30,12 @@ _FIX = "set them in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) o
 
 
 def is_uri(path: str) -> bool:
-    """Whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
+    """Return whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
 
 
 def redact(text: str) -> str:
-    """The text without credentials: those of URIs, of signed queries, and the values of the environment's."""
+    """Remove credentials from a text: those of URIs, of signed queries, and the values of the environment's."""
     text = _QUERY.sub("?***", _USER.sub("://***@", text))
     text = _SIGNED.sub(r"\1=***", text)
     for name in _SECRETS:
@@ -60,7 +61,7 @@ class ObjectPath:
 
     @classmethod
     def parse(cls, uri: str) -> ObjectPath:
-        """Raises ConfigError for another scheme, no bucket, credentials or a query in the URI, or an odd key."""
+        """Parse a URI; raises ConfigError for another scheme, no bucket, credentials, a query, or an invalid key."""
         found = _URI.fullmatch(uri)
         scheme, bucket, key = found.groups() if found is not None else ("", "", "")
         if scheme not in SCHEMES:
@@ -90,11 +91,14 @@ class ObjectPath:
         return replace(self, key=self.key.rpartition("/")[0])
 
 
+Place = Path | ObjectPath
+
+
 def _hidden(uri: str) -> str:
-    """A URI without what stands before an @, which without a colon could still be a key."""
+    """Remove the part of a URI before an @: even without a colon it could be a key."""
     return re.sub(r"://[^/@]*@", "://***@", uri)
 
 
 def join_path(path: str, name: str) -> str:
-    """A path or URI inside another."""
+    """Join a name to a path or URI."""
     return f"{path.rstrip('/')}/{name}" if is_uri(path) else os.path.join(path, name)  # noqa: PTH118

@@ -1,8 +1,7 @@
-"""Taking over packed data that other tools wrote, each by its own convention.
+"""Import of packed data that other tools wrote, each by its own convention.
 
-Where a tool stores something that a pack cannot hold, it is taken out and counted; nothing is dropped silently.
-Padding is removed where the tool stores real lengths, and kept where it does not: a token that looks like padding
-may be an end of sequence, so it is never guessed.
+Data that a pack cannot hold is removed and counted; nothing is dropped silently. Padding is removed if the tool stores
+real lengths, and kept if not: a token that looks like padding may be an end of sequence, so it is never guessed.
 
 | convention | reads | masks | padding |
 |---|---|---|---|
@@ -11,10 +10,9 @@ may be an end of sequence, so it is never guessed.
 | ms_swift | chunks, `chunk_*.jsonl`, labels aligned with tokens | moved by one | cut off by `lengths` |
 | megatron_lm | rows of `SFTDataset` as JSONL: tokens, labels, loss_mask, cu_seqlens | as ours | unknown: kept |
 
-Megatron-Bridge counts a sequence of L tokens as L - 1 against its pack size, so that its packs can be longer than the
-size they were made with: the imported `pack_size` is that of the longest pack unless one is given. Nemotron releases
-of early 2026 and before moved masks the wrong way (`[0] + mask[:-1]` over the whole pack); the stored bits do not
-tell which release wrote them.
+Megatron-Bridge counts a sequence of L tokens as L - 1 against its pack size, so its packs can exceed that size: the
+imported `pack_size` is that of the longest pack unless one is given. Nemotron releases up to early 2026 moved masks the
+wrong way (`[0] + mask[:-1]` over the whole pack); the stored bits do not reveal the release.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import Manifest, Provenance, open_dataset, open_writer
-from harness.formats.binidx import read_index
 from harness.formats.importers.rows import clear_last_positions, pack_of_bridge_row, pack_of_megatron_lm, pack_of_swift
 from harness.formats.jsonl import JsonlShard
-from harness.indexed import BIN, IDX, with_suffix
+from harness.formats.manifest import Manifest, Provenance
+from harness.formats.opening import open_dataset
+from harness.formats.writer import open_writer
 from harness.records import Pack
 from harness.storage import natural_key
 
@@ -49,7 +47,7 @@ class ForeignPacks:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import wrote, and how many positions it changed, by kind."""
+    """The manifest of an import, and how many positions it changed, by kind."""
 
     manifest: Manifest
     counts: Mapping[str, int]
@@ -67,19 +65,19 @@ def import_dataset(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportReport:
-    """Write another tool's packed data as a dataset of ours.
+    """Write another tool's packed data as a dataset.
 
     Args:
         source: file, folder, glob or prefix that the tool wrote.
         destination, format, packs_per_shard, overwrite: as for `open_writer`.
         convention: a key of CONVENTIONS.
-        pack_size: tokens that no pack exceeds; the longest pack's where None, which takes one more reading.
-        split: which split, where the tool's folder has several.
-        progress: called with packs done and packs in all.
+        pack_size: tokens that no pack exceeds; the longest pack's if None, which reads the source twice.
+        split: of the tool's folder, if that has several.
+        progress: called with packs done and packs in total.
 
     Raises:
         ConfigError: an unknown convention.
-        FormatError: the source is not what the convention says (the error names file and row).
+        FormatError: the source does not follow the convention (the error names file and row).
     """
     if convention not in CONVENTIONS:
         known = ", ".join(CONVENTIONS)
@@ -111,6 +109,8 @@ def import_dataset(
 
 
 def _read_megatron_bridge(source: str, _split: str) -> ForeignPacks:
+    from harness.indexed import BIN, IDX, with_suffix
+
     prefix = Path(source)
     if prefix.suffix in (BIN, IDX):
         prefix = prefix.with_suffix("")
@@ -125,13 +125,13 @@ def _read_nemotron(source: str, split: str) -> ForeignPacks:
         if candidate.is_dir():
             return _read_dataset(str(candidate))
     if (folder / "splits").is_dir():
-        found = ", ".join(sorted(entry.name for entry in (folder / "splits").iterdir()))
-        raise FormatError(f"no split {split!r}", where=source, fix=f"there are {found}")
+        splits = ", ".join(sorted(entry.name for entry in (folder / "splits").iterdir()))
+        raise FormatError(f"no split {split!r}", where=source, fix=f"there are {splits}")
     return _read_dataset(source)
 
 
 def _read_dataset(source: str) -> ForeignPacks:
-    """Files that `open_dataset` reads as they are."""
+    """Read files that `open_dataset` knows."""
     reader = open_dataset(source)
 
     def packs(counts: Counter[str]) -> Iterator[Pack]:
@@ -142,7 +142,10 @@ def _read_dataset(source: str) -> ForeignPacks:
 
 
 def _read_bridge_rows(prefix: Path) -> ForeignPacks:
-    """An indexed dataset whose items are whole packs."""
+    """Read an indexed dataset whose items are whole packs."""
+    from harness.formats.binidx import read_index
+    from harness.indexed import BIN, IDX, with_suffix
+
     lengths = read_index(with_suffix(prefix, IDX))
     data = with_suffix(prefix, BIN)
     total = 4 * int(lengths.sum(dtype=np.int64))
@@ -163,17 +166,17 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
 
 
 def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], Pack]) -> ForeignPacks:
-    """Rows of a file, or of all `.jsonl` files of a folder in natural order."""
+    """Read the rows of a file, or of all `.jsonl` files of a folder in natural order."""
     path = Path(source)
     paths = [path]
     if path.is_dir():
-        paths = sorted(path.glob("*.jsonl"), key=lambda one: natural_key(one.name))
+        paths = sorted(path.glob("*.jsonl"), key=lambda file: natural_key(file.name))
     if not paths or not paths[0].is_file():
         raise FormatError("no .jsonl file there", where=source, fix="check the path")
 
     def packs(counts: Counter[str]) -> Iterator[Pack]:
-        for one in paths:
-            shard = JsonlShard(one)
+        for file in paths:
+            shard = JsonlShard(file)
             try:
                 for row in range(shard.num_packs):
                     yield _pack_of_row(shard, row, pack_of, counts)
@@ -181,8 +184,8 @@ def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], P
                 shard.close()
 
     num_packs = 0
-    for one in paths:
-        shard = JsonlShard(one)
+    for file in paths:
+        shard = JsonlShard(file)
         num_packs += shard.num_packs
         shard.close()
     return ForeignPacks(packs, num_packs)

@@ -1,4 +1,4 @@
-"""One row of another tool as a pack, and what had to change for that, counted. `importers` finds the rows."""
+"""Conversion of one row of another tool to a pack, with counts of every change; `datasets` finds the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.errors import FormatError
 from harness.formats.jsonl import IGNORED_LABEL, whole_numbers
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 
-# What an import takes out or changes, as counted in the manifest's provenance.
+# Changes of an import, as counted in the manifest's provenance.
 CLEARED_LAST = "import_cleared_last_positions"
 CLEARED_FIRST = "import_cleared_first_labels"
 REMOVED_PADDING = "import_removed_padding_tokens"
@@ -23,7 +23,7 @@ _ROW_HEAD = 3
 
 
 def clear_last_positions(pack: Pack, counts: Counter[str]) -> Pack:
-    """The pack with nothing trained at the last position of a sequence, which has no next token in it."""
+    """Untrain the last position of each sequence, which has no next token in it."""
     lasts = np.append(pack.seq_start_id[1:], len(pack)) - 1
     trained = int(np.count_nonzero(pack.loss_mask[lasts]))
     if not trained:
@@ -35,7 +35,7 @@ def clear_last_positions(pack: Pack, counts: Counter[str]) -> Pack:
 
 
 def pack_of_bridge_row(words: Int32Array) -> Pack:
-    """An item of an indexed dataset: head, starts, and tokens with the mask in their highest bit."""
+    """Convert an item of an indexed dataset: head, starts, and tokens with the mask in their highest bit."""
     if words.shape[0] < _ROW_HEAD or words[0] != _ROW_MAGIC or words[1] != _ROW_VERSION:
         raise FormatError("does not begin as a packed row of version 1")
     num_starts = int(words[2])
@@ -53,12 +53,14 @@ def pack_of_bridge_row(words: Int32Array) -> Pack:
 
 
 def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
-    """A pre-packed line: labels aligned with tokens, -100 where untrained; `lengths` are the real ones."""
+    """Convert a pre-packed line: labels aligned with tokens, -100 if untrained; `lengths` are without padding."""
     ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
     # As Python numbers: a sum of huge lengths wraps around in int64.
     real = sum(lengths.tolist())
     if lengths.shape[0] == 0 or (lengths <= 0).any() or real > ids.shape[0] or labels.shape != ids.shape:
-        raise FormatError(f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths of {real:,} in all")
+        raise FormatError(
+            f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths of {real:,} in total"
+        )
     counts[REMOVED_PADDING] += ids.shape[0] - real
     ids, labels = ids[:real], labels[:real]
     starts = np.cumsum(lengths) - lengths
@@ -72,10 +74,10 @@ def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
 
 
 def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:
-    """A row of `SFTDataset`: labels[j] is the token after tokens[j], or -100; `cu_seqlens` bounds the sequences.
+    """Convert a row of `SFTDataset`: labels[j] is the token after tokens[j], or -100; `cu_seqlens` bounds sequences.
 
-    The row was cut by one token to align it, so that the label of its last position is nowhere in `tokens`: where it
-    is trained it is appended, and trained as before.
+    The row was cut by one token to align it, so the label of its last position is missing from `tokens`: if trained,
+    it is appended, and trained as before.
     """
     ids, labels, bounds = (whole_numbers(fields, name) for name in ("tokens", "labels", "cu_seqlens"))
     n = ids.shape[0]

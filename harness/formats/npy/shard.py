@@ -1,8 +1,8 @@
 """`npy`: the legacy format, a pickled list of dicts of Python lists.
 
-It streams nothing when it is read: a file is unpickled whole before its first pack is there, so write shards. Files
-are read with an unpickler that runs no code (`unpickle`). Packs are kept as compact arrays after that. Writing does
-stream: the pickle is written pack by pack, for any reader that does `np.load(path, allow_pickle=True)`.
+Reading does not stream: a file is unpickled whole before its first pack is available, so write shards. The unpickler
+runs no code (`unpickle`), and packs are kept as compact arrays. Writing streams: the pickle is written pack by pack,
+for any reader that calls `np.load(path, allow_pickle=True)`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import io
 import os
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter
+from harness.formats.base import (
+    Format,
+    ShardContents,
+    ShardOptions,
+    ShardReader,
+    ShardWriter,
+    find_files,
+    local_path,
+)
 from harness.formats.npy.unpickle import array_of, unpickle_objects
 from harness.records import Pack
-from harness.storage import AtomicFile, natural_key, npy_header, read_npy_header
+from harness.storage import Folder, Place, npy_header, read_npy_header
 
 SUFFIX = ".npy"
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
@@ -29,16 +37,11 @@ FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 _FIX = "write the dataset again; `harness convert` makes a format that streams"
 
 
-class NpyShard:
-    """One unpickled file."""
+class NpyShard(ShardReader):
+    """One unpickled file, whose packs keep the invariants."""
 
-    def __init__(self, path: Path, packs: list[Pack]) -> None:
-        self._path = path
-        self._packs = packs
-
-    @classmethod
-    def load(cls, path: Path) -> NpyShard:
-        """Unpickle a file and make packs of it, whose invariants are checked."""
+    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
+        self._path = path = local_path(place)
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             shape, _, dtype = read_npy_header(path, file)
@@ -56,31 +59,28 @@ class NpyShard:
             raise FormatError(error.what, where=str(path), fix=error.fix) from None
         if len(objects) != shape[0]:
             raise FormatError(f"claims {shape[0]:,} packs but holds {len(objects):,}", where=str(path), fix=_FIX)
-        # A pickle can name one list many times; what it unfolds to is held against the file's size.
+        # A pickle can name one list many times; the size that it expands to is bounded by the file's.
         budget = num_bytes
-        packs: list[Pack] = []
+        self._packs: list[Pack] = []
         for row, item in enumerate(objects):
             try:
                 pack = _pack_of(item, budget)
             except FormatError as error:
                 raise FormatError(f"pack {row:,} {error.what}", where=str(path), fix=_FIX) from None
             budget -= len(pack)
-            packs.append(pack)
+            self._packs.append(pack)
             objects[row] = None  # Python lists take ten times the memory of the arrays they become.
-        return cls(path, packs)
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        # Copies: callers may write into their packs, and the next reader must not see that.
-        return [
-            Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy())
-            for pack in (self._packs[row] for row in rows)
-        ]
-
-    def all(self) -> list[Pack]:
-        return self._packs
+        self.num_packs = len(self._packs)
 
     def read_row(self, row: int) -> Pack:
-        return self.read((row,))[0]
+        pack = self._packs[row]
+        # Copies: callers may write into their packs, and the next reader must not see that.
+        return Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy())
+
+    def contents(self) -> ShardContents:
+        counts = np.array([pack.num_sequences for pack in self._packs], np.int64)
+        lengths = [pack.sequence_lengths for pack in self._packs]
+        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     def where(self, row: int) -> str:
         return f"{self._path}, item {row:,}"
@@ -120,13 +120,13 @@ def _numbers(value: Any, name: str, budget: int) -> Any:
     return array
 
 
-class NpyWriter:
+class NpyWriter(ShardWriter):
     """Writes one file pack by pack; only the number of packs is filled in at the end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        self._name = name
         self._num_packs = 0
-        self._file = AtomicFile(path)
+        self._file = folder.create_file(name)
         self._file.write(npy_header("|O", (0,)))
         self._file.write(_pickle_head(0))
 
@@ -139,20 +139,20 @@ class NpyWriter:
         self._file.write(_pickled_item(item) + b"a")  # APPEND
         self._num_packs += 1
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
         self._file.write(b"tb.")  # TUPLE, BUILD, STOP
         self._file.seek(0)
         self._file.write(npy_header("|O", (self._num_packs,)))
         self._file.write(_pickle_head(self._num_packs))
         self._file.finish()
-        return [self._path]
+        return [self._name]
 
     def abort(self) -> None:
         self._file.abort()
 
 
 def _pickle_head(num_packs: int) -> bytes:
-    """The start of a pickled object array, up to the open list of its objects, of the same size for any number."""
+    """Start a pickled object array, up to the open list of its objects; the size is the same for any number."""
     # The module's name before numpy 2, which every numpy still knows.
     reconstruct = b"cnumpy.core.multiarray\n_reconstruct\n"
     arguments = b"cnumpy\nndarray\nK\x00\x85C\x01b\x87"
@@ -163,7 +163,7 @@ def _pickle_head(num_packs: int) -> bytes:
 
 
 def _pickled_item(item: dict[str, list[int]]) -> bytes:
-    """The opcodes that build one dict, without memo entries, which would clash between items."""
+    """Pickle one dict to bare opcodes, without memo entries, which would clash between items."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=3)
     pickler.fast = True
@@ -171,26 +171,9 @@ def _pickled_item(item: dict[str, list[int]]) -> bytes:
     return buffer.getvalue()[2:-1]  # without PROTO and STOP
 
 
-def shard_name(number: int) -> str:
-    return f"shard_{number:06d}{SUFFIX}"
-
-
-def open_shard(info: ShardInfo) -> ShardReader:
-    shard = NpyShard.load(info.path)
-    if len(shard.all()) != info.num_packs:
-        raise FormatError(f"holds {len(shard.all()):,} packs, expected {info.num_packs:,}", where=str(info.path))
-    return shard
-
-
-def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
-    return NpyWriter(path)
-
-
 def find_bare(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = [entry for entry in path.iterdir() if entry.name.endswith(SUFFIX) and entry.is_file()]
-        return sorted((one for one in found if _is_pickled(one)), key=lambda one: natural_key(one.name))
-    return [path] if path.name.endswith(SUFFIX) and path.is_file() else []
+    found = find_files(path, (SUFFIX,))
+    return [file for file in found if _is_pickled(file)] if path.is_dir() else found
 
 
 def _is_pickled(path: Path) -> bool:
@@ -198,27 +181,18 @@ def _is_pickled(path: Path) -> bool:
         try:
             return read_npy_header(path, file)[2].hasobject
         except FormatError:
-            return True  # Damaged: opening it says so.
-
-
-def inspect_bare(path: Path) -> BareShard:
-    shard = NpyShard.load(path)
-    counts = np.array([pack.num_sequences for pack in shard.all()], np.int64)
-    lengths = [pack.sequence_lengths for pack in shard.all()]
-    joined = np.concatenate(lengths) if lengths else np.zeros(0, np.int32)
-    return BareShard(path=path, sequence_counts=counts, sequence_lengths=joined, reader=shard)
+            return True  # Damaged: opening it reports that.
 
 
 FORMAT = Format(
     name="npy",
-    shard_name=shard_name,
+    shard_template=f"shard_{{:06d}}{SUFFIX}",
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.npy",
     packs_per_shard=2048,
     files_per_shard=1,
-    write_shard=write_shard,
-    open_shard=open_shard,
+    write_shard=NpyWriter,
+    open_shard=NpyShard,
     find_bare=find_bare,
-    inspect_bare=inspect_bare,
     single_file_suffix=SUFFIX,
 )

@@ -1,8 +1,8 @@
 """Unpickling that builds nothing but lists, dicts, numbers, strings and plain numpy arrays, and runs no code.
 
-Two passes. The first walks the opcodes: it lets only a short list of them through and holds every size that they
-claim against the bytes that are there, because the C unpickler allocates what an opcode claims. The second is the C
-unpickler with every name replaced by a builder of ours; numpy's own reconstruction is never called.
+Two passes. The first walks the opcodes: it allows only a short list of them and checks every claimed size against the
+bytes that are present, because the C unpickler allocates what an opcode claims. The second is the C unpickler with
+every name replaced by a builder of ours; numpy's own reconstruction is never called.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from harness.errors import FormatError
 
-_FIX = "the file is damaged, or holds more than packed samples: load it only with the tool that made it"
+_FIX = "the file is damaged, or holds more than packed samples: load it only with the tool that wrote it"
 
-# Runs of what nearly all of a file consists of: small integers, appended to lists.
+# Runs of small integers appended to lists, of which nearly all of a file consists.
 _INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
 
 # Opcode -> bytes of its fixed argument.
@@ -59,7 +59,7 @@ _FIXED = {
     b"q": 1,  # BINPUT
     b"r": 4,  # LONG_BINPUT
 }
-# Opcode -> bytes of the length that its argument starts with.
+# Opcode -> bytes of the length field that its argument starts with.
 _COUNTED = {
     b"\x8a": 1,  # LONG1
     b"\x8c": 1,  # SHORT_BINUNICODE
@@ -76,7 +76,7 @@ _MAX_LONG_BYTES = 9
 
 
 def check_opcodes(data: bytes) -> None:
-    """Walk a pickle's opcodes; raises FormatError for one that is not needed here or that claims too much."""
+    """Walk a pickle's opcodes; raises FormatError for one that packed samples do not need or that claims too much."""
     view = memoryview(data)
     position, end, memoized = 0, len(view), 0
     while True:
@@ -106,7 +106,7 @@ def check_opcodes(data: bytes) -> None:
                 raise FormatError("the pickle is cut short", fix=_FIX)
             argument = int.from_bytes(view[position : position + width], "little")
             if opcode == b"r" and argument > memoized + 1:
-                # The C unpickler makes room for the number that is claimed, zeroed.
+                # The C unpickler allocates zeroed memory for the claimed number.
                 raise FormatError(f"the pickle memoizes object {argument:,} after {memoized:,}", fix=_FIX)
             if opcode == b"\x95" and argument > end - position:
                 raise FormatError(f"the pickle claims a frame of {argument:,} bytes", fix=_FIX)
@@ -127,7 +127,7 @@ def _skip_names(view: memoryview, position: int) -> int:
 
 
 class _Dtype:
-    """Stands for numpy's dtype while unpickling: plain numbers only."""
+    """Replaces numpy's dtype while unpickling: plain numbers only."""
 
     def __init__(self, text: object, *_flags: object) -> None:
         name = text.decode("ascii", "replace") if isinstance(text, bytes) else text
@@ -147,7 +147,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
+    """Replaces an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
 
     def __init__(self) -> None:
         self.value: npt.NDArray[Any] | list[Any] | None = None
@@ -178,7 +178,7 @@ def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any]
 
 
 class _Name:
-    """A name that a pickle asked for. The BUILD opcode would set attributes on a bare function or class."""
+    """A global name in a pickle, wrapped because BUILD would set attributes on a bare function or class."""
 
     __slots__ = ("_builder",)
 
@@ -200,7 +200,7 @@ class _Name:
 
 def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
     if not isinstance(subtype, _Name) or not subtype.is_array_type:
-        raise FormatError("the pickle reconstructs something that is no array", fix=_FIX)
+        raise FormatError("the pickle reconstructs something other than an array", fix=_FIX)
     return _Array()
 
 
@@ -218,7 +218,7 @@ def _scalar(dtype: object, data: object) -> Any:
 
 
 def _encode(text: object, encoding: object) -> bytes:
-    # How Python 3 writes bytes at protocol 2.
+    # Python 3 writes bytes like this at protocol 2.
     if not isinstance(text, str) or encoding != "latin1":
         raise FormatError("the pickle encodes something other than bytes", fix=_FIX)
     try:
@@ -227,7 +227,7 @@ def _encode(text: object, encoding: object) -> bytes:
         raise FormatError("the pickle encodes something other than bytes", fix=_FIX) from None
 
 
-# None stands for the array type itself, which is passed on but never called.
+# None is the array type itself, which is passed on but never called.
 _NAMES: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("numpy", "ndarray"): None,
     ("numpy", "dtype"): _Dtype,
@@ -251,26 +251,24 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_objects(data: bytes) -> list[Any]:
-    """The objects of a pickled one-dimensional object array, whose arrays of numbers are numpy arrays.
+    """Unpickle the objects of a one-dimensional object array; arrays of numbers in them are for `array_of`.
 
     Raises:
-        FormatError: the pickle is damaged, asks for anything else, or is something else.
+        FormatError: the pickle is damaged, refers to anything else, or is something else.
     """
     check_opcodes(data)
     try:
         # latin1, as numpy loads pickles of Python 2.
-        found = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+        array = _Unpickler(io.BytesIO(data), encoding="latin1").load()
     except FormatError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything; it must not pass as our own mistake
+    except Exception as error:  # a damaged pickle can raise anything; it must not look like our own mistake
         raise FormatError(f"the pickle is damaged: {type(error).__name__}: {str(error)[:200]}", fix=_FIX) from None
-    if isinstance(found, _Array) and isinstance(found.value, list):
-        return found.value
+    if isinstance(array, _Array) and isinstance(array.value, list):
+        return array.value
     raise FormatError("the pickle is not an array of packed samples", fix=_FIX)
 
 
 def array_of(value: object) -> object:
-    """The numpy array of numbers that an unpickled value stands for, or the value."""
-    if isinstance(value, _Array):
-        return value.value
-    return value
+    """Return the numpy array of an unpickled value that replaces one, or the value itself."""
+    return value.value if isinstance(value, _Array) else value

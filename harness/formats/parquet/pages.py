@@ -1,8 +1,8 @@
-"""What a Parquet column chunk will take in memory, found out before it is decoded.
+"""Limits on the memory that a Parquet column chunk can claim, checked before it is decoded.
 
-Arrow allocates what page headers claim, up to 2 GiB a page, and a few kilobytes of zstd can unfold to that. The
-headers are walked here (Thrift's compact protocol, as `parquet.thrift` of the Parquet format lays it out) and held
-against what the column can honestly hold.
+Arrow allocates what page headers claim, up to 2 GiB a page, and a few kilobytes of zstd can expand to that. The
+headers are walked here (Thrift's compact protocol, as in `parquet.thrift` of the Parquet format) and compared with
+what the column can honestly hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from harness.errors import FormatError
 from harness.storage import ByteSource
 
-# Values of a row group that are decoded without a question: 16 MiB of tokens.
+# Values of a row group that are always decoded: 16 MiB of tokens.
 _FREE_VALUES = 1 << 22
 # A row group of 2,000 packs of 128 Ki tokens; more does not fit beside a model.
 _MAX_VALUES = 1 << 28
@@ -27,20 +27,22 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A column chunk as the footer describes it: its values, where its pages lie, and how they are compressed."""
+    """A column chunk as the footer describes it: its values, and where its pages lie."""
 
     column: str
     num_values: int
     start: int
     num_bytes: int
-    codec: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: the fields of its header by number, where its data lies, and its size there and in memory."""
+    """A page: where its data lies, and its size there and in memory."""
 
-    fields: dict[int, Any]
     start: int
     num_bytes: int
     num_unpacked_bytes: int
@@ -55,9 +57,7 @@ class RowGroup:
 
 
 def read_row_groups(source: ByteSource) -> list[RowGroup]:
-    """What the footer says of each row group.
-
-    Read here and not through pyarrow, whose column metadata ends the process on some damaged footers.
+    """Read the row groups from the footer, not through pyarrow, which crashes on some damaged column metadata.
 
     Raises:
         FormatError: the footer is damaged.
@@ -79,10 +79,10 @@ def _row_group_of(group: Any) -> RowGroup:
     try:
         num_rows = int(group[3])
         for column in group[1]:
-            found = column[3]
-            starts = [found[field] for field in (9, 11) if field in found]
-            name = found[3][0].decode("utf-8", "replace")
-            chunks[name] = Chunk(name, int(found[5]), int(min(starts)), int(found[7]), int(found[4]))
+            metadata = column[3]
+            starts = [metadata[field] for field in (9, 11) if field in metadata]
+            name = metadata[3][0].decode("utf-8", "replace")
+            chunks[name] = Chunk(name, int(metadata[5]), int(min(starts)), int(metadata[7]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
     if num_rows < 0:
@@ -91,12 +91,12 @@ def _row_group_of(group: Any) -> RowGroup:
 
 
 def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:
-    """Values that a column of a row group may hold.
+    """Return the most values that a column of a row group may hold.
 
     Args:
         rows: of the row group.
         ids: the input_ids column chunk.
-        pack_size: tokens that no pack exceeds; where None, the compressed size is held against real text.
+        pack_size: tokens that no pack exceeds; if None, the compressed size limits them as for real text.
     """
     if pack_size is not None:
         return rows * pack_size
@@ -111,43 +111,42 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
     """
     if not 0 <= chunk.num_values <= limit:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, at most {limit:,} fit")
-    most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
-    start, end = chunk.start, chunk.start + chunk.num_bytes
-    if start < 0 or end < start or end > source.num_bytes:
-        raise FormatError(f"the column {chunk.column} lies at bytes {start:,} to {end:,}, outside the file")
+    if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
+        raise FormatError(f"the column {chunk.column} lies at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
+    most = _byte_limit(limit)
     if chunk.num_bytes > most:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")
 
 
-def read_pages(source: ByteSource, chunk: Chunk, limit: int) -> list[Page]:
-    """The pages of a column chunk, refused where they are larger than `limit` values can be.
+def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
+    """Refuse a column chunk whose pages are larger than `limit` values can be.
 
     Raises:
         FormatError: they are, or their headers are damaged.
     """
-    most = _BYTES_PER_VALUE * limit + _SLACK_BYTES
-    position, end = chunk.start, chunk.start + chunk.num_bytes
-    pages: list[Page] = []
-    total = 0
-    while position < end:
-        page = read_page(source.read_at(position, min(_HEADER_BYTES, end - position)), position)
+    most = _byte_limit(limit)
+    position, total = chunk.start, 0
+    while position < chunk.end:
+        page = read_page(source.read_at(position, min(_HEADER_BYTES, chunk.end - position)), position)
         total += page.num_unpacked_bytes
         if page.num_unpacked_bytes < 0 or page.num_bytes < 0 or total > most:
             what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
             raise FormatError(what)
-        pages.append(page)
         position = page.start + page.num_bytes
-    return pages
+
+
+def _byte_limit(num_values: int) -> int:
+    return _BYTES_PER_VALUE * num_values + _SLACK_BYTES
 
 
 def read_page(header: bytes, position: int) -> Page:
-    """The page whose header these bytes begin with, at a position of the file."""
+    """Parse the page header that these bytes, at a position of the file, begin with."""
     reader = _Compact(header)
     fields = reader.struct(0)
     unpacked, packed = fields.get(2), fields.get(3)
     if not isinstance(unpacked, int) or not isinstance(packed, int):
         raise FormatError("a page header is damaged: it has no sizes")
-    return Page(fields, position + reader.position, packed, unpacked)
+    return Page(position + reader.position, packed, unpacked)
 
 
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
@@ -155,14 +154,14 @@ _MAX_DEPTH = 8
 
 
 class _Compact:
-    """Thrift's compact protocol, as far as footers and page headers use it."""
+    """A parser of Thrift's compact protocol, as far as footers and page headers use it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.position = 0
 
     def struct(self, depth: int) -> dict[int, Any]:
-        """Values of a struct by field number. Every value takes a byte of data at least, so memory is bounded."""
+        """Parse a struct to values by field number. Every value takes at least a byte of data, which bounds memory."""
         fields: dict[int, Any] = {}
         field = 0
         while byte := self._byte():
@@ -174,7 +173,7 @@ class _Compact:
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise FormatError("Parquet metadata is damaged: structs lie too deep")
+            raise FormatError("Parquet metadata is damaged: structs are nested too deep")
         if kind in (_I16, _I32, _I64):
             return self._zigzag()
         if kind == _BINARY:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,120 +17,143 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import make_pack
-from harness.formats.parquet.decode import ZSTD, decode_pages
-from harness.formats.parquet.pages import Page, check_extent, count_limit, read_pages, read_row_groups
+from harness.formats.base import ShardContents, ShardReader, make_pack
+from harness.formats.index import IndexPart, lengths_from_starts
+from harness.formats.manifest import Manifest
+from harness.formats.parquet.pages import check_extent, check_pages, count_limit, read_row_groups
 from harness.formats.parquet.writer import FIELDS, METADATA_PREFIX, SCHEMA
-from harness.records import Int64Array, Pack
-from harness.storage import ByteSource, ObjectPath, open_source
+from harness.records import Pack
+from harness.storage import ByteSource, Place, open_source
 
 CACHE_BYTES = 64 << 20
 
-# What a footer may claim: thrift allocates what it reads there.
+# Limits on a footer, because thrift allocates what the footer claims.
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
 _MAX_COLUMNS = 64
 _COPY_AGAIN = "copy the file again, or write the dataset again"
-_Levels = dict[tuple[bytes, int], npt.NDArray[np.int64] | None]
-_INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """A list column of one row group: its values, of its type or a narrower one, and where each row's begin."""
+    """A list column of one row group: its values, and where each row begins."""
 
     values: npt.NDArray[Any]
     offsets: npt.NDArray[Any]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.offsets.nbytes
 
-class ParquetShard:
+
+class ParquetShard(ShardReader):
     """One open file and its last few decoded row groups.
 
-    Attributes:
-        checks_pages: whether the checksums of pages are compared; only a bench has a reason to leave that out.
+    Args:
+        place: of the file.
+        pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
+        check_pages: compare the checksums of pages; only a benchmark has a reason not to.
     """
 
-    checks_pages = True
-
-    def __init__(self, path: Path | ObjectPath, *, pack_size: int | None = None) -> None:
-        self._path = path
+    def __init__(self, place: Place, pack_size: int | None = None, *, check_pages: bool = True) -> None:
+        self._place = place
         self._pack_size = pack_size
         self._source: ByteSource | None = None
-        self._cache: OrderedDict[int, tuple[_Column, _Column, _Column]] = OrderedDict()
+        self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
         self._cached_bytes = 0
         self._file: Any = None
-        # Columns of just the types that we write, and their dtypes.
-        self._own_columns: dict[str, npt.DTypeLike] = {}
-        self._codec = pa.Codec("zstd")
         with self._explained("the footer"):
-            source = self._source = open_source(path)
+            source = self._source = open_source(place)
             self._groups = read_row_groups(source)
             self._file = pq.ParquetFile(
                 source.for_arrow(),
-                page_checksum_verification=True,
+                page_checksum_verification=check_pages,
                 pre_buffer=False,
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
             )
-            self._check_schema()
+            # Columns of exactly the types that we write need no conversion.
+            self._has_own_types = self._check_schema()
             if len(self._groups) != self._file.metadata.num_row_groups:
                 raise FormatError("the footer is damaged: its row groups cannot be counted")
             source.release()
         counts = np.array([group.num_rows for group in self._groups], np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-
-    @property
-    def num_rows(self) -> int:
-        return int(self._starts[-1])
-
-    @property
-    def metadata(self) -> dict[str, bytes]:
-        """Our own entries of the file's key-value metadata."""
-        stored = self._file.metadata.metadata or {}
-        prefix = METADATA_PREFIX.encode()
-        return {
-            key.removeprefix(prefix).decode("latin1"): value for key, value in stored.items() if key.startswith(prefix)
-        }
+        self.num_packs = int(self._starts[-1])
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
         groups = (np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1).tolist()
+        # Copies in both cases: a view would keep the whole row group in memory for as long as the pack lives.
+        build = make_pack if self._has_own_types else Pack
         packs: list[Pack | None] = [None] * len(rows)
         # Group by group, so that no more than one need be in memory for any order of rows.
         for group, positions in itertools.groupby(sorted(range(len(rows)), key=groups.__getitem__), groups.__getitem__):
             columns = self._group(group)
             (ids, tokens), (mask, bits), (starts, sequences) = ((one.values, one.offsets.data) for one in columns)
             first = int(self._starts[group])
-            if len(self._own_columns) < len(FIELDS):
-                for position in positions:
-                    row = rows[position] - first
-                    packs[position] = Pack(
-                        ids[tokens[row] : tokens[row + 1]].copy(),
-                        mask[bits[row] : bits[row + 1]].copy(),
-                        starts[sequences[row] : sequences[row + 1]].copy(),
-                    )
-                continue
             for position in positions:
                 row = rows[position] - first
-                # Copies: a view would keep the whole row group in memory for as long as the pack lives.
-                packs[position] = make_pack(
-                    ids[tokens[row] : tokens[row + 1]].astype(_INT32),
-                    mask[bits[row] : bits[row + 1]].astype(_UINT8),
-                    starts[sequences[row] : sequences[row + 1]].astype(_INT32),
+                packs[position] = build(
+                    ids[tokens[row] : tokens[row + 1]].copy(),
+                    mask[bits[row] : bits[row + 1]].copy(),
+                    starts[sequences[row] : sequences[row + 1]].copy(),
                 )
         return [pack for pack in packs if pack is not None]
-
-    def lengths(self) -> Iterator[tuple[Int64Array, npt.NDArray[Any], npt.NDArray[Any]]]:
-        """For each row group: tokens of each row, and values and offsets of seq_start_id; reads no token."""
-        for group in range(len(self._starts) - 1):
-            mask, starts = self._columns(group, ("loss_mask", "seq_start_id"))
-            yield np.diff(mask.offsets).astype(np.int64), starts.values, starts.offsets
 
     def read_row(self, row: int) -> Pack:
         return self.read((row,))[0]
 
+    def contents(self) -> ShardContents:
+        stored = self._metadata()
+        if "manifest" in stored and "index" in stored:
+            return self._own_contents(stored)
+        counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        for group in range(len(self._groups)):
+            # Without input_ids: masks have the same lengths.
+            mask, starts = self._columns(group, ("loss_mask", "seq_start_id"))
+            counts.append(np.diff(starts.offsets).astype(np.int64))
+            num_tokens, first = np.diff(mask.offsets).astype(np.int64), int(self._starts[group])
+            lengths.append(
+                lengths_from_starts(num_tokens, starts.values, starts.offsets, where=str(self._place), first_row=first)
+            )
+        return ShardContents(np.concatenate(counts), np.concatenate(lengths))
+
+    def _own_contents(self, stored: dict[str, bytes]) -> ShardContents:
+        """Read manifest and index from the metadata of a dataset of a single file."""
+        manifest = Manifest.from_json(stored["manifest"].decode("utf-8", "replace"), where=f"{self._place}, metadata")
+        size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
+        try:
+            data = zlib.decompressobj().decompress(base64.b64decode(stored["index"], validate=True), size + 1)
+            num_packs, num_sequences = (int(value) for value in np.frombuffer(data[:16], np.int64))
+            part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
+        except (ValueError, zlib.error) as error:
+            raise FormatError(f"the index in the metadata is damaged: {error}", where=str(self._place)) from None
+        if (num_packs, num_sequences) != (manifest.num_packs, manifest.num_sequences) or num_packs != self.num_packs:
+            raise FormatError(
+                f"holds {self.num_packs:,} packs and an index of {num_packs:,}, its manifest counts "
+                f"{manifest.num_packs:,}",
+                where=str(self._place),
+                fix="copy the file again",
+            )
+        return ShardContents(
+            part.sequence_counts.astype(np.int64),
+            part.sequence_lengths,
+            pack_size=manifest.pack_size,
+            checksums=part.checksums,
+            manifest=manifest,
+        )
+
+    def _metadata(self) -> dict[str, bytes]:
+        """Return our own entries of the file's key-value metadata."""
+        stored = self._file.metadata.metadata or {}
+        prefix = METADATA_PREFIX.encode()
+        return {
+            key.removeprefix(prefix).decode("latin1"): value for key, value in stored.items() if key.startswith(prefix)
+        }
+
     def where(self, row: int) -> str:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return f"{self._path}, row group {group:,}, row {row - int(self._starts[group]):,}"
+        return f"{self._place}, row group {group:,}, row {row - int(self._starts[group]):,}"
 
     def close(self) -> None:
         self._cache.clear()
@@ -138,117 +162,84 @@ class ParquetShard:
         if self._source is not None:
             self._source.close()
 
-    def _group(self, group: int) -> tuple[_Column, _Column, _Column]:
+    def _group(self, group: int) -> list[_Column]:
         cached = self._cache.get(group)
         if cached is not None:
             self._cache.move_to_end(group)
             return cached
-        ids, mask, starts = self._columns(group, FIELDS)
-        columns = (ids, mask, starts)
+        columns = self._columns(group, FIELDS)
         self._cache[group] = columns
-        self._cached_bytes += _num_bytes(columns)
+        self._cached_bytes += sum(column.num_bytes for column in columns)
         while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= _num_bytes(self._cache.popitem(last=False)[1])
+            self._cached_bytes -= sum(column.num_bytes for column in self._cache.popitem(last=False)[1])
         return columns
 
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
-        rows = int(self._starts[group + 1] - self._starts[group])
+        rows = self._groups[group].num_rows
         assert self._source is not None
         with self._explained(f"row group {group:,}"):
-            pages = self._read_pages(group, rows, names)
-            known: _Levels = {}
-            columns = {name: self._decode(group, rows, name, pages[name], known) for name in names}
-            others = [name for name, column in columns.items() if column is None]
-            if others:
-                table = self._file.read_row_group(group, columns=others, use_threads=False)
-                if table.num_rows != rows:
-                    raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
-                columns |= {name: _column_of(table.column(name), name) for name in others}
+            self._check_memory(self._source, group, names)
+            table = self._file.read_row_group(group, columns=list(names), use_threads=False)
+            if table.num_rows != rows:
+                raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
+            columns = [_column_of(table.column(name), name) for name in names]
             self._source.release()
-            return [column for column in columns.values() if column is not None]
+            return columns
 
-    def _read_pages(self, group: int, rows: int, names: Sequence[str]) -> dict[str, list[Page]]:
-        """Pages of the columns, or an error where they would take more memory than their rows can honestly need."""
+    def _check_memory(self, source: ByteSource, group: int, names: Sequence[str]) -> None:
+        """Fetch columns, or refuse them if they would take more memory than their rows can honestly need."""
         chunks = self._groups[group].chunks
         if not set(FIELDS) <= chunks.keys():
             raise FormatError("the footer is damaged: a column has no data")
-        limit = count_limit(rows, chunks["input_ids"], self._pack_size)
-        wanted = [chunks[name] for name in names]
-        source = self._source
-        assert source is not None
-        for chunk in wanted:
+        limit = count_limit(self._groups[group].num_rows, chunks["input_ids"], self._pack_size)
+        selected = [chunks[name] for name in names]
+        for chunk in selected:
             check_extent(source, chunk, limit)
-        source.fetch(min(one.start for one in wanted), max(one.start + one.num_bytes for one in wanted))
-        return {chunk.column: read_pages(source, chunk, limit) for chunk in wanted}
+        source.fetch(min(chunk.start for chunk in selected), max(chunk.end for chunk in selected))
+        for chunk in selected:
+            check_pages(source, chunk, limit)
 
-    def _decode(self, group: int, rows: int, name: str, pages: Sequence[Page], known: _Levels) -> _Column | None:
-        """A column in the layout that we write, None for another."""
-        chunk = self._groups[group].chunks[name]
-        if name not in self._own_columns or chunk.codec != ZSTD:
-            return None
-        assert self._source is not None
-        data = memoryview(self._source.read_at(chunk.start, chunk.num_bytes))
-        found = decode_pages(data, chunk, pages, self._codec, self._own_columns[name], known, check=self.checks_pages)
-        return None if found is None or found[1].shape[0] != rows + 1 else _Column(*found)
-
-    def _check_schema(self) -> None:
+    def _check_schema(self) -> bool:
+        """Raise FormatError unless our columns are lists of integers; returns whether they have our own types."""
         num_columns = self._file.metadata.num_columns
         if num_columns > _MAX_COLUMNS:
-            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", where=str(self._path))
+            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", where=str(self._place))
         schema = self._file.schema_arrow
         for name in FIELDS:
             if schema.get_field_index(name) < 0:
                 raise FormatError(
                     f"lacks the column {name}; it has {', '.join(schema.names[:8])}",
-                    where=str(self._path),
+                    where=str(self._place),
                     fix="a packed dataset has the list columns input_ids, loss_mask and seq_start_id",
                 )
-            field = schema.field(name)
-            kind = field.type
+            kind = schema.field(name).type
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
                 raise FormatError(
-                    f"has the column {name} of type {kind}, expected a list of integers", where=str(self._path)
+                    f"has the column {name} of type {kind}, expected a list of integers", where=str(self._place)
                 )
-            if field.equals(SCHEMA.field(name)):
-                self._own_columns[name] = kind.value_type.to_pandas_dtype()
+        return all(schema.field(name).equals(SCHEMA.field(name)) for name in FIELDS)
 
     @contextlib.contextmanager
     def _explained(self, part: str) -> Iterator[None]:
+        where = f"{self._place}, {part}"
         try:
             yield
         except FormatError as error:
-            raise FormatError(
-                error.what, where=error.where or f"{self._path}, {part}", fix=error.fix or _COPY_AGAIN
-            ) from None
-        except OSError as error:
-            # Arrow raises it without a number for what it cannot decode; the system gives one.
-            if error.errno is not None:
+            raise FormatError(error.what, where=error.where or where, fix=error.fix or _COPY_AGAIN) from None
+        except (OSError, pa.ArrowException, ValueError, MemoryError) as error:
+            # Arrow raises OSError without a number for what it cannot decode; the system gives one.
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise self._damaged(str(error), part) from None
-        except (pa.ArrowException, ValueError, MemoryError) as error:
-            raise self._damaged(str(error), part) from None
-
-    def _damaged(self, message: str, part: str) -> FormatError:
-        first = message.splitlines()[0][:200] if message else "no reason given"
-        return FormatError(
-            f"damaged or not a Parquet file: {first}",
-            where=f"{self._path}, {part}",
-            fix=_COPY_AGAIN,
-        )
-
-
-def _num_bytes(columns: tuple[_Column, ...]) -> int:
-    return sum(column.values.nbytes + column.offsets.nbytes for column in columns)
+            first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
+            raise FormatError(f"damaged or not a Parquet file: {first}", where=where, fix=_COPY_AGAIN) from None
 
 
 def _column_of(column: Any, name: str) -> _Column:
-    """Numpy views of an Arrow list column's buffers."""
+    """Return numpy views of an Arrow list column's buffers."""
     chunks = [chunk for chunk in column.chunks if len(chunk)]
     if len(chunks) != 1:
         chunks = [pa.concat_arrays(chunks)] if chunks else [pa.array([], column.type)]
     array = chunks[0]
     if array.null_count or array.values.null_count:
         raise FormatError(f"has missing values in {name}")
-    offsets = array.offsets.to_numpy()
-    values = array.values.to_numpy(zero_copy_only=True)
-    return _Column(values, offsets)
+    return _Column(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy())

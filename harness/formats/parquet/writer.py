@@ -6,14 +6,14 @@ import base64
 import contextlib
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.formats.base import ShardFile, ShardOptions
+from harness.formats.base import ShardOptions, ShardWriter
 from harness.records import Pack
+from harness.storage import Folder
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 SCHEMA = pa.schema(
@@ -26,13 +26,14 @@ _COMPRESSION_LEVEL = 1
 METADATA_PREFIX = "harness."
 
 
-class ParquetWriter:
+class ParquetWriter(ShardWriter):
     """Buffers one row group of packs and writes it."""
 
-    def __init__(self, file: ShardFile, options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
         self._rows_per_group = options.rows_per_group
         self._packs: list[Pack] = []
-        self._file = file
+        self._name = name
+        self._file = folder.create_file(name)
         try:
             self._writer = pq.ParquetWriter(
                 self._file,
@@ -40,7 +41,7 @@ class ParquetWriter:
                 compression="zstd",
                 compression_level=_COMPRESSION_LEVEL,
                 use_dictionary=False,
-                column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in FIELDS[:2]},
+                column_encoding={f"{field}.list.element": "BYTE_STREAM_SPLIT" for field in FIELDS[:2]},
                 write_statistics=False,
                 write_page_checksum=True,
                 store_schema=False,
@@ -50,12 +51,12 @@ class ParquetWriter:
             raise
 
     def append(self, pack: Pack) -> None:
-        # A copy, because the caller may use the arrays again before the row group is written.
+        # A copy, because the caller may reuse the arrays before the row group is written.
         self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
         if len(self._packs) == self._rows_per_group:
             self._flush()
 
-    def finish(self, metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, metadata: Mapping[str, bytes]) -> list[str]:
         self._flush()
         if metadata:
             self._writer.add_key_value_metadata(
@@ -63,7 +64,7 @@ class ParquetWriter:
             )
         self._writer.close()
         self._file.finish()
-        return [self._file.path]
+        return [self._name]
 
     def abort(self) -> None:
         self._packs.clear()

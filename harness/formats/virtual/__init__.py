@@ -1,13 +1,48 @@
-"""A store of sequences, and plans: datasets that hold which of its sequences make a pack."""
+"""`virtual`: sequences stored once, and packs that are plans over them.
+
+A shard is a folder, of one of two kinds: `store` holds the sequences of its packs, and a dataset of such shards is a
+sequence store; `plan` holds which sequences of a store make a pack, and no token. Both read as any other dataset.
+"""
 
 from __future__ import annotations
 
-from harness.formats.virtual.plan import SequenceStore, open_store, write_plan
-from harness.formats.virtual.store import NAME
+from pathlib import Path
 
-__all__ = [
-    "NAME",
-    "SequenceStore",
-    "open_store",
-    "write_plan",
-]
+from harness.formats.base import Format, ShardReader, find_folders, local_path
+from harness.formats.virtual.plan import PLAN, PlanShard, SequenceStore, open_store, write_plan
+from harness.formats.virtual.store import (
+    FILES_PER_SHARD,
+    INPUT_IDS,
+    NAME,
+    SEQUENCE_OFFSETS,
+    SHARD_TEMPLATE,
+    SequenceShard,
+    SequenceShardWriter,
+)
+from harness.storage import Place
+
+__all__ = ["FORMAT", "SequenceStore", "open_store", "write_plan"]
+
+
+def open_shard(place: Place, _pack_size: int | None) -> ShardReader:
+    """Open the plan or the sequences at a place."""
+    path = local_path(place)
+    return PlanShard(path) if (path / PLAN).is_file() else SequenceShard(path)
+
+
+def find_bare(path: Path) -> list[Path]:
+    return find_folders(path, INPUT_IDS, SEQUENCE_OFFSETS)
+
+
+FORMAT = Format(
+    name=NAME,
+    shard_template=SHARD_TEMPLATE,
+    suffixes=(),
+    shard_pattern=r"shard_\d+",
+    # Stores hold millions of sequences, and few of their shards can be open at a time.
+    packs_per_shard=1 << 18,
+    files_per_shard=FILES_PER_SHARD,
+    write_shard=SequenceShardWriter,
+    open_shard=open_shard,
+    find_bare=find_bare,
+)

@@ -1,11 +1,15 @@
-"""Plans over a sequence store: datasets that hold which sequences make a pack, and no token."""
+"""A plan over a sequence store: a dataset that holds which sequences make a pack, and no token. A shard is a folder:
+
+plan.json               the store: its path from the dataset's folder, its hash, its shards
+sequence_ids.npy        int64  [sequences]       numbers of sequences in the store, pack after pack
+pack_offsets.npy        int64  [packs + 1]       where each pack begins in them
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +17,17 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.base import make_pack
-from harness.formats.handles import HandleCache
-from harness.formats.index import INDEX_FOLDER, PACK_OFFSETS, SEQUENCE_LENGTHS, load_index, write_npy
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
-from harness.formats.parts import stored_files
-from harness.formats.virtual.store import FORMAT, NAME, PLAN, SEQUENCE_IDS, SequenceShard, check_offsets, map_array
-from harness.formats.writer_local import LocalPackWriter
+from harness.formats import index
+from harness.formats.base import ShardContents, ShardReader, make_pack
+from harness.formats.index import load_index, write_npy
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.reader import HandleCache
+from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, SequenceShard, check_offsets
+from harness.formats.writer import FolderClaim, explain_os_errors
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import file_digest, sync_folder, write_atomically
+from harness.storage import LocalFolder, file_digest, map_npy
 
+SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
 _OPEN_SHARDS = 64
 
@@ -34,7 +39,7 @@ class SequenceStore:
     Attributes:
         path: its folder.
         manifest: of the dataset.
-        lengths: int32 [sequences], tokens of each, in the order of their numbers.
+        lengths: int32 [sequences], tokens of each sequence, by its number.
     """
 
     path: Path
@@ -43,7 +48,7 @@ class SequenceStore:
 
 
 def open_store(path: str | os.PathLike[str]) -> SequenceStore:
-    """The store at a path, or the one that the plan at a path is over.
+    """Open the store at a path, or the store of the plan at a path.
 
     Raises:
         FormatError: there is none, or it is damaged.
@@ -60,17 +65,17 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     plan = folder / manifest.shards[0].path / PLAN
     if plan.is_file():
         return open_store(_read_plan(plan).find_store(folder))
-    return SequenceStore(folder, manifest, load_index(folder, manifest).sequence_lengths)
+    return SequenceStore(folder, manifest, load_index(LocalFolder(folder), manifest).sequence_lengths)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What plan.json says.
+    """The content of plan.json.
 
     Attributes:
         store: path of the store's folder from that of the dataset.
         manifest_xxh3: hash of the store's manifest, and so of all that it holds.
-        sequence_ids_xxh3: hash of the plan's own file: a number changed in it would be another good sequence.
+        sequence_ids_xxh3: hash of the plan's own file, because a changed number would name another valid sequence.
         shards: path and number of sequences of each shard of the store.
     """
 
@@ -80,17 +85,17 @@ class _Plan:
     shards: tuple[tuple[str, int], ...]
 
     def find_store(self, folder: Path) -> Path:
-        """The store of a plan in a dataset's folder; FormatError where it is not there or has changed."""
+        """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = Path(os.path.normpath(folder.resolve() / self.store))
         try:
-            found = file_digest(store / MANIFEST_NAME)
+            digest = file_digest(store / MANIFEST_NAME)
         except OSError as error:
             raise FormatError(
                 f"the plan's sequence store cannot be read: {error.strerror}",
                 where=str(store),
                 fix=f"put the store at {self.store} of the plan's folder, or plan again: harness repack STORE {folder}",
             ) from None
-        if found != self.manifest_xxh3:
+        if digest != self.manifest_xxh3:
             raise FormatError(
                 "the sequence store is not the one that was planned over",
                 where=str(store),
@@ -111,8 +116,8 @@ def _read_plan(path: Path) -> _Plan:
     return plan
 
 
-class PlanShard:
-    """An open plan and the store that it is over."""
+class PlanShard(ShardReader):
+    """An open plan and its store."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,19 +125,16 @@ class PlanShard:
         self._store = plan.find_store(path.parent)
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
-        found = file_digest(path / SEQUENCE_IDS)
-        if found != plan.sequence_ids_xxh3:
-            what = f"the plan's sequences have the hash {found}, expected {plan.sequence_ids_xxh3}"
+        digest = file_digest(path / SEQUENCE_IDS)
+        if digest != plan.sequence_ids_xxh3:
+            what = f"the plan's sequences have the hash {digest}, expected {plan.sequence_ids_xxh3}"
             raise FormatError(what, where=str(path / SEQUENCE_IDS), fix="copy the plan again, or plan again")
-        self._ids = map_array(path / SEQUENCE_IDS, np.dtype(np.int64))
-        packs = map_array(path / PACK_OFFSETS, np.dtype(np.int64))
+        self._ids = map_npy(path / SEQUENCE_IDS, np.dtype(np.int64))
+        packs = map_npy(path / PACK_OFFSETS, np.dtype(np.int64))
         check_offsets(packs, self._ids.shape[0], where=path / PACK_OFFSETS)
         self.num_packs = packs.shape[0] - 1
         self._packs = packs.data
         self._open: HandleCache[SequenceShard] = HandleCache(_OPEN_SHARDS)
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [self.read_row(row) for row in rows]
 
     def read_row(self, row: int) -> Pack:
         ids, masks = [], []
@@ -140,18 +142,21 @@ class PlanShard:
             shard = bisect_right(self._first, number) - 1
             if not 0 <= shard < len(self._shards):
                 raise FormatError(f"sequence {number:,} of {self._first[-1]:,} is planned", where=self.where(row))
-            one, mask = self._open.get(shard, self._open_shard).read_sequence(number - self._first[shard])
-            ids.append(one)
+            sequence, mask = self._open.get(shard, self._open_shard).read_sequence(number - self._first[shard])
+            ids.append(sequence)
             masks.append(mask)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         starts = np.cumsum(lengths, dtype=np.int32) - lengths
         return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
 
+    def contents(self) -> ShardContents:
+        raise FormatError("a plan cannot be opened without its manifest", where=str(self._path))
+
     def where(self, row: int) -> str:
         return f"{self._path}, pack {row:,} of a plan over {self._store}"
 
     def close(self) -> None:
-        """Close the store; the maps end with their last array."""
+        """Close the store, and drop the maps, which end with their last array."""
         self._open.close()
         del self._ids, self._packs
 
@@ -175,103 +180,80 @@ def write_plan(
     seed: int,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write a dataset that is a plan over a store. Its fingerprint is taken when it is first asked for.
+    """Write a dataset that is a plan over a store. Its fingerprint is computed when it is first needed.
 
     Args:
         path: a new or empty folder.
-        store: holds the tokens, and must stay where it is, seen from `path`.
+        store: holds the tokens, and must keep its place relative to `path`.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
         packer, seed: stored in the manifest.
-        overwrite: replace a dataset that is there.
+        overwrite: replace an existing dataset.
 
     Raises:
-        ConfigError: the plan is none of this store.
+        ConfigError: the plan does not fit this store.
         FormatError: the destination is in use, holds something else or cannot be written.
     """
-    if Path(path).resolve() == store.path.resolve():
+    folder = LocalFolder(Path(path))
+    if folder.place.resolve() == store.path.resolve():
         raise ConfigError("the destination is the store itself", where=str(path), fix="name another destination")
     count = store.lengths.shape[0]
     if sequence_ids.shape[0] != count or (np.bincount(sequence_ids, minlength=count) != 1).any():
         raise ConfigError(f"the plan does not hold each of {count:,} sequences once", where=str(store.path))
-    provenance = replace(
-        store.manifest.provenance, packer=packer, seed=seed, tokenizer=_tokenizer_from(Path(path), store)
+    claim = FolderClaim(folder, overwrite=overwrite)
+    whole = False
+    with explain_os_errors(folder.where()):
+        claim.enter()
+        try:
+            manifest = _write(folder, store, pack_offsets, sequence_ids)
+            provenance = replace(
+                manifest.provenance, packer=packer, seed=seed, tokenizer=_tokenizer_from(folder.place, store)
+            )
+            manifest = replace(manifest, pack_size=pack_size, provenance=provenance)
+            manifest.save(folder)
+            whole = True
+        finally:
+            claim.release(whole=whole)
+    return manifest
+
+
+def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, sequence_ids: Int64Array) -> Manifest:
+    """Write all but the manifest, which is the store's with the plan's own packs and files."""
+    shard = SHARD_TEMPLATE.format(0)
+    names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
+    write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
+    write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    write_npy(folder, index.PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    write_npy(folder, index.SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
+    folder.write(names[1], (json.dumps(_describe(folder, store, names[2]), indent=1) + "\n").encode())
+    index_names = [index.PACK_OFFSETS, index.SEQUENCE_LENGTHS]
+    folder.sync([*names, *index_names])
+    return replace(
+        store.manifest,
+        num_packs=len(pack_offsets) - 1,
+        fingerprint="",
+        shards=(Shard(shard, len(pack_offsets) - 1, folder.describe(names)),),
+        index=folder.describe(index_names),
     )
-    writer = _PlanWriter(Path(path), store, pack_offsets, sequence_ids, pack_size, provenance, overwrite=overwrite)
-    with writer:
-        pass
-    assert writer.manifest is not None
-    return writer.manifest
+
+
+def _describe(folder: LocalFolder, store: SequenceStore, sequence_ids: str) -> dict[str, Any]:
+    """Return the content of plan.json."""
+    manifest = store.manifest
+    offsets = load_index(LocalFolder(store.path), manifest).pack_offsets
+    ends = np.cumsum([0, *(shard.num_packs for shard in manifest.shards)])
+    counts = np.diff(offsets[ends]).tolist()
+    return {
+        "store": Path(os.path.relpath(store.path.resolve(), folder.place.resolve())).as_posix(),
+        "manifest_xxh3": file_digest(store.path / MANIFEST_NAME),
+        "sequence_ids_xxh3": folder.digest(sequence_ids),
+        "shards": [[shard.path, count] for shard, count in zip(manifest.shards, counts, strict=True)],
+    }
 
 
 def _tokenizer_from(path: Path, store: SequenceStore) -> str:
-    """The tokenizer's name; where it is a folder named from the store's, as named from the plan's."""
+    """Return the tokenizer's name; a folder relative to the store becomes relative to the plan."""
     name = store.manifest.provenance.tokenizer
     if name.startswith(".") and (store.path / name).is_dir():
         return Path(os.path.relpath((store.path / name).resolve(), path.resolve())).as_posix()
     return name
-
-
-class _PlanWriter(LocalPackWriter):
-    """Claims the destination as any writer does; what is written is known from the start."""
-
-    def __init__(
-        self,
-        path: Path,
-        store: SequenceStore,
-        pack_offsets: Int64Array,
-        sequence_ids: Int64Array,
-        pack_size: int,
-        provenance: Provenance,
-        *,
-        overwrite: bool,
-    ) -> None:
-        super().__init__(
-            path,
-            format=FORMAT,
-            pack_size=pack_size,
-            provenance=provenance,
-            packs_per_shard=1,
-            rows_per_group=1,
-            overwrite=overwrite,
-            resume_key=None,
-        )
-        self._store = store
-        self._pack_offsets = pack_offsets
-        self._sequence_ids = sequence_ids
-
-    def _end(self) -> None:
-        shard, index = self.path / FORMAT.shard_name(0), self.path / INDEX_FOLDER
-        for folder in (shard, index):
-            folder.mkdir(exist_ok=True)
-        offsets, ids = self._pack_offsets, self._sequence_ids
-        write_npy(shard / SEQUENCE_IDS, np.dtype("<i8"), len(ids), iter([ids]))
-        write_npy(shard / PACK_OFFSETS, np.dtype("<i8"), len(offsets), iter([offsets]))
-        write_npy(index / PACK_OFFSETS, np.dtype("<i8"), len(offsets), iter([offsets]))
-        write_npy(index / SEQUENCE_LENGTHS, np.dtype("<i4"), len(ids), iter([self._store.lengths[ids]]))
-        write_atomically(shard / PLAN, (json.dumps(self._describe(shard), indent=1) + "\n").encode())
-        for folder in (shard, index):
-            sync_folder(folder)
-        stored = replace(
-            self._store.manifest,
-            pack_size=self.pack_size,
-            num_packs=len(offsets) - 1,
-            fingerprint="",
-            shards=(Shard(shard.name, len(offsets) - 1, stored_files(self.path, sorted(shard.glob("*.*")))),),
-            index=stored_files(self.path, [index / PACK_OFFSETS, index / SEQUENCE_LENGTHS]),
-            provenance=self.provenance,
-        )
-        stored.save(self.path)
-        self.manifest = stored
-
-    def _describe(self, shard: Path) -> dict[str, Any]:
-        store, manifest = self._store.path, self._store.manifest
-        offsets = load_index(store, manifest).pack_offsets
-        ends = np.cumsum([0, *(one.num_packs for one in manifest.shards)])
-        counts = np.diff(offsets[ends]).tolist()
-        return {
-            "store": Path(os.path.relpath(store.resolve(), self.path.resolve())).as_posix(),
-            "manifest_xxh3": file_digest(store / MANIFEST_NAME),
-            "sequence_ids_xxh3": file_digest(shard / SEQUENCE_IDS),
-            "shards": [[one.path, count] for one, count in zip(manifest.shards, counts, strict=True)],
-        }

@@ -1,40 +1,31 @@
-"""`virtual`: sequences stored once, and packs that are plans over them. A shard is a folder, of one of two kinds.
+"""A sequence store: a dataset of shards that hold the sequences of their packs, one after another.
 
-One holds the sequences of its packs, which follow one another; a dataset of such shards is a sequence store:
-
-    input_ids.npy           int32  [tokens]          all sequences, end to end
-    loss_mask.npy           uint8  [tokens]
-    sequence_offsets.npy    int64  [sequences + 1]   where each begins in both
-    sequence_checksums.npy  uint64 [sequences]       `sequence_digest` of each
-    pack_offsets.npy        int64  [packs + 1]       pack p holds sequences pack_offsets[p] to pack_offsets[p + 1]
-
-The other holds a plan, and no token: its packs are made of the sequences of a store when they are read. It is written
-by `virtual_plan`:
-
-    plan.json               the store: its path from the dataset's folder, its hash, its shards
-    sequence_ids.npy        int64  [sequences]       numbers of sequences in the store, pack after pack
-    pack_offsets.npy        int64  [packs + 1]       where each pack begins in them
+input_ids.npy           int32  [tokens]          all sequences, end to end
+loss_mask.npy           uint8  [tokens]
+sequence_offsets.npy    int64  [sequences + 1]   where each begins in both
+sequence_checksums.npy  uint64 [sequences]       `sequence_digest` of each
+pack_offsets.npy        int64  [packs + 1]       pack p holds sequences pack_offsets[p] to pack_offsets[p + 1]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import BareShard, Format, ShardInfo, ShardOptions, ShardReader, ShardWriter, make_pack
+from harness.formats.base import ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.digest import sequence_digest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage import NpyStream, map_npy, natural_key, read_npy_header, sync_folder
+from harness.storage import Folder, NpyStream, map_npy
 
+NAME = "virtual"
+SHARD_TEMPLATE = "shard_{:06d}"
 INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
 SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
-PACK_OFFSETS, SEQUENCE_IDS, PLAN = "pack_offsets.npy", "sequence_ids.npy", "plan.json"
-NAME = "virtual"
+PACK_OFFSETS = "pack_offsets.npy"
 _ARRAYS: dict[str, np.dtype[Any]] = {
     INPUT_IDS: np.dtype(np.int32),
     LOSS_MASK: np.dtype(np.uint8),
@@ -42,18 +33,7 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
     PACK_OFFSETS: np.dtype(np.int64),
 }
-
-
-def map_array(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A read-only map of a one-dimensional `.npy` file; FormatError for anything else."""
-    try:
-        with path.open("rb") as file:
-            shape = read_npy_header(path, file)[0]
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix="copy the dataset again") from None
-    if len(shape) != 1:
-        raise FormatError(f"holds an array of {len(shape)} dimensions, expected 1", where=str(path))
-    return map_npy(path, dtype, shape)
+FILES_PER_SHARD = len(_ARRAYS)
 
 
 def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
@@ -62,16 +42,14 @@ def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
         raise FormatError(f"the offsets do not rise from 0 to {end:,}", where=str(where), fix="copy the dataset again")
 
 
-class SequenceShard:
+class SequenceShard(ShardReader):
     """The open files of a shard that holds its sequences; mapped, so that processes share the pages."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._ids = map_array(path / INPUT_IDS, _ARRAYS[INPUT_IDS])
-        self._mask = map_array(path / LOSS_MASK, _ARRAYS[LOSS_MASK])
-        offsets = map_array(path / SEQUENCE_OFFSETS, _ARRAYS[SEQUENCE_OFFSETS])
-        checksums = map_array(path / SEQUENCE_CHECKSUMS, _ARRAYS[SEQUENCE_CHECKSUMS])
-        packs = map_array(path / PACK_OFFSETS, _ARRAYS[PACK_OFFSETS])
+        self._ids, self._mask, offsets, checksums, packs = (
+            map_npy(path / name, dtype) for name, dtype in _ARRAYS.items()
+        )
         self.num_sequences, self.num_packs = checksums.shape[0], packs.shape[0] - 1
         if not self._ids.shape == self._mask.shape or offsets.shape[0] != self.num_sequences + 1:
             raise FormatError("the arrays do not fit together", where=str(path), fix="copy the dataset again")
@@ -81,9 +59,6 @@ class SequenceShard:
         # Indexing a memoryview gives a Python number in half the time of an array.
         self._offsets, self._checksums, self._packs = offsets.data, checksums.data, packs.data
 
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [self.read_row(row) for row in rows]
-
     def read_row(self, row: int) -> Pack:
         first, last = self._packs[row], self._packs[row + 1]
         begin, end = self._offsets[first], self._offsets[last]
@@ -91,43 +66,41 @@ class SequenceShard:
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
     def read_sequence(self, number: int) -> tuple[Int32Array, UInt8Array]:
-        """input_ids and loss_mask of a sequence, as views; FormatError where it is not what was written."""
+        """Return input_ids and loss_mask of a sequence as views; raises FormatError if they were changed."""
         begin, end = self._offsets[number], self._offsets[number + 1]
         ids, mask = self._ids[begin:end], self._mask[begin:end]
         if sequence_digest(ids, mask) != self._checksums[number]:
             raise FormatError(
                 f"sequence {number:,} does not match its checksum",
                 where=str(self._path / INPUT_IDS),
-                fix="copy the store again; `harness verify` lists all that is damaged",
+                fix="copy the store again; `harness verify` lists all damage",
             )
         return ids, mask
 
-    def lengths(self) -> tuple[Int64Array, Int32Array]:
-        """Sequences of each pack int64 [packs], and lengths of all sequences int32 [sequences]."""
+    def contents(self) -> ShardContents:
         lengths = np.diff(self._starts)
         if lengths.max() > np.iinfo(np.int32).max:
             raise FormatError(f"a sequence has {int(lengths.max()):,} tokens", where=str(self._path))
-        return np.diff(np.asarray(self._packs)), lengths.astype(np.int32)
+        return ShardContents(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, pack {row:,}"
 
     def close(self) -> None:
-        """The maps end with their last array."""
+        """Drop the maps, which end with their last array."""
         del self._ids, self._mask, self._starts, self._offsets, self._checksums, self._packs
 
 
-class SequenceShardWriter:
+class SequenceShardWriter(ShardWriter):
     """Writes a shard that holds its sequences."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        self._names = [f"{name}/{array}" for array in _ARRAYS]
         self._num_tokens = self._num_sequences = 0
-        path.mkdir(exist_ok=True)
         self._streams: list[NpyStream] = []
         try:
-            for name, dtype in _ARRAYS.items():
-                self._streams.append(NpyStream(path / name, dtype))
+            for file, dtype in zip(self._names, _ARRAYS.values(), strict=True):
+                self._streams.append(NpyStream(folder.create_file(file), dtype))
             for stream in self._streams[2], self._streams[4]:
                 stream.write(np.zeros(1, np.int64))
         except BaseException:
@@ -140,69 +113,17 @@ class SequenceShardWriter:
         mask.write(pack.loss_mask)
         ends = np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64)
         offsets.write(ends + self._num_tokens)
-        digests = [sequence_digest(one.input_ids, one.loss_mask) for one in pack.sequences()]
+        digests = [sequence_digest(sequence.input_ids, sequence.loss_mask) for sequence in pack.sequences()]
         checksums.write(np.array(digests, np.uint64))
         self._num_tokens += len(pack)
         self._num_sequences += pack.num_sequences
         packs.write(np.array([self._num_sequences], np.int64))
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[Path]:
+    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
         for stream in self._streams:
             stream.finish()
-        sync_folder(self._path)
-        return [stream.path for stream in self._streams]
+        return self._names
 
     def abort(self) -> None:
         for stream in self._streams:
             stream.abort()
-
-
-def shard_name(number: int) -> str:
-    return f"shard_{number:06d}"
-
-
-def open_shard(info: ShardInfo) -> ShardReader:
-    from harness.formats.virtual.plan import PlanShard
-
-    is_plan = (info.path / PLAN).is_file()
-    shard = PlanShard(info.path) if is_plan else SequenceShard(info.path)
-    if shard.num_packs != info.num_packs:
-        raise FormatError(f"holds {shard.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.path))
-    return shard
-
-
-def write_shard(path: Path, _options: ShardOptions) -> ShardWriter:
-    return SequenceShardWriter(path)
-
-
-def find_bare(path: Path) -> list[Path]:
-    if _is_shard(path):
-        return [path]
-    if not path.is_dir():
-        return []
-    return sorted((one for one in path.iterdir() if _is_shard(one)), key=lambda one: natural_key(one.name))
-
-
-def _is_shard(path: Path) -> bool:
-    return (path / INPUT_IDS).is_file() and (path / SEQUENCE_OFFSETS).is_file()
-
-
-def inspect_bare(path: Path) -> BareShard:
-    shard = SequenceShard(path)
-    counts, lengths = shard.lengths()
-    return BareShard(path=path, sequence_counts=counts, sequence_lengths=lengths, reader=shard)
-
-
-FORMAT = Format(
-    name=NAME,
-    shard_name=shard_name,
-    suffixes=(),
-    shard_pattern=r"shard_\d+",
-    # Stores hold millions of sequences, and few of their shards can be open at a time.
-    packs_per_shard=1 << 18,
-    files_per_shard=len(_ARRAYS),
-    write_shard=write_shard,
-    open_shard=open_shard,
-    find_bare=find_bare,
-    inspect_bare=inspect_bare,
-)

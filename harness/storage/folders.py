@@ -1,0 +1,330 @@
+"""One interface to a folder of files, on a disk or in object storage: readers list and fetch, a writer fills."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from harness.errors import FormatError
+from harness.storage.bucket import ObjectStore, UploadFile
+from harness.storage.cache import Entry, LocalCache
+from harness.storage.files import (
+    AtomicFile,
+    Marker,
+    OutputFile,
+    StoredFile,
+    file_digest,
+    sync_folder,
+    write_atomically,
+)
+from harness.storage.uris import ObjectPath, Place, is_uri
+
+
+class WriterLock(Protocol):
+    """The marker of a writer at work; `Marker` describes the methods."""
+
+    was_created: bool
+
+    def acquire(self) -> bytes: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def release(self, *, remove: bool) -> None: ...
+
+
+class Folder(ABC):
+    """Files named by their `/`-separated paths in a folder. Pickles.
+
+    Attributes:
+        place: the folder's own path.
+    """
+
+    place: Place
+
+    def where(self, name: str = "") -> str:
+        """Return a file's full path, or the folder's, for error messages."""
+        return str(self.place / name) if name else str(self.place)
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """List the names of files and folders directly inside."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Return whether a file exists."""
+
+    @abstractmethod
+    def find_size(self, name: str) -> int:
+        """Return a file's bytes; raises OSError if it is missing, FormatError if it must not be read."""
+
+    @abstractmethod
+    def digest(self, name: str) -> str:
+        """Return xxh3_64 (hexadecimal) of a file's bytes; raises OSError or FormatError."""
+
+    @abstractmethod
+    def read(self, name: str, limit: int) -> bytes | None:
+        """Read at most `limit` bytes of a small file, or return None if it does not exist."""
+
+    @abstractmethod
+    def fetch(self, files: Sequence[StoredFile]) -> Entry:
+        """Return local files of these names, which remain until the entry is released."""
+
+    @property
+    @abstractmethod
+    def scratch(self) -> Path:
+        """A folder on this machine for a writer's own notes; the same for every attempt if that can resume."""
+
+    @abstractmethod
+    def make(self) -> bool:
+        """Create the folder; returns whether it was missing."""
+
+    @abstractmethod
+    def create_file(self, name: str) -> OutputFile:
+        """Start a file, which exists once it is finished."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file whole and make it durable."""
+        file = self.create_file(name)
+        try:
+            file.write(data)
+            file.finish()
+        except BaseException:
+            file.abort()
+            raise
+        self.sync([name])
+
+    @abstractmethod
+    def sync(self, names: Sequence[str]) -> None:
+        """Make the names of finished files durable."""
+
+    @abstractmethod
+    def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
+        """Return size and hash of files that were finished here."""
+
+    @abstractmethod
+    def remove(self, name: str, keep: Collection[str] = ()) -> None:
+        """Remove a file, or a folder with its content, except the files to keep."""
+
+    @abstractmethod
+    def lock(self, name: str) -> WriterLock:
+        """Return the marker of that name, which is not yet acquired."""
+
+    @abstractmethod
+    def discard(self, *, empty: bool) -> None:
+        """Remove the scratch folder, and with `empty` the folder itself if nothing is in it."""
+
+
+class LocalFolder(Folder):
+    """A folder on a disk."""
+
+    place: Path
+
+    def __init__(self, path: Path) -> None:
+        self.place = path
+
+    @cached_property
+    def _root(self) -> Path:
+        return self.place.resolve()
+
+    def names(self) -> list[str]:
+        return [entry.name for entry in os.scandir(self.place)]
+
+    def exists(self, name: str) -> bool:
+        return (self.place / name).exists()
+
+    def find_size(self, name: str) -> int:
+        path = self.place / name
+        num_bytes = path.stat().st_size
+        try:
+            inside = path.resolve().is_relative_to(self._root)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None  # a cycle of links
+        if not inside:
+            raise FormatError("is a link that leaves the dataset's folder", fix="copy the file itself")
+        return num_bytes
+
+    def digest(self, name: str) -> str:
+        return file_digest(self.place / name)
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        try:
+            with (self.place / name).open("rb") as file:
+                return file.read(limit)
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, files: Sequence[StoredFile]) -> Entry:
+        return Entry(self.place)
+
+    @property
+    def scratch(self) -> Path:
+        return self.place
+
+    def make(self) -> bool:
+        if self.place.exists() and not self.place.is_dir():
+            raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="name another")
+        created = not self.place.exists()
+        self.place.mkdir(parents=True, exist_ok=True)
+        return created
+
+    def create_file(self, name: str) -> AtomicFile:
+        path = self.place / name
+        if path.parent != self.place:
+            path.parent.mkdir(exist_ok=True)
+        return AtomicFile(path)
+
+    def write(self, name: str, data: bytes) -> None:
+        write_atomically(self.place / name, data)
+
+    def sync(self, names: Sequence[str]) -> None:
+        for folder in {(self.place / name).parent for name in names} | {self.place}:
+            sync_folder(folder)
+
+    def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
+        # Hashed as the disk has them, not as they were written.
+        return tuple(
+            StoredFile(name, (self.place / name).stat().st_size, file_digest(self.place / name)) for name in names
+        )
+
+    def remove(self, name: str, keep: Collection[str] = ()) -> None:
+        path = self.place / name
+        if path.is_dir() and not path.is_symlink():
+            for entry in list(path.iterdir()):
+                self.remove(f"{name}/{entry.name}", keep)
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif name not in keep:
+            path.unlink()
+
+    def lock(self, name: str) -> Marker:
+        return Marker(self.place / name)
+
+    def discard(self, *, empty: bool) -> None:
+        if empty:
+            with suppress(OSError):
+                self.place.rmdir()
+
+
+class BucketFolder(Folder):
+    """A prefix in object storage, listed once when a name is first needed.
+
+    There are no locks and no renames. An upload is invisible until it is complete; the next writer removes what an
+    interrupted one left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule
+    of the bucket ends them.
+    """
+
+    place: ObjectPath
+
+    def __init__(self, place: ObjectPath) -> None:
+        self.place = place
+        self.store = ObjectStore(place)
+        self._listing: dict[str, int] | None = None
+        self._uploads: dict[str, UploadFile] = {}
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BucketFolder, (self.place,)
+
+    def _sizes(self) -> dict[str, int]:
+        if self._listing is None:
+            self._listing = {found.name: found.num_bytes for found in self.store.list(self.place)}
+        return self._listing
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name.partition("/")[0] for name in self._sizes()))
+
+    def exists(self, name: str) -> bool:
+        return self.store.find_size(self.place / name) is not None
+
+    def find_size(self, name: str) -> int:
+        if name not in self._sizes():
+            raise FileNotFoundError(2, "No such object")
+        return self._sizes()[name]
+
+    def digest(self, name: str) -> str:
+        total = xxhash.xxh3_64()
+        for block in self.store.read_blocks(self.place / name, self.find_size(name)):
+            total.update(block)
+        return str(total.hexdigest())
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        return self.store.read_whole(self.place / name, limit) if name in self._sizes() else None
+
+    def fetch(self, files: Sequence[StoredFile]) -> Entry:
+        return LocalCache.from_environment().get(files, self._download)
+
+    def _download(self, stored: StoredFile, path: Path) -> None:
+        with path.open("wb", buffering=0) as copy:
+            for block in self.store.read_blocks(self.place / stored.path, stored.num_bytes):
+                copy.write(block)
+
+    @property
+    def scratch(self) -> Path:
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="harness-index-")
+        return Path(self._scratch.name)
+
+    def make(self) -> bool:
+        return False
+
+    def create_file(self, name: str) -> UploadFile:
+        self._listing = None
+        self._uploads[name] = UploadFile(self.store, self.place / name)
+        return self._uploads[name]
+
+    def sync(self, names: Sequence[str]) -> None:
+        """Do nothing: a finished upload is durable."""
+
+    def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
+        return tuple(self._uploads[name].describe(name) for name in names)
+
+    def remove(self, name: str, keep: Collection[str] = ()) -> None:
+        for file in [one for one in self._sizes() if one == name or one.startswith(f"{name}/")]:
+            if file not in keep:
+                self.store.delete(self.place / file)
+                del self._sizes()[file]
+
+    def lock(self, name: str) -> WriterLock:
+        return _BucketMarker(self, name)
+
+    def discard(self, *, empty: bool) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+
+class _BucketMarker:
+    """An object that shows a write in progress; it excludes nobody."""
+
+    was_created = True
+
+    def __init__(self, folder: BucketFolder, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._acquired = False
+
+    def acquire(self) -> bytes:
+        self._folder.write(self._name, b"")
+        self._acquired = True
+        return b""
+
+    def write(self, data: bytes) -> None:
+        """Do nothing: a write into a bucket starts from scratch."""
+
+    def release(self, *, remove: bool) -> None:
+        if self._acquired:
+            self._acquired = False
+            self._folder.store.delete(self._folder.place / self._name)
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder at a path or URI; it need not exist. Raises ConfigError for a malformed URI."""
+    text = os.fspath(path)
+    return BucketFolder(ObjectPath.parse(text)) if is_uri(text) else LocalFolder(Path(text))
