@@ -14,9 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.formats import PackReader, open_dataset
-from harness.formats.base import ShardReader
-from harness.formats.parquet import ParquetShard
+from harness.formats import PackReader, ShardReader, open_dataset
 from harness.records import Int64Array, Pack
 
 ROWS_PER_GROUP = 500
@@ -98,9 +96,12 @@ class UncheckedReader(PackReader):
 
     def _open(self, shard: int) -> ShardReader:
         handle = super()._open(shard)
-        if isinstance(handle, ParquetShard):
-            handle.checks_pages = False
-        return handle
+        if self.format != "parquet":
+            return handle
+        handle.close()
+        parquet_shard: Any = type(handle)
+        unchecked: ShardReader = parquet_shard(self.files()[shard], self.pack_size, check_pages=False)
+        return unchecked
 
 
 def open_unchecked(path: Path) -> PackReader:

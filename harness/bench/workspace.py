@@ -13,7 +13,6 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats import (
-    INDEX_FOLDER,
     INDEX_NAMES,
     IndexPart,
     Manifest,
@@ -22,12 +21,11 @@ from harness.formats import (
     load_index,
     load_manifest,
     open_writer,
-    stored_files,
     write_index,
 )
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import StoredFile
+from harness.storage import LocalFolder, StoredFile
 
 _VOCABULARY = 50_000
 _TABLE = 1 << 20
@@ -142,13 +140,14 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
     manifest = load_manifest(source)
     assert manifest is not None
     shard = manifest.shards[0]
-    index = load_index(source, manifest)
+    index = load_index(LocalFolder(source), manifest)
     assert index.checksums is not None
     num_sequences = int(index.pack_offsets[shard.num_packs])
     counts = np.diff(index.pack_offsets[: shard.num_packs + 1]).astype(np.int32)
     part = IndexPart(counts, index.sequence_lengths[:num_sequences], index.checksums[: shard.num_packs])
     format = load_format(manifest.format)
     destination.mkdir()
+    folder = LocalFolder(destination)
     shards = []
     for number in range(copies):
         name = format.shard_name(number)
@@ -160,7 +159,7 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
             files.append(StoredFile(path, stored.num_bytes, stored.xxh3))
         shards.append(Shard(name, shard.num_packs, tuple(files)))
     fingerprint = write_index(
-        destination,
+        folder,
         lambda: (part for _ in range(copies)),
         num_packs=copies * shard.num_packs,
         num_sequences=copies * num_sequences,
@@ -175,9 +174,9 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
         num_trained_tokens=0,
         fingerprint=fingerprint,
         shards=tuple(shards),
-        index=stored_files(destination, [destination / INDEX_FOLDER / name for name in INDEX_NAMES]),
+        index=folder.describe(INDEX_NAMES),
     )
-    linked.save(destination)
+    linked.save(folder)
     return linked
 
 

@@ -163,8 +163,7 @@ def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJso
 
 def find_check(path: str) -> Callable[..., list[Problem]] | None:
     """Return the function that verifies a family's record or a pair without packs; None for any other path."""
-    from harness.formats.binidx import LOSS_BIN
-    from harness.indexed import BIN, IDX, is_family, prefix_of, verify_family, verify_indexed, with_suffix
+    from harness.indexed import BIN, IDX, LOSS_BIN, is_family, prefix_of, verify_family, verify_indexed, with_suffix
 
     if path.endswith(".json"):
         return verify_family if is_family(path) else None

@@ -28,8 +28,8 @@ from harness.formats.inspect import (
     render_pack,
     render_summary,
 )
-from harness.formats.jsonl import line_of_pack, pack_of_line
-from harness.formats.manifest import Manifest, Provenance, Shard, load_manifest
+from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.formats.verify import Difference, diff_datasets, diff_readers, verify_dataset
@@ -40,10 +40,12 @@ __all__ = [
     "CONVENTIONS",
     "FORMATS",
     "INDEX_NAMES",
+    "MANIFEST_NAME",
     "DatasetSummary",
     "Difference",
     "Format",
     "IndexPart",
+    "JsonlShard",
     "Manifest",
     "PackReader",
     "PackWriter",

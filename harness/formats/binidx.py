@@ -33,11 +33,11 @@ from harness.formats.base import (
     make_pack,
 )
 from harness.formats.index import lengths_from_starts
-from harness.indexed import BIN, CODES, HEADER, IDX, INT32, MAGIC, VERSION, IndexHeader, with_suffix
+from harness.indexed import BIN, CODES, HEADER, IDX, INT32, LOSS_BIN, MAGIC, VERSION, IndexHeader, with_suffix
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import Folder, OutputFile, Place, natural_key
 
-LOSS_BIN, SEQ_IDX, SEQ_BIN = ".loss.bin", ".seq.idx", ".seq.bin"
+SEQ_IDX, SEQ_BIN = ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
 
 _FIX = "copy the dataset again"

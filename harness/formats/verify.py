@@ -158,7 +158,7 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference 
 def diff_readers(
     a: PackReader, b: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Difference | None:
-    """Return the first difference between open datasets, or None; `progress` is called with packs compared and packs in total."""
+    """Return the first difference between open datasets; `progress` is called with packs compared and in total."""
     count = min(len(a), len(b))
     for pack_id, (one, other) in enumerate(zip(a, b, strict=False)):
         difference = _pack_difference(pack_id, one, other)

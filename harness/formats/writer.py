@@ -21,6 +21,7 @@ from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.formats.opening import MARKER_NAME
+from harness.records import Pack
 from harness.storage import TEMPORARY_SUFFIX, Folder, LocalFolder, StoredFile, open_folder, redact, write_atomically
 
 # Names that an interrupted write can have left in a folder.

@@ -25,6 +25,8 @@ from harness.errors import FormatError
 from harness.records import Int32Array, Int64Array
 
 BIN, IDX = ".bin", ".idx"
+# Beside a pair whose items are packs (`harness.formats`).
+LOSS_BIN = ".loss.bin"
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1

@@ -65,10 +65,10 @@ class OutputFile(ABC):
     def seekable(self) -> bool:
         return False
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Do nothing: `finish` makes the bytes durable."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Do nothing: libraries close what they are done with, and the file stays open until `finish` or `abort`."""
 
 

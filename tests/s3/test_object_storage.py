@@ -114,7 +114,7 @@ def test_a_glob_a_bare_object_and_a_folder_without_manifest_open(proxy: Any, buc
     assert list(open_dataset(folder)) == PACKS
     assert list(open_dataset(f"{folder}/shard_00000?.parquet")) == PACKS
     assert list(open_dataset(f"{folder}/shard_000001.parquet")) == PACKS[32:]
-    assert "no object matches" in error_of(lambda: open_dataset(f"{folder}/*.pq")).what
+    assert "no file matches" in error_of(lambda: open_dataset(f"{folder}/*.pq")).what
 
 
 @pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])
@@ -296,7 +296,7 @@ def test_a_writer_that_is_killed_leaves_no_dataset_and_the_next_one_finishes(
 def test_a_place_with_something_else_in_it_is_not_written_to(proxy: Any, bucket: Any, place: str) -> None:
     with bucket.open_output_stream(place.removeprefix("s3://") + "/notes.txt") as file:
         file.write(b"hello")
-    assert "1 objects of something else, such as notes.txt" in error_of(lambda: write(place)).what
+    assert "1 files of something else, such as notes.txt" in error_of(lambda: write(place)).what
     with pytest.raises(ConfigError, match="memmap cannot be written to object storage"):
         write(place + "-2", format="memmap")
 

@@ -59,7 +59,7 @@ def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
     real = sum(lengths.tolist())
     if lengths.shape[0] == 0 or (lengths <= 0).any() or real > ids.shape[0] or labels.shape != ids.shape:
         raise FormatError(
-            f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths of {real:,} in total"
+            f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}"
         )
     counts[REMOVED_PADDING] += ids.shape[0] - real
     ids, labels = ids[:real], labels[:real]

@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.formats.jsonl import JsonlShard
-from harness.formats.parquet import ParquetShard
+from harness.formats import JsonlShard, ShardReader, load_format
 from harness.prep import BadRecord, Conversation, check_messages_column, parse_line, parse_record
 from harness.records import Pack
 from harness.storage import file_digest, is_uri, sync_folder, write_atomically
@@ -247,10 +246,10 @@ class LiveChunk:
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
             columns = None if self._lines is not None else pq.read_schema(path).names
             self.kind = record.kind if record is not None else self._guess_kind(columns)
-            self._packs: JsonlShard | ParquetShard | None = None
+            self._packs: ShardReader | None = None
             self._messages: Any = None
             if self.kind == PACKS:
-                self._packs = self._lines or ParquetShard(path)
+                self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
                 with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
                     check_messages_column(parquet.schema_arrow, path)
@@ -270,7 +269,7 @@ class LiveChunk:
     def num_rows(self) -> int:
         if self._lines is not None:
             return self._lines.num_packs
-        return self._packs.num_rows if isinstance(self._packs, ParquetShard) else len(self._messages)
+        return self._packs.num_packs if self._packs is not None else len(self._messages)
 
     def where(self, row: int) -> str:
         return f"{self.path}, row {row:,}" if self._lines is None else self._lines.where(row)

@@ -12,8 +12,7 @@ from typing import Any
 import xxhash
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import open_dataset, pack_digest
-from harness.formats.jsonl import pack_of_line
+from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep import (
     BadRecord,

@@ -21,9 +21,7 @@ import xxhash
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
-from harness.formats.base import ShardOptions
-from harness.formats.jsonl import line_of_pack
-from harness.formats.parquet import ParquetWriter
+from harness.formats import ShardOptions, line_of_pack, load_format
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
@@ -38,7 +36,7 @@ from harness.loader.live.folder import (
 )
 from harness.prep import BadRecord, parse_line
 from harness.records import Pack
-from harness.storage import TEMPORARY_SUFFIX, AtomicFile, Marker, file_digest, sync_folder
+from harness.storage import TEMPORARY_SUFFIX, AtomicFile, LocalFolder, Marker, file_digest, sync_folder
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20
@@ -422,14 +420,14 @@ class ChunkRows:
 
     def write(self, path: Path) -> None:
         """Write all rows; the file appears whole or not at all."""
+        if self._kind == PACKS and self._suffix != JSONL:
+            self._write_packs(path)
+            return
         file = AtomicFile(path)
         try:
             if self._suffix == JSONL:
                 for line in self._rows:
                     file.write(line)
-            elif self._kind == PACKS:
-                self._write_packs(file)
-                return
             else:
                 table = pa.table({"messages": pa.array(self._rows, _MESSAGES)})
                 pq.write_table(table, file, compression="zstd", write_page_checksum=True)
@@ -460,12 +458,17 @@ class ChunkRows:
             time=time.time(),
         )
 
-    def _write_packs(self, file: AtomicFile) -> None:
-        pack_size = max(map(len, self._rows))
-        writer = ParquetWriter(file, ShardOptions(pack_size=pack_size, rows_per_group=_ROWS_PER_GROUP))
-        for pack in self._rows:
-            writer.append(pack)
-        writer.finish({})
+    def _write_packs(self, path: Path) -> None:
+        options = ShardOptions(pack_size=max(map(len, self._rows)), rows_per_group=_ROWS_PER_GROUP)
+        writer = load_format("parquet").write_shard(LocalFolder(path.parent), path.name, options)
+        try:
+            for pack in self._rows:
+                writer.append(pack)
+            writer.finish({})
+        except BaseException:
+            with suppress(OSError):  # the first error has the cause
+                writer.abort()
+            raise
 
 
 def _end_after(last: ReadyRecord | None, *, num_chunks: int, stream: str) -> EndRecord:

@@ -154,8 +154,8 @@ def test_swift_chunks_are_imported_without_their_padding(tmp_path: Path) -> None
     ("change", "problem"),
     [
         ({"labels": [-100] * 3}, "9 input_ids, 3 labels"),
-        ({"lengths": [4, 30]}, "lengths of 34 in all"),
-        ({"lengths": []}, "lengths of 0 in all"),
+        ({"lengths": [4, 30]}, "lengths that sum to 34"),
+        ({"lengths": []}, "lengths that sum to 0"),
         ({"labels": [-100, -100, 4, 9, -100, 5, 9, -100, -100]}, "the label 4 at position 2, expected the token 3"),
         ({"input_ids": ["a"] * 9}, "not all whole numbers"),
         ({"input_ids": [-1, 2, 3, 9, 4, 5, 9, 0, 0]}, "token ids from -1"),

@@ -228,7 +228,7 @@ LINE = json.loads(line_of_pack(PACKS[0]))
         (json.dumps({**LINE, "num_samples": 1}).encode(), "num_samples 1, expected 2"),
         (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 5.5]}).encode(), "not all whole numbers"),
         (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 2**70]}).encode(), "not all whole numbers"),
-        (json.dumps({**LINE, "input_ids": [1, 2, 300, 2**40, 5], "labels": [-100] * 5}).encode(), "no token ids"),
+        (json.dumps({**LINE, "input_ids": [1, 2, 300, 2**40, 5], "labels": [-100] * 5}).encode(), "not token ids"),
         (json.dumps({**LINE, "input_ids": [[1], 2, 300, 2, 5]}).encode(), "not all whole numbers"),
     ],
 )

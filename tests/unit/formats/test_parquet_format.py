@@ -12,8 +12,9 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet.pages import Chunk, Page, read_page, read_pages
+from harness.formats.parquet.pages import Chunk, Page, check_pages, read_page
 from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet.writer import SCHEMA
 from harness.records import Pack
 from harness.storage.ranges import LocalSource
 
@@ -190,11 +191,11 @@ def test_a_decompression_bomb_is_an_error_before_memory_is_spent(tmp_path: Path,
 def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: Path) -> None:
     # A Thrift struct of type 0 (data page), uncompressed_page_size 2**31 - 1 and compressed_page_size 16.
     header = bytes([0x15, 0x00, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0x20, 0x00])
-    assert read_page(header, 100) == Page({1: 0, 2: 2**31 - 1, 3: 16}, 100 + len(header), 16, 2**31 - 1)
+    assert read_page(header, 100) == Page(100 + len(header), 16, 2**31 - 1)
     (tmp_path / "page").write_bytes(header + bytes(16))
     source = LocalSource(tmp_path / "page")
     with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
-        read_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
+        check_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:
@@ -209,3 +210,77 @@ def test_what_is_not_parquet_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "data.parquet").write_bytes(data)
     with pytest.raises(FormatError, match="not a Parquet file"):
         open_dataset(tmp_path / "data.parquet")
+
+
+def make_packs(count: int, *, longest: int) -> list[Pack]:
+    rng = np.random.default_rng(longest)
+    packs = []
+    for _ in range(count):
+        n = int(rng.integers(1, longest + 1))
+        starts = np.unique(np.append(rng.integers(0, n, int(rng.integers(0, 20))), 0))
+        packs.append(Pack(rng.integers(0, 2**31 - 1, n), rng.integers(0, 2, n), starts))
+    return packs
+
+
+@pytest.mark.parametrize(("count", "longest", "rows_per_group"), [(70, 1, 64), (300, 9, 7), (6, 400_000, 3)])
+def test_packs_of_one_token_and_of_many_pages_are_read_back(
+    tmp_path: Path, count: int, longest: int, rows_per_group: int
+) -> None:
+    packs = make_packs(count, longest=longest)
+    path = tmp_path / "data.parquet"
+    with open_writer(path, pack_size=longest, rows_per_group=rows_per_group) as writer:
+        for pack in packs:
+            writer.append(pack)
+    assert list(open_dataset(path)) == packs
+    assert ParquetShard(path).read(range(count)) == packs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "snappy"},
+        {"compression": "zstd", "use_dictionary": True},
+        {"compression": "zstd", "use_dictionary": False, "data_page_version": "2.0"},
+        {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True, "data_page_size": 64},
+        {"compression": "zstd", "use_dictionary": False, "write_page_checksum": False},
+    ],
+)
+@pytest.mark.parametrize("own_types", [True, False])
+def test_other_page_layouts_read_the_same(tmp_path: Path, options: dict[str, Any], own_types: bool) -> None:
+    packs = make_packs(30, longest=50)
+    table = pa.table(
+        {name: [getattr(pack, name).tolist() for pack in packs] for name in SCHEMA.names},
+        SCHEMA if own_types else None,
+    )
+    pq.write_table(table, tmp_path / "data.parquet", **options)
+    assert list(open_dataset(tmp_path / "data.parquet")) == packs
+
+
+def test_a_value_that_does_not_fit_a_mask_is_an_error(tmp_path: Path) -> None:
+    schema = SCHEMA.set(1, pa.field("loss_mask", pa.list_(pa.field("element", pa.int32(), nullable=False)), False))
+    table = pa.table([[[1, 2]], [[256, 0]], [[0]]], schema)
+    pq.write_table(table, tmp_path / "data.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(FormatError, match="holds values from 0 to 256"):
+        list(open_dataset(tmp_path / "data.parquet"))
+
+
+def test_no_flipped_bit_of_a_row_group_becomes_wrong_data(tmp_path: Path) -> None:
+    packs = make_packs(3, longest=12)
+    folder = tmp_path / "data"
+    with open_writer(folder, pack_size=12) as writer:
+        for pack in packs:
+            writer.append(pack)
+    path = folder / "shard_000000.parquet"
+    whole = path.read_bytes()
+    end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    silent = []
+    for at in range(4, end):
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        try:
+            if list(open_dataset(folder)) != packs:
+                silent.append(at)
+        except FormatError:
+            pass
+    assert silent == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from harness.formats.handles import HandleCache
+from harness.formats.reader import HandleCache
 
 
 class Handle:

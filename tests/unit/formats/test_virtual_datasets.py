@@ -15,16 +15,21 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.convert import convert_dataset
-from harness.formats.kept_fingerprint import KeptFingerprint
-from harness.formats.remote import RemoteFolder
-from harness.formats.verify import diff_datasets, verify_dataset
-from harness.formats.virtual.plan import open_store, write_plan
-from harness.formats.virtual.store import FORMAT
+from harness.formats import (
+    Provenance,
+    convert_dataset,
+    diff_datasets,
+    open_dataset,
+    open_store,
+    open_writer,
+    verify_dataset,
+    write_plan,
+)
+from harness.formats.digest import KeptFingerprint
+from harness.formats.opening import open_unchecked
 from harness.prep import plan_packs, repack_store
 from harness.records import Pack
-from harness.storage.uris import ObjectPath
+from harness.storage import open_folder
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16], [17, 18, 19, 20, 21, 22], [23, 24]]
 
@@ -272,9 +277,8 @@ def test_what_cannot_be_planned_leaves_nothing(tmp_path: Path, store: Path) -> N
 
 def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path) -> None:
     manifest = repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
-    folder = RemoteFolder(ObjectPath.parse("s3://bucket/plan"), {})
     with pytest.raises(FormatError, match="a plan over a sequence store is read from disks only") as caught:
-        folder.open_unchecked(manifest, FORMAT)
+        open_unchecked(open_folder("s3://bucket/plan"), manifest)
     assert "harness convert" in caught.value.fix
 
 
