@@ -1,11 +1,12 @@
-"""Prove that other settings train the same: real runs of `recipes.sft`, each held against a reference.
+"""Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
 
     python -m recipes.parity                      # every format against legacy npy
-    python -m recipes.parity check=workers        # or layouts, schedules, versions, all
+    python -m recipes.parity check=workers        # or layouts, schedules, versions, isolation, all
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
-Writes report.json, report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could
-not be carried out. Started again it keeps the cells that are finished.
+`check=isolation` shows on each layout that documents of a packed row do not see each other. Writes report.json,
+report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out.
+Started again it keeps the cells that are finished.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from harness.checks import require_choice, require_numbers
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
 from harness.parity import (
     FORMAT,
-    HTML_FILE,
     IDENTICAL,
+    ISOLATION,
+    ISOLATION_TURNS,
     REPORT_FILE,
     VERSION,
     Cell,
@@ -41,44 +44,45 @@ from harness.parity import (
     environment,
     parse_case,
     plan_check,
-    render_all,
     run_cells,
     show,
     skipped,
     write_report,
 )
+from harness.parity.pages import HTML_FILE, render_all
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "versions")
+CHECKS = ("formats", "workers", "schedules", "layouts", "isolation", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
-# The version that a matrix is started with.
+# Name of the interpreter that runs the matrix.
 THIS = "this"
 
 
 @dataclass
 class ParityConfig:
-    """What to compare.
+    """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, versions, several as `formats+workers`, or all.
-        dataset: a dataset with `train` and `validation`, None for a small one that is made for the check.
-        datasets: `NAME=PATH` of datasets that are there already, for `format=NAME`; other formats are converted from
-            `dataset`.
-        versions: `NAME=PATH` of interpreters whose environments hold other versions of the libraries.
-        folder: where runs are kept, and the report.
-        fresh: run cells again that are finished.
-        steps: of each run.
-        steps_before: that a checkpoint is made after which layouts go on from, so that the optimizer's state is
+        check: formats, workers, schedules, layouts, isolation or versions, several as `formats+workers`, or all.
+        dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
+        datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
+        versions: interpreters as `NAME=PATH` whose environments have other versions of the libraries.
+        folder: folder of the runs and the report.
+        fresh: run finished cells again.
+        steps: steps of each run.
+        steps_before: steps before the checkpoint that all layouts start from, so that the optimizer's state is
             compared too.
-        slots: ranks to run side by side, None for the machine's cores.
-        timeout_s: of one cell.
+        slots: ranks to run side by side; null for the machine's cores.
+        timeout_s: time limit of one cell.
         max_ranks: cases of more ranks are left out.
-        keep_batches: record the data itself beside its digests, which tells the position and both values of any
-            difference; 28 bytes a token of each run before compression.
+        device: device of every run, cpu or cuda; tolerances depend on it.
+        keep_batches: record the data itself with its digests, so that the report has the position and both values of
+            any difference; 28 bytes a token of each run before compression.
         tolerances: across layouts, schedules and versions.
-        sft, sft_more: settings of `recipes.sft` for every case; the second is for the command line.
-        formats, workers, schedules, layouts: the cases, as `"ranks setting=value ..."`, the
-            reference first; `format=NAME` and `version=NAME` stand for a dataset and an interpreter.
+        sft: settings of `recipes.sft` for every case.
+        sft_more: further settings of `recipes.sft`, for the command line.
+        formats, workers, schedules, layouts, isolation: cases of the check as `"ranks setting=value ..."`, the
+            reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter.
     """
 
     check: str = "formats"
@@ -92,6 +96,7 @@ class ParityConfig:
     slots: int | None = None
     timeout_s: float = 900.0
     max_ranks: int = 8
+    device: str = "cpu"
     keep_batches: bool = True
     tolerances: Tolerances = field(default_factory=Tolerances)
     sft: list[str] = field(default_factory=list)
@@ -100,6 +105,7 @@ class ParityConfig:
     workers: list[str] = field(default_factory=list)
     schedules: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
+    isolation: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.checks if name not in CHECKS]
@@ -107,21 +113,17 @@ class ParityConfig:
             raise ConfigError(
                 f"check {self.check!r} is unknown", where="check", fix=f"one or more of {', '.join(CHECKS)}, or all"
             )
-        # They stand after a cell's own dataset: every cell would train on this one, and agree.
-        own = [one for one in (*self.sft, *self.sft_more) if one.lstrip("+").startswith(_DATA_SETTINGS)]
+        # They come after a cell's own dataset: every cell would train on this one, and agree.
+        own = [text for text in (*self.sft, *self.sft_more) if text.lstrip("+").startswith(_DATA_SETTINGS)]
         if own:
             raise ConfigError(
                 f"{own[0]} would be the data of every cell",
                 where="sft, sft_more",
                 fix="dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format",
             )
-        for name in ("steps", "steps_before", "max_ranks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=name, fix="1 or more")
-        if self.slots is not None and self.slots < 1:
-            raise ConfigError(f"slots is {self.slots}", where="slots", fix="1 or more, or null for the machine's cores")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}", where="timeout_s", fix="seconds above 0")
+        require_numbers(self, "", "steps", "steps_before", "max_ranks", "slots", lowest=1)
+        require_numbers(self, "", "timeout_s", above=0)
+        require_choice(self.device, ("cpu", "cuda"), setting="device")
         for name in ("datasets", "versions"):
             for text in getattr(self, name):
                 if not all(text.partition("=")):
@@ -139,26 +141,26 @@ class ParityConfig:
 
     def cases(self, check: str) -> list[str]:
         if check == "versions":
-            return [f"1 {VERSION}={name}" for name in (THIS, *named(self.versions))]
+            return [f"1 {VERSION}={name}" for name in (THIS, *paths_by_name(self.versions))]
         return list(getattr(self, check))
 
 
-def named(texts: list[str]) -> dict[str, str]:
-    """`NAME=PATH` as paths by name."""
+def paths_by_name(texts: list[str]) -> dict[str, str]:
+    """Parse texts of the form `NAME=PATH`."""
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
 
 
 @hydra_entry("parity", ParityConfig)
 def main(config: ParityConfig) -> int:
-    # Ended politely it ends its runs too; a SIGKILL reaches them through the kernel, on Linux.
+    # SIGTERM ends the runs too; a SIGKILL reaches them through the kernel, on Linux.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(config.folder).resolve()
     if config.fresh:
         shutil.rmtree(folder / "cells", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    device = device_of([*config.sft, *config.sft_more])
+    device = device_of(config)
     cells, left_out = plan(config, folder, device)
-    # In a log the table is as wide as it needs to be, and nothing is cut off.
+    # In a log the table is as wide as it needs to be.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     with LiveTable(cells, console) as table:
         finished = run_cells(
@@ -175,7 +177,7 @@ def main(config: ParityConfig) -> int:
             device=device,
         )
         for cell in cells
-        if cell.is_told
+        if cell.is_reported
     ]
     report = ParityReport(
         title=f"Parity: {', '.join(config.checks)}",
@@ -191,17 +193,18 @@ def main(config: ParityConfig) -> int:
     return 0 if report.verdict == "same" else 1
 
 
-def device_of(settings: list[str]) -> str:
-    """cpu or cuda, as the runs' own settings say; `auto` is refused, because tolerances depend on it."""
-    named = [one.split("=", 1)[1] for one in settings if one.startswith("trainer.device=")]
-    device = named[-1] if named else "cpu"
+def device_of(config: ParityConfig) -> str:
+    """Return cpu or cuda; `auto` is refused, because tolerances depend on the device."""
+    settings = [*config.sft, *config.sft_more]
+    chosen = [text.split("=", 1)[1] for text in settings if text.startswith("trainer.device=")]
+    device = chosen[-1] if chosen else config.device
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")
     return device
 
 
 def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], list[CellResult]]:
-    """The cells to run, and what is left out of the matrix and why."""
+    """Return the cells to run, and results for the parts of the matrix that are left out."""
     source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
     cells: list[Cell] = []
     left_out: list[CellResult] = []
@@ -219,6 +222,9 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
         "workers": CheckPlan(IDENTICAL, same_layout=True),
         "schedules": CheckPlan(across, same_layout=False),
         "layouts": CheckPlan(across, same_layout=False, from_checkpoint=True, shares_processes=True),
+        "isolation": CheckPlan(
+            IDENTICAL, same_layout=True, shares_processes=True, program=ISOLATION, has_reference=False
+        ),
         "versions": CheckPlan(across, same_layout=True),
     }
     for check in config.checks:
@@ -228,15 +234,15 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
             )
             continue
         cases = config.cases(check)
-        wanted = {parse_case(text, where=check).takes(FORMAT) for text in cases}
+        formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
         cells += plan_check(
             check,
             cases,
             plans[check],
             settings=settings,
-            datasets={"": str(source), **{name: dataset_in(name, config, source, folder) for name in wanted if name}},
-            pythons={"": sys.executable, THIS: sys.executable, **named(config.versions)},
-            steps=config.steps,
+            datasets={"": str(source), **{name: dataset_in(name, config, source, folder) for name in formats if name}},
+            pythons={"": sys.executable, THIS: sys.executable, **paths_by_name(config.versions)},
+            steps=ISOLATION_TURNS if check == "isolation" else config.steps,
             steps_before=config.steps_before,
             max_ranks=config.max_ranks,
         )
@@ -244,9 +250,10 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
 
 
 def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) -> str:
-    """The data in `format`: the one that is named, or `source` converted, which is done once."""
-    if format in named(config.datasets):
-        return named(config.datasets)[format]
+    """Return the dataset in `format`: the one in `datasets`, or `source` converted, which is done once."""
+    existing = paths_by_name(config.datasets)
+    if format in existing:
+        return existing[format]
     if format not in FORMATS:
         raise ConfigError(
             f"there is no format {format!r}", where="format", fix=f"one of {', '.join(FORMATS)}, or name its dataset"
@@ -261,9 +268,9 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
 
 
 def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
-    """A dataset of short sequences with a pattern that can be learnt: 160 packs, and 9 for validation.
+    """Make a dataset of short sequences with a pattern that can be learned: 160 packs, and 9 for validation.
 
-    One that is there already is left as it is.
+    An existing one is kept.
     """
     rng = np.random.default_rng(0)
     provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": 300})

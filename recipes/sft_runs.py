@@ -1,9 +1,9 @@
-"""Several runs of `recipes.sft`, one after another in the same processes, which take seconds to start.
+"""Several runs of `recipes.sft` or `recipes.isolation`, one after another in the same processes, which start slowly.
 
     torchrun --nproc-per-node 4 -m recipes.sft_runs RUNS.json
 
-The file is a list of [port, overrides, folder, start]: the ranks of a run meet at its port; the run's folder is first
-copied from `start`, unless that is null.
+The file is `{"program": NAME, "runs": [[port, overrides, folder, start], ...]}`: the ranks of a run meet at its port;
+the run's folder is first copied from `start`, unless that is null.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ from pathlib import Path
 from harness.config import compose_config
 from harness.errors import exit_on_error
 from harness.plan import SftConfig
-from recipes.sft import main
+from recipes import isolation, sft
+
+
+def check_isolation(config: SftConfig) -> int:
+    """Check one layout; findings are in the folder of the run, and do not end the runs after it."""
+    isolation.check(config)
+    return 0
+
 
 if __name__ == "__main__":
-    # The launcher's store remembers the run before; each meets at a port of its own.
+    # The launcher's store remembers the run before; each run meets at its own port.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for port, overrides, folder, start in json.loads(Path(sys.argv[1]).read_text()):
+    listed = json.loads(Path(sys.argv[1]).read_text())
+    main = {"recipes.sft": sft.main, "recipes.isolation": check_isolation}[listed["program"]]
+    for port, overrides, folder, start in listed["runs"]:
         os.environ["MASTER_PORT"] = str(port)
         if start is not None and os.environ.get("RANK", "0") == "0":  # the others wait for it to join
             shutil.copytree(start, folder)

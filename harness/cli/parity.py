@@ -82,7 +82,8 @@ def history(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
 ) -> None:
     """Draw loss, speed and memory over the nights; exit code 1 where the newest night left a band."""
-    from harness.parity import read_history, render_history
+    from harness.parity import read_history
+    from harness.parity.pages import render_history
 
     found = read_history(folder, step=step)
     render_history(found, out or folder)
@@ -119,7 +120,8 @@ def _tell(report: ParityReport, out: Path | None) -> None:
     from rich.console import Console
 
     from harness.errors import ConfigError
-    from harness.parity import REPORT_FILE, render_all, show, write_report
+    from harness.parity import REPORT_FILE, show, write_report
+    from harness.parity.pages import render_all
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     show(report, console)

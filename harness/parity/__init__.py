@@ -1,21 +1,44 @@
-"""Proof that runs train the same: cells, their digests and losses, what differs first, reports and baselines."""
+"""Proof that runs train the same: a matrix of runs, what differs first, reports, baselines and histories.
+
+A matrix is a list of cells (`plan_check`): a reference and the runs to compare with it, each a run of `recipes.sft` in
+processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
+them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
+renders it. `record`, `against` and `update` keep one run as a baseline for later ones, `read_history` follows a matrix
+over the nights. `check_isolation` shows that documents of a packed row do not see each other.
+
+Read `cells`, `compare` and `result` first.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from harness.parity.assemble import cell_result, command_line, environment, skipped
 from harness.parity.baselines import against, record, update
-from harness.parity.cells import FORMAT, VERSION, Cell, CheckPlan, parse_case, plan_check
+from harness.parity.cells import (
+    FORMAT,
+    ISOLATION,
+    ISOLATION_TURNS,
+    VERSION,
+    Cell,
+    CheckPlan,
+    parse_case,
+    plan_check,
+)
 from harness.parity.compare import IDENTICAL, Tolerances
-from harness.parity.nights import read_history, summarise
-from harness.parity.pages import HTML_FILE, render_all, render_history
+from harness.parity.history import read_history, summarise
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, run_cells
 from harness.parity.table import LiveTable, show
 
+if TYPE_CHECKING:
+    from harness.parity.isolation import check_isolation
+
 __all__ = [
     "FORMAT",
-    "HTML_FILE",
     "IDENTICAL",
+    "ISOLATION",
+    "ISOLATION_TURNS",
     "REPORT_FILE",
     "VERSION",
     "Cell",
@@ -26,6 +49,7 @@ __all__ = [
     "Tolerances",
     "against",
     "cell_result",
+    "check_isolation",
     "command_line",
     "default_slots",
     "environment",
@@ -33,8 +57,6 @@ __all__ = [
     "plan_check",
     "read_history",
     "record",
-    "render_all",
-    "render_history",
     "run_cells",
     "show",
     "skipped",
@@ -42,3 +64,12 @@ __all__ = [
     "update",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # It imports Megatron-Core, which the rest of the package does without.
+    if name == "check_isolation":
+        from harness.parity.isolation import check_isolation
+
+        return check_isolation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""From finished cells to the report: each is read, held against its reference, and described."""
+"""From finished cells to the report: read each run, compare it with its reference, describe the result."""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -13,11 +14,10 @@ import numpy as np
 
 import harness
 from harness.errors import FormatError
-from harness.parity.cells import Cell
+from harness.parity.cells import ISOLATION, Cell
 from harness.parity.compare import compare_runs, on_device
-from harness.parity.locate import Recorded, recorded_run
-from harness.parity.processes import command, log_file, run_folder
-from harness.parity.result import CellResult, Check, Series
+from harness.parity.locate import recorded_run
+from harness.parity.result import CellResult, Check, Difference, Series
 from harness.parity.running import Finished
 from harness.train import StepMetrics
 
@@ -27,24 +27,28 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 def cell_result(
     cell: Cell, finished: Finished, *, folder: Path, known: Mapping[str, Cell], reference: Finished | None, device: str
 ) -> CellResult:
-    """What became of a cell that ran, or failed to.
+    """Return the result of a cell that ran, or failed to.
 
     Args:
         folder: of the matrix.
         known: all cells by name.
-        reference: of the cell that this one is held against, None for a reference.
-        device: cpu or cuda: bit-identity is asked of CPUs alone.
+        reference: outcome of the cell that this one is compared with, None for a reference.
+        device: cpu or cuda; bit-identity is required on CPUs alone.
     """
-    recorded = recorded_run(run_folder(folder, cell))
+    recorded = recorded_run(cell.run_folder(folder))
     try:
         steps = recorded.steps
         checks: list[Check] = []
         reason = finished.reason
-        if not reason and cell.reference is not None and reference is not None:
+        if not reason and cell.plan.program is ISOLATION:
+            checks = [isolation_check(cell.record(folder))]
+        elif not reason and cell.reference is not None and reference is not None:
             if reference.reason:
                 reason = f"its reference, {cell.reference}, failed"
             else:
-                checks = check_cell(cell, recorded, recorded_run(run_folder(folder, known[cell.reference])), device)
+                expected = recorded_run(known[cell.reference].run_folder(folder))
+                tolerances = on_device(cell.plan.tolerances, device)
+                checks = compare_runs(expected, recorded, tolerances, same_layout=cell.plan.same_layout)
     except FormatError as error:
         steps, checks, reason = [], [], f"{error.what} ({error.where})"
     status = "failed" if reason else "same" if all(check.passed for check in checks) else "different"
@@ -54,48 +58,53 @@ def cell_result(
         axes=cell.case.axes,
         reference=cell.reference,
         status=status,
-        command=command(folder, cell, known[cell.start] if cell.start else None),
+        command=cell.command(folder, known[cell.start] if cell.start else None),
         checks=checks,
         series=series_of(steps),
-        reason=reason or (f"log: {log_file(folder, cell)}" if status == "different" else ""),
+        reason=reason or (f"log: {cell.log_file(folder)}" if status == "different" else ""),
         seconds=finished.seconds,
         tokens_per_s=tokens_per_second(steps),
         peak_memory_bytes=finished.peak_memory_bytes,
     )
 
 
-def check_cell(cell: Cell, found: Recorded, expected: Recorded, device: str) -> list[Check]:
-    return compare_runs(expected, found, on_device(cell.plan.tolerances, device), same_layout=cell.plan.same_layout)
+def isolation_check(record: Path) -> Check:
+    """Return the result of an isolation check from the findings in its record."""
+    findings = [finding for line in record.read_text().splitlines() for finding in json.loads(line)["findings"]]
+    more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+    difference = Difference(findings[0] + more, field="isolation") if findings else None
+    reason = "changing a document leaves everything of the others the same bit for bit"
+    return Check("isolation", not findings, 0.0, None, reason, difference)
 
 
 def skipped(name: str, check: str, reason: str) -> CellResult:
-    """A part of the matrix that could not run here."""
+    """Return the result of a part of the matrix that could not run here."""
     return CellResult(name, check, {}, None, "skipped", "", reason=reason)
 
 
 def series_of(steps: Sequence[StepMetrics]) -> Series:
     names = Series.__dataclass_fields__
-    return Series(**{name: [getattr(one, name) for one in steps] for name in names})
+    return Series(**{name: [getattr(step, name) for step in steps] for name in names})
 
 
 def tokens_per_second(steps: Sequence[StepMetrics]) -> float | None:
-    """The middle one of the steps after the first, which pays for the start; None where there are no others."""
-    return float(np.median([one.tokens_per_s for one in steps[1:]])) if len(steps) > 1 else None
+    """Return the median of the steps after the first, which pays for the start; None where there are no others."""
+    return float(np.median([step.tokens_per_s for step in steps[1:]])) if len(steps) > 1 else None
 
 
 def environment(device: str) -> dict[str, str]:
-    """Where and on what a report was made: machine, versions, commit."""
-    found = {
+    """Return the device, machine, versions and commit that a report is made with."""
+    facts = {
         "device": _device_name(device),
         "machine": f"{platform.node()}, {platform.platform()}, {platform.machine()}",
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {**found, "commit": _commit()}
+    return {**facts, "commit": _commit()}
 
 
 def _device_name(device: str) -> str:
@@ -104,7 +113,7 @@ def _device_name(device: str) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "cuda (looked at on a machine without one)"
+        return "cuda (on a machine without one)"
     return f"cuda ({torch.cuda.get_device_name()} x {torch.cuda.device_count()})"
 
 
@@ -123,7 +132,7 @@ def _commit() -> str:
 
 
 def command_line() -> str:
-    """What was typed to start this process, as far as it shows."""
+    """Return the command line that started this process, as far as it is known."""
     import shlex
 
     main = sys.modules["__main__"]

@@ -1,4 +1,4 @@
-"""Baselines: what a run trained and lost, kept in the repository to hold later runs against."""
+"""Baselines: the data digests and losses of a run, kept in the repository to compare later runs with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.train import StepDigests, StepMetrics, from_json, read_digests, to_
 SCHEMA = 1
 BASELINES = Path("tests/golden/baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# What a run is told that says nothing about what it trains.
+# Settings of a run that do not change what it trains.
 _OWN_SETTINGS = ("run_dir", "runs", "name", "resume")
 
 
@@ -35,7 +35,7 @@ class Baseline:
         name: of the file, without `.json`.
         created: ISO 8601, UTC.
         environment: of the machine that made it: device, versions, commit.
-        tolerances: that later runs are held to; data is always compared exactly.
+        tolerances: for later runs; data is always compared exactly.
         settings: of the run, without its folder.
         steps: its metrics; the times in them are 0.
         digests: of its data.
@@ -50,7 +50,7 @@ class Baseline:
     digests: list[StepDigests]
 
     def recorded(self) -> Recorded:
-        """As a run to compare with; it holds digests alone, so what was expected at a position is not known."""
+        """Return the records to compare with; without the data, the expected value at a position is unknown."""
         return Recorded(self.steps, lambda: self.digests, lambda step, row, index: {})
 
 
@@ -61,39 +61,41 @@ def baseline_path(name: str, folder: Path) -> Path:
 
 
 def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
-    """The run of `recipes.sft` in `run` as a baseline.
+    """Make a baseline from the run of `recipes.sft` in `run`.
 
     Raises:
         FormatError: it made no step, or did not record the data of each.
     """
     recorded = recorded_run(run)
     digests = read_digests(run)
-    if not recorded.steps or [one.step for one in recorded.steps] != [one.step for one in digests]:
+    if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:
         raise FormatError(
-            f"the run has {len(recorded.steps)} steps and digests of {len(digests)}",
+            f"the run has {len(recorded.steps)} steps and digests of {len(digests)} steps",
             where=str(run),
-            fix="record a run that reached its end, made with trainer.record_digests=true",
+            fix="record a finished run that had trainer.record_digests=true",
         )
-    broken = next((one for one in digests if one.disagreements), None)
+    broken = next((step for step in digests if step.disagreements), None)
     if broken is not None:
         raise FormatError(
-            f"step {broken.step}: {broken.disagreements[0]}", where=str(run), fix="mend this first; it is no reference"
+            f"step {broken.step}: {broken.disagreements[0]}",
+            where=str(run),
+            fix="fix this first: it is no reference",
         )
     settings = _settings(run)
     return Baseline(
         name,
         datetime.now(UTC).isoformat(timespec="seconds"),
-        # A baseline is shared: whose machine made it says nothing, what kind of one does.
+        # A baseline is shared: the kind of machine matters, its name does not.
         environment(_device_of(run)) | {"machine": f"{platform.system()} {platform.machine()}"},
         tolerances,
         {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
-        [replace(one, step_s=0.0, data_wait_s=0.0, tokens_per_s=0.0) for one in recorded.steps],
+        [replace(step, step_s=0.0, data_wait_s=0.0, tokens_per_s=0.0) for step in recorded.steps],
         digests,
     )
 
 
 def _device_of(run: Path) -> str:
-    """cpu or cuda; cpu where the run does not say."""
+    """Return cpu or cuda; cpu for a run without settings."""
     try:
         return "cuda" if _settings(run).get("trainer", {}).get("device") == "cuda" else "cpu"
     except FormatError:
@@ -102,8 +104,8 @@ def _device_of(run: Path) -> str:
 
 def _settings(run: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text())
-        return found if isinstance(found, dict) else {}
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        return settings if isinstance(settings, dict) else {}
     except (OSError, yaml.YAMLError) as error:
         raise FormatError(
             f"the run's settings cannot be read: {error}", where=str(run), fix="name the folder of a run"
@@ -111,7 +113,7 @@ def _settings(run: Path) -> dict[str, Any]:
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
-    """One line a step, so that a change of a few steps is a small one."""
+    """Write a line a step, so that a change of a few steps is a small diff."""
     head = {
         "schema": SCHEMA,
         "name": baseline.name,
@@ -137,7 +139,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """The baseline at `path`; raises FormatError where there is none, it is damaged, or of a newer schema."""
+    """Read the baseline at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
     try:
         values = json.loads(path.read_text())
         if values["schema"] > SCHEMA:
@@ -174,14 +176,14 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
         raise ConfigError(
             f"there is a baseline {name} already",
             where=str(path),
-            fix=f"`harness parity update {name} --run DIR` replaces it and says what moved",
+            fix=f"`harness parity update {name} --run DIR` replaces it and reports what moved",
         )
     write_baseline(baseline_of(name, run, tolerances), path)
     return path
 
 
 def against(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
-    """A report of the run in `run` held against the baseline; one that is missing or damaged is a failed cell."""
+    """Compare the run in `run` with the baseline; one that is missing or damaged is a failed cell of the report."""
     path = baseline_path(name, folder)
 
     def compared(baseline: Baseline) -> list[Check]:
@@ -191,7 +193,7 @@ def against(name: str, run: Path, folder: Path, *, command: str) -> ParityReport
 
 
 def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
-    """Replace a baseline by the run in `run`; the report says what moved and by how much, within tolerance or not.
+    """Replace a baseline by the run in `run`; the report has everything that moved, within tolerance or not.
 
     Raises:
         FormatError: there is no such baseline, or the run cannot be one.
@@ -201,9 +203,9 @@ def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
     new = baseline_of(name, run, old.tolerances)
 
     def compared(baseline: Baseline) -> list[Check]:
-        # Everything that moved is told, so nothing is allowed to.
+        # No tolerance, so that everything that moved is in the report.
         return compare_runs(
-            baseline.recorded(), recorded_run(run), Tolerances(0.0, 0.0, "an update tells everything that moved")
+            baseline.recorded(), recorded_run(run), Tolerances(0.0, 0.0, "an update reports everything that moved")
         )
 
     report = _report(name, run, path, f"Update of baseline {name}", compared, command)

@@ -1,21 +1,26 @@
-"""The matrix: cases as text, the runs of `recipes.sft` that they stand for, and which of them are held together."""
+"""Cells of a matrix: cases as text, the run that each stands for, and the reference that it is compared with."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.parity.compare import IDENTICAL, Tolerances
+from harness.train import METRICS_FILE
 
-# What a case may name beside settings of `recipes.sft`.
+# Record of an isolation check: a line a turn (equal passes, the batch, each of four documents, the padding).
+ISOLATION_FILE, ISOLATION_TURNS = "isolation.jsonl", 7
+# Settings of a case that are not settings of `recipes.sft`.
 FORMAT, VERSION = "format", "version"
-_SAID_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
+_NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run to compare: so many ranks with these settings."""
+    """One run to compare: a number of ranks, and settings."""
 
     ranks: int
     overrides: tuple[str, ...]
@@ -23,56 +28,77 @@ class Case:
     @property
     def name(self) -> str:
         pairs = [part.partition("=") for part in self.overrides]
-        said = [value if key in _SAID_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, _, value in pairs]
-        return " ".join([*([f"{self.ranks}x"] if self.ranks > 1 or not said else []), *said])
+        words = [value if key in _NAMED_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, _, value in pairs]
+        return " ".join([*([f"{self.ranks}x"] if self.ranks > 1 or not words else []), *words])
 
     @property
     def axes(self) -> dict[str, str]:
-        """What distinguishes it, by name; `layout` for a preset of `configs/parallel`."""
+        """Return the settings that distinguish the case, by name; a preset of `configs/parallel` is its `layout`."""
         pairs = [part.partition("=") for part in self.overrides]
         names = {"parallel": "layout", "schedule.name": "schedule"}
-        named = {names.get(key, key.split(".")[-1]): value for key, _, value in pairs}
-        return {"ranks": str(self.ranks), **named}
+        values = {names.get(key, key.split(".")[-1]): value for key, _, value in pairs}
+        return {"ranks": str(self.ranks), **values}
 
-    def takes(self, name: str) -> str | None:
-        """The value of a pseudo-setting (FORMAT, VERSION), None where the case does not name it."""
+    def value_of(self, name: str) -> str | None:
+        """Return the value of FORMAT or VERSION, None where the case does not name it."""
         return next((part.split("=", 1)[1] for part in self.overrides if part.startswith(f"{name}=")), None)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Those of `recipes.sft`."""
+        """Return the settings of `recipes.sft`."""
         return tuple(part for part in self.overrides if not part.startswith((f"{FORMAT}=", f"{VERSION}=")))
 
 
 def parse_case(text: str, *, where: str = "cases") -> Case:
-    """`"4 parallel=tp2 loader.num_workers=2"` as a Case; raises ConfigError for another form."""
+    """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
     ranks, *overrides = text.split() or [""]
     if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
         raise ConfigError(
             f"{text!r} is not a case",
             where=where,
-            fix="ranks, then settings: '4 parallel=tp2 loader.num_workers=2'",
+            fix="write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'",
         )
     return Case(int(ranks), tuple(overrides))
 
 
 @dataclass(frozen=True)
-class CheckPlan:
-    """How one check goes.
+class Program:
+    """A recipe that a cell runs.
 
     Attributes:
-        tolerances: of its cells against the reference.
-        same_layout: whether its cells schedule onto ranks as the reference does.
-        from_checkpoint: all go on from one checkpoint; where ranks draw their own part of the weights, the same seed
-            gives another function.
-        shares_processes: cells of one number of ranks follow each other in the same processes, which take long to
-            start where there are many.
+        module: run alone by `python -m`, and by its last name in `recipes.sft_runs`.
+        record: file in the run's folder that grows by a line a step.
+    """
+
+    module: str
+    record: str
+
+
+TRAINING = Program("recipes.sft", METRICS_FILE)
+ISOLATION = Program("recipes.isolation", ISOLATION_FILE)
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """Properties of all cells of one check.
+
+    Attributes:
+        tolerances: of the cells against the reference.
+        same_layout: the cells schedule onto the same ranks as the reference.
+        from_checkpoint: all cells start from one checkpoint. Where ranks draw their own part of the weights, equal
+            seeds give other weights on another layout.
+        shares_processes: cells of one number of ranks run one after another in the same processes, because starting
+            many processes takes long.
+        program: the recipe to run.
+        has_reference: the first case is the reference of the others; else each cell is checked by itself.
     """
 
     tolerances: Tolerances
     same_layout: bool
     from_checkpoint: bool = False
     shares_processes: bool = False
+    program: Program = TRAINING
+    has_reference: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,15 +107,15 @@ class Cell:
 
     Attributes:
         name: unique in the matrix.
-        check: what it belongs to.
-        case: what it runs.
-        reference: name of the cell that it is held against; None for a reference.
+        check: the check that it belongs to.
+        case: ranks and settings.
+        reference: name of the cell that it is compared with; None for a reference.
         settings: all settings of `recipes.sft` but the folder.
-        steps: that it makes, those of the cell that it starts from included.
-        start: name of the cell whose folder it goes on from.
+        steps: steps that it makes, with those of the cell that it starts from.
         python: the interpreter.
-        dataset: what it trains on; part of what makes a finished cell stale.
-        is_told: whether it stands in the report; a cell that others only start from does not.
+        dataset: the data; when it changes, a finished cell is run again.
+        start: name of the cell whose folder it continues.
+        is_reported: False for a cell that others only start from.
     """
 
     name: str
@@ -101,14 +127,39 @@ class Cell:
     python: str
     dataset: str
     start: str | None = None
-    is_told: bool = True
+    is_reported: bool = True
     plan: CheckPlan = field(default_factory=lambda: CheckPlan(IDENTICAL, same_layout=True))
 
     @property
-    def folder_name(self) -> str:
-        """Of this cell below the report's folder."""
-        kept = [one if one.isalnum() or one in ".-" else "_" for one in self.name]
-        return "".join(kept)
+    def overrides(self) -> list[str]:
+        return [*self.settings, f"trainer.steps={self.steps}"]
+
+    @property
+    def launcher(self) -> list[str]:
+        """Return the start of a command line that runs a module on the cell's ranks."""
+        many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.case.ranks}"]
+        return [self.python, *(many if self.case.ranks > 1 else [])]
+
+    def folder(self, matrix: Path) -> Path:
+        """Return the cell's folder in the folder of the matrix; its run is in `run`, its log in `log.txt`."""
+        return matrix / "cells" / "".join(char if char.isalnum() or char in ".-" else "_" for char in self.name)
+
+    def run_folder(self, matrix: Path) -> Path:
+        return self.folder(matrix) / "run"
+
+    def log_file(self, matrix: Path) -> Path:
+        return self.folder(matrix) / "log.txt"
+
+    def record(self, matrix: Path) -> Path:
+        """Return the file that grows by a line a step."""
+        return self.run_folder(matrix) / self.plan.program.record
+
+    def command(self, matrix: Path, start: Cell | None) -> str:
+        """Return the shell command that runs this cell alone again, in a folder next to its own."""
+        again = self.folder(matrix) / "again"
+        copy = f"cp -r {shlex.quote(str(start.run_folder(matrix)))} {shlex.quote(str(again))} && " if start else ""
+        run = [*self.launcher, "-m", self.plan.program.module, *self.overrides, f"run_dir={again}"]
+        return f"{copy}OMP_NUM_THREADS=1 {shlex.join(run)}"
 
 
 def plan_check(
@@ -123,22 +174,23 @@ def plan_check(
     steps_before: int,
     max_ranks: int,
 ) -> list[Cell]:
-    """The cells of one check, what they start from first, then the reference: the first of `cases`.
+    """Return the cells of one check: the cell that the others start from, then the cases in their order.
 
     Args:
         settings: of `recipes.sft`, for every cell.
-        datasets: path by format; "" where a case names none.
-        pythons: interpreter by version; "" where a case names none.
-        steps: of every cell; `steps_before` more, before them, where the check goes on from a checkpoint.
+        datasets: path by format; "" for cases that name none.
+        pythons: interpreter by version; "" for cases that name none.
+        steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.
         max_ranks: cases of more ranks are left out.
 
     Raises:
-        ConfigError: a case that is none, two of one name, or nothing to hold against the reference.
+        ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.
     """
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
-    if len(parsed) < 2:
+    if len(parsed) < (2 if plan.has_reference else 1):
+        needs = "a reference and a case to compare with it" if plan.has_reference else "a case"
         raise ConfigError(
-            f"check {check} has {len(parsed)} cases to run, and needs a reference and a case to hold against it",
+            f"check {check} has {len(parsed)} cases to run, and needs {needs}",
             where=f"{check}, max_ranks",
             fix="name cases, the reference first, or allow more ranks",
         )
@@ -147,19 +199,19 @@ def plan_check(
     if twice is not None:
         raise ConfigError(f"two cases are named {twice!r}", where=check, fix="leave one of them out")
     total = steps + (steps_before if plan.from_checkpoint else 0)
-    cells = []
     start = f"{check}: start" if plan.from_checkpoint else None
+    cells = []
     for name, case in zip(names, parsed, strict=True):
-        dataset = _chosen(datasets, case.takes(FORMAT), check, "datasets")
+        dataset = _choose(datasets, case.value_of(FORMAT), check, "datasets")
         cells.append(
             Cell(
                 name=name,
                 check=check,
                 case=case,
-                reference=None if name == names[0] else names[0],
+                reference=None if name == names[0] or not plan.has_reference else names[0],
                 settings=(f"data.path={dataset}", *settings, f"optimizer.decay_steps={total}", *case.settings),
                 steps=total,
-                python=_chosen(pythons, case.takes(VERSION), check, "versions"),
+                python=_choose(pythons, case.value_of(VERSION), check, "versions"),
                 dataset=dataset,
                 start=start,
                 plan=plan,
@@ -168,17 +220,17 @@ def plan_check(
     if start is None:
         return cells
     first = cells[0]
-    return [
-        Cell(start, check, first.case, None, first.settings, steps_before, first.python, first.dataset, is_told=False),
-        *cells,
-    ]
+    before = Cell(
+        start, check, first.case, None, first.settings, steps_before, first.python, first.dataset, is_reported=False
+    )
+    return [before, *cells]
 
 
-def _chosen(known: Mapping[str, str], name: str | None, check: str, where: str) -> str:
+def _choose(known: Mapping[str, str], name: str | None, check: str, where: str) -> str:
     if (name or "") not in known:
         raise ConfigError(
             f"check {check} names {name!r}, which is not among {', '.join(filter(None, known)) or 'none'}",
             where=where,
-            fix=f"{where}='{{{name}: PATH}}'",
+            fix=f"{where}='[\"{name}=PATH\"]'",
         )
     return known[name or ""]

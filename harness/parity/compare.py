@@ -1,4 +1,4 @@
-"""Whether a run that ought to train the same as another did: its data, losses, norms, counts and steps, checked."""
+"""Compare a run with a reference: data, steps, counts, losses and gradient norms, each as one check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.parity.locate import Recorded, data_difference, placement_differenc
 from harness.parity.result import Check, Difference
 from harness.train import StepMetrics
 
-# Columns that no layout, worker or format may change.
+# Columns that are equal on every layout, with any workers and in every format.
 EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")
 
 
@@ -22,7 +22,7 @@ class Tolerances:
     Attributes:
         loss: on the loss and the validation loss.
         grad_norm: on the norm of the gradient before clipping.
-        reason: why these.
+        reason: why these values, for the report.
     """
 
     loss: float = 1e-5
@@ -34,61 +34,61 @@ IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbe
 
 
 def compare_runs(
-    expected: Recorded, found: Recorded, tolerances: Tolerances, *, same_layout: bool = False
+    reference: Recorded, run: Recorded, tolerances: Tolerances, *, same_layout: bool = False
 ) -> list[Check]:
-    """Hold `found` against `expected`; the checks come with the one that says most first.
+    """Compare `run` with `reference`; the checks are in the order of how much their difference explains.
 
     Args:
-        same_layout: both schedule onto the same ranks, so that rows are the same too.
+        same_layout: both schedule onto the same ranks, so that rows are equal too.
     """
-    checks = [_data_check("data", expected, found, data_difference)]
+    checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:
-        checks.append(_data_check("placement", expected, found, placement_difference))
-    checks += [_steps_check(expected.steps, found.steps), _exact_check(expected.steps, found.steps)]
+        checks.append(_check_data("placement", reference, run, placement_difference))
+    checks += [_check_steps(reference.steps, run.steps), _check_counts(reference.steps, run.steps)]
     for column, limit in (
         ("loss", tolerances.loss),
         ("validation_loss", tolerances.loss),
         ("grad_norm", tolerances.grad_norm),
     ):
-        checks.append(_column_check(column, expected.steps, found.steps, limit, tolerances.reason))
+        checks.append(_check_column(column, reference.steps, run.steps, limit, tolerances.reason))
     return checks
 
 
-def _data_check(
-    name: str, expected: Recorded, found: Recorded, compare: Callable[[Recorded, Recorded], Difference | None]
+def _check_data(
+    name: str, reference: Recorded, run: Recorded, compare: Callable[[Recorded, Recorded], Difference | None]
 ) -> Check:
     try:
-        difference = compare(expected, found)
-    except FormatError as error:  # of a run that recorded nothing, or half of it: never taken for agreement
+        difference = compare(reference, run)
+    except FormatError as error:  # a run that recorded nothing, or half of it, never counts as equal
         difference = Difference(f"{error.what} ({error.where})", field="digests")
     return Check(name, difference is None, 0.0, None, "digests are equal or not", difference)
 
 
-def _steps_check(expected: Sequence[StepMetrics], found: Sequence[StepMetrics]) -> Check:
-    wanted, made = [one.step for one in expected], [one.step for one in found]
+def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> Check:
+    wanted, made = [step.step for step in reference], [step.step for step in run]
     difference = None
     if wanted != made or not wanted:
         missing = [step for step in wanted if step not in made]
         extra = [step for step in made if step not in wanted]
-        said = f"{len(made)} of {len(wanted)} steps were made"
+        message = f"{len(made)} of {len(wanted)} steps were made"
         if missing:
-            said += f", step {missing[0]} is missing"
+            message += f", step {missing[0]} is missing"
         elif extra:
-            said += f", step {extra[0]} is one too many"
-        at = next(iter(missing or extra), None)
-        difference = Difference(said, step=at, field="steps", expected=len(wanted), found=len(made))
+            message += f", step {extra[0]} is one too many"
+        first = next(iter(missing or extra), None)
+        difference = Difference(message, step=first, field="steps", expected=len(wanted), found=len(made))
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 
 
-def _exact_check(expected: Sequence[StepMetrics], found: Sequence[StepMetrics]) -> Check:
+def _check_counts(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> Check:
     difference = None
-    for one, other in _pairs(expected, found):
+    for expected, actual in _pair_steps(reference, run):
         for column in EXACT:
-            wanted, got = getattr(one, column), getattr(other, column)
+            wanted, got = getattr(expected, column), getattr(actual, column)
             if wanted != got and difference is None:
                 difference = Difference(
-                    f"step {one.step}: {column} is {got:,}, not {wanted:,}",
-                    step=one.step,
+                    f"step {expected.step}: {column} is {got:,}, not {wanted:,}",
+                    step=expected.step,
                     field=column,
                     expected=wanted,
                     found=got,
@@ -96,51 +96,51 @@ def _exact_check(expected: Sequence[StepMetrics], found: Sequence[StepMetrics]) 
     return Check("trained_tokens", difference is None, 0.0, None, "counts are whole numbers", difference)
 
 
-def _column_check(
-    column: str, expected: Sequence[StepMetrics], found: Sequence[StepMetrics], limit: float, reason: str
+def _check_column(
+    column: str, reference: Sequence[StepMetrics], run: Sequence[StepMetrics], limit: float, reason: str
 ) -> Check:
     largest, difference = 0.0, None
-    pairs = _pairs(expected, found)
-    for one, other in pairs:
-        wanted, got = getattr(one, column), getattr(other, column)
+    pairs = _pair_steps(reference, run)
+    for expected, actual in pairs:
+        wanted, got = getattr(expected, column), getattr(actual, column)
         size = relative_difference(wanted, got)
         largest = max(largest, size)
         if size > limit and difference is None:
             allowed = f"at most {limit:g}" if limit else "expected bit-identical"
             difference = Difference(
-                f"step {one.step}: {column} is {_shown(got)}, not {_shown(wanted)} "
+                f"step {expected.step}: {column} is {_format(got)}, not {_format(wanted)} "
                 f"(relative difference {size:.1e}, {allowed})",
-                step=one.step,
+                step=expected.step,
                 field=column,
                 expected=wanted,
                 found=got,
             )
     if not pairs:
         difference = Difference(f"there is no step whose {column} could be compared", field=column)
-    known = pairs and math.isfinite(largest)
-    return Check(column, difference is None, limit, largest if known else None, reason, difference)
+    is_known = pairs and math.isfinite(largest)
+    return Check(column, difference is None, limit, largest if is_known else None, reason, difference)
 
 
-def _pairs(expected: Sequence[StepMetrics], found: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
-    made = {one.step: one for one in found}
-    return [(one, made[one.step]) for one in expected if one.step in made]
+def _pair_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
+    made = {step.step: step for step in run}
+    return [(step, made[step.step]) for step in reference if step.step in made]
 
 
-def relative_difference(expected: float | None, found: float | None) -> float:
-    """Infinite where only one is there, or one is not finite."""
-    if expected is None and found is None:
+def relative_difference(expected: float | None, actual: float | None) -> float:
+    """Return |actual - expected| / |expected|; infinite where one is missing or not finite."""
+    if expected is None and actual is None:
         return 0.0
-    if expected is None or found is None or not math.isfinite(expected) or not math.isfinite(found):
+    if expected is None or actual is None or not math.isfinite(expected) or not math.isfinite(actual):
         return math.inf
-    return abs(found - expected) / max(abs(expected), 1e-30)
+    return abs(actual - expected) / max(abs(expected), 1e-30)
 
 
-def _shown(value: float | None) -> str:
-    return "not there" if value is None else repr(value)
+def _format(value: float | None) -> str:
+    return "missing" if value is None else repr(value)
 
 
 def on_device(tolerances: Tolerances, device: str) -> Tolerances:
-    """What `tolerances` are on a device: bit-identity is asked of CPUs alone."""
+    """Return the tolerances for a device: bit-identity is required on CPUs alone."""
     if device == "cpu" or tolerances.loss:
         return tolerances
     return replace(Tolerances(), reason="kernels on GPUs add gradients atomically, in an order that changes")

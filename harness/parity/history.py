@@ -1,8 +1,18 @@
-"""What the nights of a parity run have in common: metrics over time, each with the band that it kept to."""
+"""Many reports read together: the nights of one matrix as a history, the nodes of one night as one report."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.errors import ConfigError, FormatError
+from harness.parity.result import REPORT_FILE, CellResult, ParityReport, read_report
+
+# Nights that a band is made from; from fewer it would be chance.
+_FEWEST, _MOST = 3, 14
 
 
 @dataclass(frozen=True)
@@ -12,8 +22,8 @@ class Night:
     Attributes:
         created: ISO 8601, UTC, of the report that it is from.
         value: None where that night's run has none.
-        low, high: the band that the value is held against, both ends in it; None where there is none yet.
-        source: where that report is.
+        low, high: the band that the value should be in, both ends included; None while there are too few nights.
+        source: path of that report.
     """
 
     created: str
@@ -24,7 +34,7 @@ class Night:
 
     @property
     def left_band(self) -> bool:
-        """Whether the value is outside of its band; a missing value is, where there is a band."""
+        """True for a value outside of its band, and for a missing value where there is a band."""
         if self.low is None or self.high is None:
             return False
         return self.value is None or not self.low <= self.value <= self.high
@@ -39,7 +49,7 @@ class Metric:
         cell: of the matrix.
         unit: of the values; empty for plain numbers, `x` for a ratio.
         nights: in the order of time.
-        band: how its band is made, in words.
+        band: description of its band.
     """
 
     name: str
@@ -51,7 +61,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class History:
-    """Everything that is followed.
+    """All metrics over the nights.
 
     Attributes:
         title: what was compared every night.
@@ -63,12 +73,182 @@ class History:
 
     @property
     def left(self) -> list[tuple[Metric, Night]]:
-        """Every value outside of its band, the newest first."""
-        found = [(metric, night) for metric in self.metrics for night in metric.nights if night.left_band]
-        return sorted(found, key=lambda one: one[1].created, reverse=True)
+        """Return every value outside of its band, the newest first."""
+        left = [(metric, night) for metric in self.metrics for night in metric.nights if night.left_band]
+        return sorted(left, key=lambda pair: pair[1].created, reverse=True)
 
     @property
     def left_now(self) -> list[tuple[Metric, Night]]:
-        """Metrics whose own newest night is outside of its band; parts of a night can be reports of their own."""
+        """Return the metrics whose newest night is outside of its band; parts of a night may be separate reports."""
         newest = ((metric, metric.nights[-1]) for metric in self.metrics if metric.nights)
         return [(metric, night) for metric, night in newest if night.left_band]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A metric's name and unit, the share of its value that its band allows, and how to read it from a cell."""
+
+    name: str
+    unit: str
+    share: float
+    read: Callable[[CellResult, CellResult | None], float | None]
+
+
+def read_history(folder: Path, *, step: int | None = None) -> History:
+    """Read the reports below `folder`, night by night, for every cell that ran.
+
+    The metrics are the loss at a step, tokens/s as a ratio to the reference cell of the same night, and peak memory.
+    A band is the median of up to 14 earlier nights, plus or minus a share of it or four times the nights' own spread,
+    whichever is more.
+
+    Args:
+        step: of the loss; None for the last step that every night made.
+
+    Raises:
+        FormatError: there is no report below `folder`, or one is damaged.
+    """
+    paths = find_reports(folder)
+    if not paths:
+        raise FormatError("there is no report", where=f"{folder}/**/{REPORT_FILE}", fix="keep each night's folder here")
+    nights = sorted(((read_report(path), path) for path in paths), key=lambda night: night[0].created)
+    names = list(dict.fromkeys(cell.name for report, _ in nights for cell in report.cells))
+    metrics = []
+    for name in names:
+        # A night without the cell counts as one without a value, if its report is of a matrix that has the cell.
+        titles = {report.title for report, _ in nights if any(cell.name == name for cell in report.cells)}
+        cells = [
+            (report, path, {cell.name: cell for cell in report.cells})
+            for report, path in nights
+            if report.title in titles
+        ]
+        at = step or min(
+            (cell.series.step[-1] for *_, by in cells if (cell := by.get(name)) and cell.series.step), default=0
+        )
+        for source in _sources(at):
+            values = []
+            for report, path, by_name in cells:
+                cell = by_name.get(name)
+                reference = by_name.get(cell.reference) if cell is not None and cell.reference else None
+                value = source.read(cell, reference) if cell is not None else None
+                values.append(Night(report.created, value, source=str(path)))
+            if any(night.value is not None for night in values):
+                metrics.append(
+                    Metric(source.name, name, source.unit, _with_bands(values, source.share), _describe(source.share))
+                )
+    titles = {report.title for report, _ in nights}
+    return History(titles.pop() if len(titles) == 1 else f"{len(titles)} matrices", metrics)
+
+
+def _sources(step: int) -> Sequence[_Source]:
+    return (
+        _Source(f"loss at step {step}", "nats", 1e-3, lambda cell, _: _loss_at(cell, step)),
+        _Source("tokens/s, to the reference's", "x", 0.2, _rate),
+        _Source("peak memory", "MB", 0.1, lambda cell, _: _megabytes(cell)),
+    )
+
+
+def _loss_at(cell: CellResult, step: int) -> float | None:
+    return dict(zip(cell.series.step, cell.series.loss, strict=True)).get(step)
+
+
+def _rate(cell: CellResult, reference: CellResult | None) -> float | None:
+    if reference is None or not cell.tokens_per_s or not reference.tokens_per_s:
+        return None
+    return cell.tokens_per_s / reference.tokens_per_s
+
+
+def _megabytes(cell: CellResult) -> float | None:
+    return None if cell.peak_memory_bytes is None else cell.peak_memory_bytes / 1e6
+
+
+def _with_bands(nights: Sequence[Night], share: float) -> list[Night]:
+    banded: list[Night] = []
+    for night in nights:
+        # A night that left its band does not widen the next band.
+        before = [past.value for past in banded if past.value is not None and not past.left_band][-_MOST:]
+        if len(before) < _FEWEST:
+            banded.append(night)
+            continue
+        middle = statistics.median(before)
+        spread = statistics.median([abs(value - middle) for value in before])
+        half = max(share * abs(middle), 4 * spread)
+        banded.append(replace(night, low=middle - half, high=middle + half))
+    return banded
+
+
+def _describe(share: float) -> str:
+    return f"the median of up to {_MOST} earlier nights, ± {share:.1%} or four times their median deviation"
+
+
+def find_reports(folder: Path) -> list[Path]:
+    """Return every `report.json` in `folder` and below."""
+    return sorted(folder.rglob(REPORT_FILE)) if folder.is_dir() else []
+
+
+def summarise(folders: Sequence[Path], *, command: str) -> ParityReport:
+    """Join the reports of many nodes; cells carry the node's name, and a node without a report is a failed cell.
+
+    Args:
+        folders: a folder for each node, with one or more reports in it or below.
+
+    Raises:
+        ConfigError: no folder is named.
+    """
+    if not folders:
+        raise ConfigError("there is nothing to summarise", where="DIR...", fix="name the folders of the nodes' reports")
+    cells: list[CellResult] = []
+    facts: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        paths = find_reports(folder)
+        if not paths:
+            cells.append(_lost(_node(folder.name, facts), f"there is no {REPORT_FILE} in {folder} or below"))
+        for path in paths:
+            try:
+                report = read_report(path)
+            except FormatError as error:
+                cells.append(_lost(_node(folder.name, facts), f"{error.what} ({error.where})"))
+                continue
+            host = report.environment.get("machine", "").split(",")[0]
+            node = _node(host or path.parent.name, facts)
+            facts[node] = report.environment
+            cells += [
+                replace(
+                    cell,
+                    name=f"{node}: {cell.name}",
+                    reference=f"{node}: {cell.reference}" if cell.reference else None,
+                    axes={"node": node, **cell.axes},
+                )
+                for cell in report.cells
+            ]
+    return ParityReport(
+        title=f"{len(folders)} nodes",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        environment=_common(facts),
+        cells=cells,
+    )
+
+
+def _node(name: str, taken: dict[str, dict[str, str]]) -> str:
+    """Return `name`, with a number where it is taken, so that names of cells stay unique."""
+    node, number = name, 2
+    while node in taken:
+        node, number = f"{name} ({number})", number + 1
+    taken[node] = {}
+    return node
+
+
+def _lost(node: str, reason: str) -> CellResult:
+    return CellResult(f"{node}: report", "report", {"node": node}, None, "failed", "", reason=reason)
+
+
+def _common(facts: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return the facts that all nodes share once, and the others for each node."""
+    common: dict[str, str] = {}
+    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
+        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
+        if len(set(values.values())) == 1:
+            common[key] = next(iter(values.values()))
+        else:
+            common[key] = "; ".join(f"{node}: {value}" for node, value in values.items())
+    return common

@@ -1,17 +1,21 @@
-"""No document of a packed row sees another: shown on any layout by changing one and looking at all the rest.
+"""Check that no document of a packed row sees another, on any layout, by changing one and looking at all the rest.
 
-A row is trained once as it is and then once for every document with that document's tokens changed, and once with other
-tokens at its padding. On every stage, at every layer, forward and backward, what belongs to the documents that were not
-changed must stay the same bit for bit: layer outputs, logits, losses, and the gradients of layer outputs. Before that,
-the fields of the batch on every rank are held against a slow reference made from the documents alone: an error inside a
-document, such as a wrong position or a mask that is one off, crosses no boundary and shows only there.
+A row is trained once, once more for every document with that document's tokens changed, and once with other tokens at
+its padding. On every stage, at every layer, forward and backward, everything that belongs to unchanged documents must
+stay the same bit for bit: layer outputs, logits, losses, and the gradients of layer outputs. Before that, the fields of
+the batch on every rank are compared with a slow reference made from the documents alone: an error inside a document,
+such as a wrong position or a mask shifted by one, crosses no boundary and shows only there.
+
+`python -m recipes.parity check=isolation` runs this on many layouts, `recipes.isolation` on one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,22 +26,63 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from harness.loader import RankLayout
-from harness.megatron.batch import RowTensors, to_device
-from harness.plan import ParallelConfig
+from harness.loader.layout import RankLayout
+from harness.megatron import RowTensors, to_device
+from harness.megatron.job import join, runtime
+from harness.megatron.model import build_model
+from harness.parity.cells import ISOLATION_FILE
+from harness.plan import ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 
 Prepare = Callable[..., RowTensors]
 PADDING = -1
+_VOCABULARY = 256
+# Larger than in training, so that a leak changes more than the last bits.
+_INIT_STD = 0.2
+_DOCUMENT_TOKENS = (10, 38, 3, 21)
+
+
+def check_isolation(config: SftConfig) -> list[str]:
+    """Check the model and layout of a run's settings with random weights; every rank of the job calls this.
+
+    Rank 0 writes a line a turn to `isolation.jsonl` in `config.run_dir`: `{"turn": ..., "findings": [...]}`.
+
+    Returns:
+        the findings of all ranks, empty where every document is isolated.
+    """
+    findings = []
+    with runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s) as job:
+        config.check_layout(job.world_size)
+        check = IsolationCheck.of_job(config, job)
+        for turn, new in check.turns():
+            findings += new
+            if job.rank == 0 and config.run_dir is not None:
+                folder = Path(config.run_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / ISOLATION_FILE).open("a") as file:
+                    file.write(json.dumps({"turn": turn, "findings": new}) + "\n")
+    return findings
+
+
+def sample_documents(vocab_size: int) -> list[SequenceView]:
+    """Return four documents of different lengths with random tokens and masks, the same every time."""
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in _DOCUMENT_TOKENS:
+        mask = np.ones(length, dtype=np.uint8)
+        mask[rng.integers(0, length, size=length // 3)] = 0
+        mask[-1] = 0
+        documents.append(SequenceView(rng.integers(0, vocab_size - 1, size=length).astype(np.int32), mask))
+    return documents
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one place of the model held for one row.
+class Observation:
+    """Values that one place of the model had for one row.
 
     Attributes:
-        place: which layer of which model chunk, forward or backward.
+        place: layer of a model chunk, forward or backward.
         values: [tokens on this rank, ...].
     """
 
@@ -75,26 +120,52 @@ class IsolationCheck:
         self._pad_to_multiple = pad_to_multiple
         self._row = build_thd_batch(self._sequences, pad_to_multiple=pad_to_multiple)
 
+    @classmethod
+    def of_job(cls, config: SftConfig, job: runtime.Runtime) -> IsolationCheck:
+        """Build the model of a run's settings, with random weights, and a row of sample documents."""
+        model = replace(config.model, init_std=_INIT_STD)
+        vocab_size = model.vocab_size or _VOCABULARY
+        layout = join(config.parallel, job.world_size)
+        return cls(
+            build_model(model, config.parallel, vocab_size=vocab_size, device=job.device),
+            sample_documents(vocab_size),
+            parallel=config.parallel,
+            layout=layout,
+            device=job.device,
+            # Four at least, so that there is padding to change on every layout.
+            pad_to_multiple=int(np.lcm(config.parallel.pad_to_multiple, 4)),
+            vocab_size=vocab_size,
+        )
+
     def run(self, prepare: Prepare = to_device) -> list[str]:
-        """Findings of all ranks, in words; empty where every document stays alone.
+        """Return the findings of all ranks; empty where every document is isolated.
 
         Args:
             prepare: makes this rank's tensors of a row; tests plant defects here.
         """
-        findings = self._fields(prepare)
+        return [finding for _, findings in self.turns(prepare) for finding in findings]
+
+    def turns(self, prepare: Prepare = to_device) -> Iterator[tuple[str, list[str]]]:
+        """Yield each turn of the check with the findings of all ranks."""
         before = self._train(self._row, prepare)
         owners = self._owners()
+        # Kernels that add in another order each time would look like leaks.
+        repeated = self._train(self._row, prepare)
+        unequal = [one.place for one, other in zip(before, repeated, strict=True) if not _equal(one, other)]
+        yield (
+            "equal passes",
+            _gather([f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]),
+        )
+        yield "batch", _gather(self._check_fields(prepare))
         for changed in [*range(len(self._sequences)), PADDING]:
-            if not (owners == changed).any():
-                continue
-            findings += self._differences(before, self._train(self._with_changed(changed), prepare), owners, changed)
-        rank = torch.distributed.get_rank()
-        gathered: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, [f"rank {rank}: {finding}" for finding in findings])
-        return [finding for one in gathered for finding in one]
+            findings = []
+            if (owners == changed).any():
+                after = self._train(self._with_changed(changed), prepare)
+                findings = self._find_leaks(before, after, owners, changed)
+            yield _describe(changed), _gather(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
-        """int64 [T]: the document of each token of the row, PADDING where it is none's."""
+        """Return int64 [T]: the document of each token of the row, or PADDING."""
         bounds = self._row.cu_seqlens_padded
         owners = np.repeat(np.arange(len(self._sequences)), np.diff(bounds))
         owners[self._row.padding_mask] = PADDING
@@ -109,29 +180,29 @@ class IsolationCheck:
         sequences[changed] = SequenceView((old.input_ids + 1) % self._vocab_size, old.loss_mask)
         return build_thd_batch(sequences, pad_to_multiple=self._pad_to_multiple)
 
-    def _differences(
-        self, before: list[Seen], after: list[Seen], owners: npt.NDArray[np.int64], changed: int
+    def _find_leaks(
+        self, before: list[Observation], after: list[Observation], owners: npt.NDArray[np.int64], changed: int
     ) -> list[str]:
-        found = []
-        what = "padding" if changed == PADDING else f"document {changed}"
+        findings = []
         for one, other in zip(before, after, strict=True):
-            held = self._held(owners, one.values.shape[0])
+            held = self._part_of_rank(owners, one.values.shape[0])
             differ = (one.values != other.values).flatten(1).any(dim=1).cpu().numpy()
-            # What stands at padding is nobody's; its owner is the document that it follows.
+            # Values at padding belong to no document; its owner is the document that it follows.
             leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
             if leaked.size:
-                found.append(f"{one.place}: changing {what} changed document(s) {', '.join(map(str, leaked))}")
-        return found
+                names = ", ".join(map(str, leaked))
+                findings.append(f"{one.place}: changing {_describe(changed)} changed document(s) {names}")
+        return findings
 
-    def _held(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
-        """The part of a row's [T] field that stands where this rank has `tokens` of them, by slow slicing."""
-        held = _slices(whole, self._row.cu_seqlens_padded, self._layout.cp_size, self._layout.cp_rank)
+    def _part_of_rank(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
+        """Return the part of a row's [T] field where this rank has `tokens` of them, by slow slicing."""
+        held = _slice_for_rank(whole, self._row.cu_seqlens_padded, self._layout.cp_size, self._layout.cp_rank)
         if held.shape[0] == tokens:
             return held
         parts = np.split(held, self._parallel.tensor_parallel_size)  # sequence parallelism
         return np.asarray(parts[self._layout.tp_rank])
 
-    def _fields(self, prepare: Prepare) -> list[str]:
+    def _check_fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""
         layout, pad_to_multiple = self._layout, self._pad_to_multiple
         columns: dict[str, list[npt.NDArray[Any]]] = {"tokens": [], "labels": [], "position_ids": [], "loss_mask": []}
@@ -150,29 +221,29 @@ class IsolationCheck:
             padded.append(padded[-1] + room)
         bounds = np.asarray(padded)
         got = prepare(self._row, self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
-        found = []
+        findings = []
         for name, parts in columns.items():
-            expected = _slices(np.concatenate(parts), bounds, layout.cp_size, layout.cp_rank)
+            expected = _slice_for_rank(np.concatenate(parts), bounds, layout.cp_size, layout.cp_rank)
             values = getattr(got, name)[0].cpu().numpy()
             if not np.array_equal(values, expected):
                 wrong = np.flatnonzero(values != expected) if values.shape == expected.shape else np.zeros(1, dtype=int)
-                found.append(f"field {name}: {wrong.size} value(s) differ, the first at {wrong[0]} of this rank")
+                findings.append(f"field {name}: {wrong.size} value(s) differ, the first at {wrong[0]} of this rank")
         params = got.packed_seq_params
         if params is None:
-            return [*found, "field packed_seq_params: missing"]
+            return [*findings, "field packed_seq_params: missing"]
         ends = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         for name, values, expected_bounds in (("cu_seqlens", params.cu_seqlens_q, real), ("bounds", ends, padded)):
             if values.tolist() != expected_bounds:
-                found.append(f"field {name}: {values.tolist()}, expected {expected_bounds}")
-        return found
+                findings.append(f"field {name}: {values.tolist()}, expected {expected_bounds}")
+        return findings
 
-    def _train(self, row: ThdBatch, prepare: Prepare) -> list[Seen]:
-        """One forward and backward pass; what every layer held, in an order that is the same every time."""
+    def _train(self, row: ThdBatch, prepare: Prepare) -> list[Observation]:
+        """Run one forward and backward pass; return the values of every layer in an order that never changes."""
         layout = self._layout
         for chunk in self._chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        seen: dict[str, list[torch.Tensor]] = {}
+        values: dict[str, list[torch.Tensor]] = {}
 
         def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
             tensors = prepare(next(rows), self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
@@ -185,7 +256,7 @@ class IsolationCheck:
             )
 
             def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                seen.setdefault("losses", []).append(losses.detach().transpose(0, 1))
+                values.setdefault("losses", []).append(losses.detach().transpose(0, 1))
                 total = (losses.float() * tensors.loss_mask).sum()
                 return total, tensors.loss_mask.sum().to(torch.int), total.detach()
 
@@ -193,7 +264,7 @@ class IsolationCheck:
 
         count = self._parallel.group_size
         iterators = [iter([row] * count) for _ in self._chunks]
-        with _watched(self._chunks, seen):
+        with _observe(self._chunks, values):
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -203,20 +274,36 @@ class IsolationCheck:
                 micro_batch_size=1,
                 forward_only=False,
             )
-        return [Seen(place, values) for place in sorted(seen) for values in seen[place]]
+        return [Observation(place, tensor) for place in sorted(values) for tensor in values[place]]
+
+
+def _describe(changed: int) -> str:
+    return "padding" if changed == PADDING else f"document {changed}"
+
+
+def _equal(one: Observation, other: Observation) -> bool:
+    return torch.equal(one.values, other.values)
+
+
+def _gather(findings: list[str]) -> list[str]:
+    """Return the findings of all ranks."""
+    rank = torch.distributed.get_rank()
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, [f"rank {rank}: {finding}" for finding in findings])
+    return [finding for findings_of_rank in gathered for finding in findings_of_rank]
 
 
 @contextmanager
-def _watched(chunks: list[DistributedDataParallel], seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+def _observe(chunks: list[DistributedDataParallel], values: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Collect outputs of layers and of the last matrix, and the gradients that come back to them."""
 
     def watch(place: str) -> Callable[..., None]:
         def hook(_module: object, _inputs: object, output: Any) -> None:
-            values = output[0] if isinstance(output, tuple) else output
-            seen.setdefault(f"{place}, forward", []).append(values.detach().clone())
-            if values.requires_grad:
-                values.register_hook(
-                    lambda gradient: seen.setdefault(f"{place}, backward", []).append(gradient.detach().clone())
+            tensor = output[0] if isinstance(output, tuple) else output
+            values.setdefault(f"{place}, forward", []).append(tensor.detach().clone())
+            if tensor.requires_grad:
+                tensor.register_hook(
+                    lambda gradient: values.setdefault(f"{place}, backward", []).append(gradient.detach().clone())
                 )
 
         return hook
@@ -235,8 +322,8 @@ def _watched(chunks: list[DistributedDataParallel], seen: dict[str, list[torch.T
             handle.remove()
 
 
-def _slices(whole: npt.NDArray[Any], bounds: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[Any]:
-    """A context-parallel rank's part of a row's [T] field, cut document by document."""
+def _slice_for_rank(whole: npt.NDArray[Any], bounds: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[Any]:
+    """Return a context-parallel rank's part of a row's [T] field, cut document by document."""
     if cp_size == 1:
         return whole
     parts = []

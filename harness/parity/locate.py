@@ -1,4 +1,4 @@
-"""Where the data of two runs first differs: step, microbatch, rank, sequence, field, position and both values."""
+"""Find where the data of two runs first differs: step, microbatch, rank, sequence, field, position and both values."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of a run.
+    """The records of a run.
 
     Attributes:
         steps: its metrics.
-        digests: gives those of its data; raises FormatError where none were recorded.
-        arrays: of a sequence (step, its row, its place in it) by field, as trained; empty where that is not known.
+        digests: returns the digests of its data; raises FormatError where none were recorded.
+        arrays: returns a trained sequence (step, its row, its place in the row) by field; empty where it is not known.
     """
 
     steps: list[StepMetrics]
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def recorded_run(folder: Path) -> Recorded:
-    """The run of `recipes.sft` in `folder`; no steps where it wrote none."""
+    """Return the records of the run of `recipes.sft` in `folder`; no steps where it wrote none."""
 
     def arrays(step: int, row: RowDigests, index: int) -> Arrays:
         return kept_sequence(folder, step, row, index) or _stored_sequence(folder, row, index)
@@ -57,7 +57,7 @@ def recorded_run(folder: Path) -> Recorded:
 
 
 def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
-    """A sequence as the run's dataset has it now; a field whose digest is not the recorded one is left out."""
+    """Read a sequence from the run's dataset; a field whose digest is not the recorded one is left out."""
     try:
         settings = yaml.safe_load((folder / "config.yaml").read_text())["data"]
         blend = [BlendSource(**source) for source in settings.get("blend") or ()]
@@ -66,40 +66,42 @@ def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
         pack = int(np.searchsorted(reader.pack_offsets, sequence, side="right")) - 1
         built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
     except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError, HarnessError):
-        return {}  # the data has moved on; what was recorded still says where it differs
-    found = {name: getattr(built, name) for name in FIELDS}
+        return {}  # the dataset is gone or another one; the digests still show where the runs differ
+    fields = {name: getattr(built, name) for name in FIELDS}
     return {
         name: values
-        for column, (name, values) in enumerate(found.items())
+        for column, (name, values) in enumerate(fields.items())
         if xxhash.xxh3_64_intdigest(values.tobytes()) == int(row.digests[index, column])
     }
 
 
-def data_difference(expected: Recorded, found: Recorded) -> Difference | None:
-    """The first difference of what was trained, wherever it lay; None where all of it is the same.
+def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
+    """Return the first difference of the trained data, on whatever ranks it was; None where all is equal.
 
-    Steps that only one of them made are not looked at here.
+    Steps that only one of the runs made are ignored here.
     """
-    for whose, run in (("the reference", expected), ("the run", found)):
-        recorded = {step.step for step in run.digests()}
-        lost = next((step.step for step in run.steps if step.step not in recorded), None)
+    for name, records in (("the reference", reference), ("the run", run)):
+        recorded = {step.step for step in records.digests()}
+        lost = next((step.step for step in records.steps if step.step not in recorded), None)
         if lost is not None:
-            return Difference(f"step {lost}: {whose} recorded no digests of it", step=lost, field="digests")
-    for one, other in _common_steps(expected, found):
-        said = [f"the reference's {text}" for text in one.disagreements] + other.disagreements
-        if said:
-            return Difference(f"step {one.step}: {said[0]}", step=one.step, field="ranks")
+            return Difference(f"step {lost}: {name} recorded no digests of it", step=lost, field="digests")
+    for one, other in _common_steps(reference, run):
+        disagreements = [f"the reference's {text}" for text in one.disagreements] + other.disagreements
+        if disagreements:
+            return Difference(f"step {one.step}: {disagreements[0]}", step=one.step, field="ranks")
         if one.digest == other.digest and one.epoch == other.epoch:
             continue
-        difference = _of_packs(one, other) or _of_sequences(one, other) or _of_values(one, other, expected, found)
-        # The digest covers no more than what these look at, so one of them has found it.
+        difference = (
+            _compare_packs(one, other) or _compare_sequences(one, other) or _compare_values(one, other, reference, run)
+        )
+        # The digest covers nothing else, so one of these found the difference.
         return difference or Difference(f"step {one.step}: the digests differ", step=one.step, field="digest")
     return None
 
 
-def placement_difference(expected: Recorded, found: Recorded) -> Difference | None:
-    """The first row that holds other sequences, or the same in another order."""
-    for one, other in _common_steps(expected, found):
+def placement_difference(reference: Recorded, run: Recorded) -> Difference | None:
+    """Return the first row that holds other sequences, or the same ones in another order."""
+    for one, other in _common_steps(reference, run):
         rows = {(row.microbatch, row.rank): row for row in other.rows}
         for row in one.rows:
             there = rows.pop((row.microbatch, row.rank), None)
@@ -133,31 +135,30 @@ def placement_difference(expected: Recorded, found: Recorded) -> Difference | No
     return None
 
 
-def _common_steps(expected: Recorded, found: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:
-    made = {step.step: step for step in found.digests()}
-    wanted = expected.digests()
-    for step in wanted:
+def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:
+    made = {step.step: step for step in run.digests()}
+    for step in reference.digests():
         if step.step in made:
             yield step, made[step.step]
 
 
-def _of_packs(one: StepDigests, other: StepDigests) -> Difference | None:
+def _compare_packs(one: StepDigests, other: StepDigests) -> Difference | None:
     if one.packs == other.packs and one.epoch == other.epoch:
         return None
     wanted, got = np.asarray(one.packs), np.asarray(other.packs)
     at = _first_difference(wanted, got) if one.packs != other.packs else 0
     expected, found = _at(wanted, at), _at(got, at)
-    said = f"pack {at} of the global batch is {'missing' if found is None else found}, not {expected}"
+    message = f"pack {at} of the global batch is {'missing' if found is None else found}, not {expected}"
     if expected is None:
-        said = f"the global batch has pack {found} more than the {wanted.shape[0]} of the reference"
+        message = f"the global batch has pack {found} more than the {wanted.shape[0]} of the reference"
     if one.epoch != other.epoch:
-        said = f"epoch {other.epoch} is trained, not {one.epoch}"
+        message = f"epoch {other.epoch} is trained, not {one.epoch}"
     lost = _place_of_first(one, set(_ids(one)) - set(_ids(other)))
     if lost is not None:
         row, index = lost
-        said += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
+        message += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
     return Difference(
-        f"step {one.step}: {said}",
+        f"step {one.step}: {message}",
         step=one.step,
         microbatch=lost[0].microbatch if lost else None,
         rank=lost[0].rank if lost else None,
@@ -169,17 +170,17 @@ def _of_packs(one: StepDigests, other: StepDigests) -> Difference | None:
     )
 
 
-def _of_sequences(one: StepDigests, other: StepDigests) -> Difference | None:
+def _compare_sequences(one: StepDigests, other: StepDigests) -> Difference | None:
     wanted, got = Counter(_ids(one)), Counter(_ids(other))
     if wanted == got:
         return None
     changed = {sequence for sequence in wanted | got if wanted[sequence] != got[sequence]}
-    # One that is there and should not be has no place in the reference; its own says where it is.
+    # A sequence that should not be there has no place in the reference, only in the run.
     placed = _place_of_first(one, changed) or _place_of_first(other, changed)
     assert placed is not None
     row, index = placed
     sequence = int(row.sequences[index])
-    what = f"sequence {sequence}" if sequence >= 0 else "a stretch of tokens that is no sequence"
+    what = f"sequence {sequence}" if sequence >= 0 else "a run of tokens that is no sequence of the dataset"
     return Difference(
         f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}: {what} is trained {got[sequence]} times, not "
         f"{wanted[sequence]}",
@@ -193,7 +194,7 @@ def _of_sequences(one: StepDigests, other: StepDigests) -> Difference | None:
     )
 
 
-def _of_values(one: StepDigests, other: StepDigests, expected: Recorded, found: Recorded) -> Difference | None:
+def _compare_values(one: StepDigests, other: StepDigests, reference: Recorded, run: Recorded) -> Difference | None:
     places: dict[int, list[tuple[RowDigests, int]]] = {}
     for row, index in _places(other):
         places.setdefault(int(row.sequences[index]), []).append((row, index))
@@ -209,20 +210,22 @@ def _of_values(one: StepDigests, other: StepDigests, expected: Recorded, found: 
         if name == "boundaries":
             wanted, got = int(row.lengths[index]), int(there.lengths[place])
             at = min(wanted, got)
-            said = f"the boundaries hold {got} tokens, not {wanted}"
+            message = f"the boundaries hold {got} tokens, not {wanted}"
         else:
-            a = expected.arrays(one.step, row, index).get(name)
-            b = found.arrays(one.step, there, place).get(name)
+            a = reference.arrays(one.step, row, index).get(name)
+            b = run.arrays(one.step, there, place).get(name)
             column = FIELDS.index(name)
             if a is not None and b is not None:
                 at = _first_difference(a, b)
                 wanted, got = _number(a, at), _number(b, at)
-                said = f"{name} at position {at} is {got}, not {wanted}"
+                message = f"{name} at position {at} is {got}, not {wanted}"
             else:
                 wanted, got = f"{row.digests[index, column]:016x}", f"{there.digests[place, column]:016x}"
-                said = f"{name} has the digest {got}, not {wanted} (its position is known where batches were recorded)"
+                message = (
+                    f"{name} has the digest {got}, not {wanted} (its position is known where batches were recorded)"
+                )
         return Difference(
-            f"{where}: {said}",
+            f"{where}: {message}",
             step=one.step,
             microbatch=row.microbatch,
             rank=row.rank,
@@ -257,7 +260,7 @@ def _ids(step: StepDigests) -> list[int]:
 
 
 def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    """Where they first differ; the end of the shorter one where that is all they share."""
+    """Return the index of the first difference; the end of the shorter array where all before it is equal."""
     count = min(one.shape[0], other.shape[0])
     differs = one[:count] != other[:count]
     return int(np.argmax(differs)) if differs.any() else count

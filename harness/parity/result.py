@@ -1,6 +1,11 @@
-"""What a parity run found, as one document: `report.json` is this, and every other rendering is made from it.
+"""The report of a parity run: `report.json` is this document, and every page is made from it.
 
-Fields are only ever added within one SCHEMA number; a reader refuses a document of a newer one.
+Programs read `report.json` by its JSON Schema, `pages/report.schema.json`. Within one `schema` number fields are only
+ever added: ignore unknown fields, and refuse a larger number. Numbers that are not finite are null. The verdict is not
+stored, because it follows from the cells (`ParityReport.verdict`). To list what differs:
+
+    jq -r '.cells[] | select(.status != "same") | [.name, .status, (.checks[].difference.message // empty)] | @tsv' \\
+        report.json
 """
 
 from __future__ import annotations
@@ -15,16 +20,16 @@ from harness.errors import FormatError
 
 SCHEMA = 1
 REPORT_FILE = "report.json"
-# Statuses of a cell, worst first: the run did not end, it differs, it could not run here, it is the same.
+# Statuses of a cell, worst first: the run did not end, it differs, it could not run here, it agrees.
 STATUSES = ("failed", "different", "skipped", "same")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a cell is not what its reference is; parts that do not apply are None.
+    """The first place where a cell differs from its reference; parts that do not apply are None.
 
     Attributes:
-        message: all of it in one sentence, with the numbers.
+        message: the difference in one sentence, with its numbers.
         step: 1 for the first.
         microbatch, rank: of the reference's schedule; rank is the data-parallel one.
         sequence: id in the dataset.
@@ -46,13 +51,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a cell with its reference.
+    """One comparison of a cell with its reference, or with itself.
 
     Attributes:
-        name: data, loss, validation_loss, grad_norm, trained_tokens, steps.
+        name: data, placement, steps, trained_tokens, loss, validation_loss, grad_norm, isolation.
         passed: within tolerance.
         tolerance: largest relative difference allowed, 0 for bit-identical.
-        largest: largest relative difference found; None where the check has no size, or a value is missing.
+        largest: largest relative difference; None where the check has no size, or a value is missing.
         reason: why the tolerance is what it is.
         difference: the first one, None where there is none.
     """
@@ -86,14 +91,14 @@ class CellResult:
 
     Attributes:
         name: unique in the report.
-        check: what it belongs to: formats, workers, layouts, schedules, versions, baseline.
-        axes: what distinguishes it, in the order of the matrix: format, num_workers, persistent_workers, layout, ...
-        reference: the cell that it is held against; None for a reference itself.
+        check: formats, workers, layouts, schedules, versions, isolation, baseline, report.
+        axes: settings that distinguish it, in the order of the matrix: format, num_workers, layout, ...
+        reference: the cell that it is compared with; None for a reference itself, and for a check without one.
         status: one of STATUSES.
-        command: that runs this cell alone.
+        command: runs this cell alone.
         checks: empty for a reference.
-        series: of the run; empty where it made no step.
-        reason: why it failed or was skipped, where its log is; empty otherwise.
+        series: curves of the run; empty where it made no step.
+        reason: why it failed or was skipped, or where its log is; empty otherwise.
         seconds: wall time of the run, start included.
         tokens_per_s: of the steps after the first, whole job, model tokens.
         peak_memory_bytes: of the fullest rank with its workers (PSS), None where it was not measured.
@@ -114,20 +119,25 @@ class CellResult:
 
     @property
     def first_difference(self) -> Difference | None:
-        """Of the check that says most: data before losses, as the order of `checks` has them."""
+        """Return the most telling difference: the first in the order of `checks`, data before losses."""
         return next((check.difference for check in self.checks if check.difference is not None), None)
+
+    @property
+    def is_reference(self) -> bool:
+        """True for a cell that was not compared with anything: others are compared with it."""
+        return self.reference is None and not self.checks
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Everything that one parity run found.
+    """Everything that one parity run compared.
 
     Attributes:
-        title: what was compared.
+        title: the checks that were made.
         created: ISO 8601, UTC.
-        command: that made the report.
+        command: made the report.
         environment: versions, device, machine, commit, settings: text by name.
-        cells: in the order of the matrix, references before what is held against them.
+        cells: in the order of the matrix, references before the cells that are compared with them.
         schema: of this document.
     """
 
@@ -146,7 +156,7 @@ class ParityReport:
         """
         if {cell.status for cell in self.cells} & {"failed", "different"}:
             return "different"
-        compared = [cell for cell in self.cells if cell.reference is not None and cell.status != "skipped"]
+        compared = [cell for cell in self.cells if not cell.is_reference and cell.status != "skipped"]
         return "same" if compared else "failed"
 
 
@@ -158,7 +168,7 @@ def write_report(report: ParityReport, path: Path) -> None:
 
 
 def read_report(path: Path) -> ParityReport:
-    """The report at `path`; raises FormatError where there is none, it is damaged, or of a newer schema."""
+    """Read the report at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
     fix = "make it again with `python -m recipes.parity`"
     try:
         values = json.loads(path.read_text())
@@ -185,7 +195,7 @@ def _cell(values: dict[str, Any]) -> CellResult:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,41 +1,53 @@
-"""Runs the cells of a matrix, side by side where there are cores; a cell that is finished is not run again."""
+"""Run the cells of a matrix in processes of their own, side by side where there are cores; finished cells are kept."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import random
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import xxhash
 
 import harness
 from harness.errors import ConfigError, FormatError
 from harness.parity.cells import Cell
-from harness.parity.processes import Batch, log_file, run_folder
 from harness.storage import Marker
-from harness.train import METRICS_FILE, whole_lines
+from harness.train import whole_lines
 
+_ROOT = Path(harness.__file__).resolve().parent.parent
 _DONE = "cell.json"
 _POLL_S, _MEASURE_S = 0.25, 1.0
-# What the harness says of itself, or the last line of a traceback, which torch prefixes with the rank.
+_PR_SET_PDEATHSIG = 1
+# Below the ports that Linux gives to outgoing connections.
+_PORTS = range(20000, 32768)
+# Variables of a launcher, which would make a run that is started from within a job part of it.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+# An error of the harness, or the last line of a traceback, which torch prefixes with the rank.
 _ERROR = re.compile(r"(?:\[?rank ?\d+\]?: ?)?([\w.]*(?:Error|Exception)\b.*)")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What is known of a cell that ran.
+    """Outcome of a cell.
 
     Attributes:
-        fingerprint: of all that it depended on.
-        reason: why it failed, empty where it made every step.
+        fingerprint: digest of everything that the cell depends on.
+        reason: why it failed; empty where it made every step.
         seconds: wall time; of cells that share processes, the first one's includes the start.
-        peak_memory_bytes: None where it was over before it was measured.
+        peak_memory_bytes: None where it ended before it was measured.
         was_kept: it ran in an earlier try.
     """
 
@@ -48,7 +60,7 @@ class Finished:
 
 @dataclass
 class Progress:
-    """What a watcher is told: steps made by each running cell, and what is finished."""
+    """State of a matrix: steps made by each running cell, and the finished cells."""
 
     steps: dict[str, int]
     finished: dict[str, Finished]
@@ -60,19 +72,19 @@ def run_cells(
     """Run all of `cells` that are not finished already.
 
     Args:
-        folder: keeps the runs as `cells/<name>/run`; those of another try whose settings, data and code are today's
-            are kept.
-        slots: ranks that run at one time; a cell of more runs alone.
-        timeout_s: that a cell may take.
+        folder: holds the runs as `cells/<name>/run`; runs of an earlier try are kept while their settings, data and
+            code are the same.
+        slots: ranks that run at one time; a cell of more ranks runs alone.
+        timeout_s: time limit of a cell.
         watch: called a few times a second.
 
     Returns:
-        by name, one for every cell.
+        the outcome of every cell by name.
 
     Raises:
         ConfigError: another process works in `folder`.
     """
-    with _locked(folder):
+    with _lock(folder):
         known = {cell.name: cell for cell in cells}
         prints = fingerprints(cells)
         progress = Progress({}, {})
@@ -80,17 +92,17 @@ def run_cells(
             kept = _read_finished(folder, cell, prints[cell.name])
             if kept is not None:
                 progress.finished[cell.name] = kept
-        waiting = [batch for batch in _batches(cells) if any(cell.name not in progress.finished for cell in batch)]
-        waiting = [[cell for cell in batch if cell.name not in progress.finished] for batch in waiting]
+        waiting = [[cell for cell in batch if cell.name not in progress.finished] for batch in _batches(cells)]
+        waiting = [batch for batch in waiting if batch]
         running: list[Batch] = []
         try:
             while waiting or running:
-                _start_what_fits(waiting, running, folder, slots, known, progress)
+                _start_batches(waiting, running, folder, slots, known, progress)
                 for batch in list(running):
-                    if _look_at(batch, folder, prints, progress, timeout_s):
+                    if _update(batch, folder, prints, progress, timeout_s):
                         running.remove(batch)
                         rest = [cell for cell in batch.cells if cell.name not in progress.finished]
-                        if rest:  # those behind one that failed in the same processes
+                        if rest:  # cells after one that failed in the same processes
                             waiting.insert(0, rest)
                 watch(progress)
                 time.sleep(_POLL_S if running else 0)
@@ -101,46 +113,46 @@ def run_cells(
 
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
-    """By name, a digest of what a cell depends on: settings, interpreter, the code, its dataset's files, its start."""
-    code = _files_digest(Path(harness.__file__).parent.parent, ("harness/**/*.py", "recipes/*.py", "configs/**/*.yaml"))
+    """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
+    code = _digest_files(_ROOT, ("harness/**/*.py", "recipes/*.py", "configs/**/*.yaml"))
     data: dict[str, str] = {}
-    found: dict[str, str] = {}
-    for cell in cells:  # what a cell starts from comes before it
+    digests: dict[str, str] = {}
+    for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
-            data[cell.dataset] = _stat_digest(cell.dataset)
-        settled = asdict(cell) | {"plan": None, "is_told": None}
-        told = json.dumps([settled, code, data[cell.dataset], found.get(cell.start or "")], sort_keys=True)
-        found[cell.name] = str(xxhash.xxh3_128_hexdigest(told.encode()))
-    return found
+            data[cell.dataset] = _digest_stats(cell.dataset)
+        values = asdict(cell) | {"plan": None, "is_reported": None}
+        text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
+        digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
+    return digests
 
 
-def _files_digest(root: Path, patterns: Sequence[str]) -> str:
+def _digest_files(root: Path, patterns: Sequence[str]) -> str:
     total = xxhash.xxh3_128()
     for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
         total.update(path.read_bytes())
     return str(total.hexdigest())
 
 
-def _stat_digest(dataset: str) -> str:
-    """Of names, sizes and times: enough to see that a file was replaced. Datasets behind a URI count as unchanged."""
+def _digest_stats(dataset: str) -> str:
+    """Digest names, sizes and times, which show that a file was replaced. A dataset at a URI counts as unchanged."""
     path = Path(dataset)
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    told = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files if one.exists()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(told).encode()))
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    shared: dict[tuple[str, int, str, bool], list[Cell]] = {}
+    """Yield cells that run alone, then those of one check, number of ranks and interpreter that share processes."""
+    shared: dict[tuple[str, int, str], list[Cell]] = {}
     for cell in cells:
-        if cell.plan.shares_processes and cell.is_told:
-            shared.setdefault((cell.check, cell.case.ranks, cell.python, cell.is_told), []).append(cell)
-    for cell in cells:
-        if not cell.plan.shares_processes or not cell.is_told:
+        if cell.plan.shares_processes and cell.is_reported:
+            shared.setdefault((cell.check, cell.case.ranks, cell.python), []).append(cell)
+        else:
             yield [cell]
     yield from shared.values()
 
 
-def _start_what_fits(
+def _start_batches(
     waiting: list[list[Cell]],
     running: list[Batch],
     folder: Path,
@@ -148,6 +160,7 @@ def _start_what_fits(
     known: dict[str, Cell],
     progress: Progress,
 ) -> None:
+    """Start the waiting batches that fit into the free slots."""
     for cells in list(waiting):
         starts = {cell.start: known[cell.start] for cell in cells if cell.start}
         if any(name not in progress.finished for name in starts):
@@ -163,14 +176,14 @@ def _start_what_fits(
             continue
         waiting.remove(cells)
         for cell in cells:
-            shutil.rmtree(run_folder(folder, cell).parent, ignore_errors=True)
-            run_folder(folder, cell).parent.mkdir(parents=True)
+            shutil.rmtree(cell.folder(folder), ignore_errors=True)
+            cell.folder(folder).mkdir(parents=True)
             progress.steps[cell.name] = 0
         running.append(Batch(folder, cells, starts))
 
 
-def _look_at(batch: Batch, folder: Path, prints: dict[str, str], progress: Progress, timeout_s: float) -> bool:
-    """Note what the batch has done; whether it is over."""
+def _update(batch: Batch, folder: Path, prints: dict[str, str], progress: Progress, timeout_s: float) -> bool:
+    """Record the progress of a batch; return True where it has ended."""
     now = time.monotonic()
     # The kernel walks every page for it: a twentieth of the time at most.
     if now - batch.measured >= max(_MEASURE_S, 20 * batch.measuring_s):
@@ -185,13 +198,13 @@ def _look_at(batch: Batch, folder: Path, prints: dict[str, str], progress: Progr
         made = batch.steps_made(cell)
         progress.steps[cell.name] = made
         follows = place + 1 < len(open_cells)
-        # A run is over when the next one of its processes has begun; the last one when these end well.
+        # A run has ended when the next one of its processes has begun; the last one when these end well.
         done = made == cell.steps and (
             batch.steps_made(open_cells[place + 1]) > 0 or (over and not late) if follows else code == 0
         )
         reason = ""
         if not done and over:
-            reason = f"ended after {timeout_s:g} s" if late else _last_words(log_file(folder, batch.cells[0]), code)
+            reason = f"ended after {timeout_s:g} s" if late else _last_words(batch.cells[0].log_file(folder), code)
         if not done and not over:
             break
         finished = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
@@ -200,39 +213,39 @@ def _look_at(batch: Batch, folder: Path, prints: dict[str, str], progress: Progr
         progress.steps.pop(cell.name, None)
         if reason:
             break
-        (run_folder(folder, cell).parent / _DONE).write_text(json.dumps(asdict(finished)))
+        (cell.folder(folder) / _DONE).write_text(json.dumps(asdict(finished)))
     return over
 
 
 def _last_words(log: Path, code: int | None) -> str:
-    """What a run said when it failed: the harness's own error, or the end of its log."""
+    """Return the error that a failed run printed, or the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for at, line in enumerate(lines):
-        if said := _ERROR.match(line):
-            told = [said[1].strip(), *(one.strip() for one in lines[at + 1 : at + 3] if one.startswith("  "))]
-            return "; ".join(told) + f" (log: {log})"
+        if match := _ERROR.match(line):
+            error = [match[1].strip(), *(more.strip() for more in lines[at + 1 : at + 3] if more.startswith("  "))]
+            return "; ".join(error) + f" (log: {log})"
     ending = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    return f"{ending}: {' '.join(lines[-1:]).strip() or 'nothing was said'} (log: {log})"
+    return f"{ending}: {' '.join(lines[-1:]).strip() or 'no output'} (log: {log})"
 
 
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:
-    """The cell of an earlier try, where it ran to its end on what is there today."""
-    run = run_folder(folder, cell)
+    """Return the outcome of an earlier try, where it ran to its end on today's settings, data and code."""
     try:
-        values = json.loads((run.parent / _DONE).read_text())
-        found = Finished(**{**values, "was_kept": True})
-        made = sum(1 for _ in whole_lines(run / METRICS_FILE))
+        values = json.loads((cell.folder(folder) / _DONE).read_text())
+        finished = Finished(**{**values, "was_kept": True})
+        made = sum(1 for _ in whole_lines(cell.record(folder)))
     except (OSError, ValueError, TypeError):
         return None
-    return found if found.fingerprint == fingerprint and not found.reason and made == cell.steps else None
+    is_whole = finished.fingerprint == fingerprint and not finished.reason and made == cell.steps
+    return finished if is_whole else None
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    running = Marker(folder / ".lock")
+    marker = Marker(folder / ".lock")
     try:
-        running.acquire()
+        marker.acquire()
     except FormatError:
         raise ConfigError(
             "another parity run works in this folder", where=str(folder), fix="wait for it, or name another folder"
@@ -240,9 +253,122 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        running.release(remove=True)
+        marker.release(remove=True)
 
 
 def default_slots() -> int:
-    """Ranks that this machine runs side by side: its cores."""
+    """Return the number of ranks that this machine runs side by side: its cores."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+class Batch:
+    """Cells of one number of ranks that run one after another in the same processes; mostly one cell.
+
+    Args:
+        folder: of the matrix.
+        cells: not empty; of one interpreter and program.
+        starts: by name, the cells whose folders these continue.
+    """
+
+    def __init__(self, folder: Path, cells: Sequence[Cell], starts: dict[str, Cell]) -> None:
+        self.cells = list(cells)
+        self._folder = folder
+        self.began = time.monotonic()
+        self.measured = self.began
+        self.measuring_s = 0.0  # time of the last measurement
+        self.peak_memory_bytes = 0
+        first = self.cells[0]
+        runs = [
+            [
+                port,
+                cell.overrides,
+                str(cell.run_folder(folder)),
+                str(starts[cell.start].run_folder(folder)) if cell.start else None,
+            ]
+            for port, cell in zip(free_ports(len(self.cells)), self.cells, strict=True)
+        ]
+        listed = first.folder(folder) / "runs.json"
+        listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
+        with first.log_file(folder).open("a") as log:
+            try:
+                self._process = subprocess.Popen(
+                    [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
+                    env=_environment(),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    # Safe here: no other thread of this process runs.
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"the interpreter of {first.name} cannot be started: {error.strerror}",
+                    where=first.python,
+                    fix="name the python of a virtual environment in `versions`",
+                ) from None
+
+    @property
+    def ranks(self) -> int:
+        return self.cells[0].case.ranks
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the batch runs."""
+        return self._process.poll()
+
+    def steps_made(self, cell: Cell) -> int:
+        with suppress(OSError):
+            return sum(1 for _ in whole_lines(cell.record(self._folder)))
+        return 0
+
+    def measure(self) -> None:
+        """Measure the memory of the fullest rank with its workers, where pages that processes share count once."""
+        start = time.monotonic()
+        with suppress(psutil.Error, OSError):
+            top = psutil.Process(self._process.pid)
+            ranks = [top] if self.ranks == 1 else top.children()
+            for rank in ranks:
+                total = sum(_proportional_bytes(process) for process in [rank, *rank.children(recursive=True)])
+                self.peak_memory_bytes = max(self.peak_memory_bytes, total)
+        self.measured = time.monotonic()
+        self.measuring_s = self.measured - start
+
+    def end(self) -> None:
+        """Kill the batch with everything it started; torchrun puts its ranks into sessions of their own."""
+        with suppress(psutil.Error):
+            top = psutil.Process(self._process.pid)
+            for process in [top, *top.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    process.kill()
+        self._process.wait()
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    with suppress(psutil.Error, OSError, AttributeError):
+        return int(process.memory_full_info().pss)
+    return 0
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # One thread a rank: more would compete for the cores, and add in another order on another machine.
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _end_with_parent() -> None:
+    """Arrange, in the child, to end when the parent is killed, so that a second try meets no rival."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports for ranks to meet at, none of which the kernel gives to outgoing connections meanwhile."""
+    with ExitStack() as stack:
+        ports: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
+            listener = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports

@@ -1,4 +1,4 @@
-"""What a person sees while a matrix runs and when it has: a live table in a terminal, lines in a log."""
+"""The matrix in a terminal: a live table while it runs (lines in a log), and the results when it has."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SIZES = ("loss", "validation_loss", "grad_norm")
 
 
 class LiveTable:
-    """A context manager around the running of cells: `update` is given each state."""
+    """Shows the progress of cells; a context manager, whose `update` takes each state."""
 
     def __init__(self, cells: Sequence[Cell], console: Console) -> None:
         self._cells = cells
         self._console = console
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> LiveTable:
@@ -42,11 +42,11 @@ class LiveTable:
         if self._live is not None:
             self._live.update(self._table(progress), refresh=True)
             return
-        for name, one in progress.finished.items():
-            if name not in self._told:
-                self._told.add(name)
-                told = one.reason or ("kept from before" if one.was_kept else f"{one.seconds:.0f} s")
-                self._console.print(f"{name}: {told}", soft_wrap=True, highlight=False, markup=False)
+        for name, finished in progress.finished.items():
+            if name not in self._printed:
+                self._printed.add(name)
+                outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
+                self._console.print(f"{name}: {outcome}", soft_wrap=True, highlight=False, markup=False)
 
     def _table(self, progress: Progress) -> Table:
         done = sum(cell.name in progress.finished for cell in self._cells)
@@ -69,34 +69,39 @@ class LiveTable:
 
 
 def show(report: ParityReport, console: Console) -> None:
-    """The matrix with its largest relative differences, what differs first below it, and the verdict."""
+    """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
     table = Table(box=None, title=report.title, title_justify="left")
-    for name, justify in (("cell", "left"), ("steps", "right"), ("data", "left"), *((one, "right") for one in _SIZES)):
+    for name, justify in (
+        ("cell", "left"),
+        ("steps", "right"),
+        ("data", "left"),
+        *((size, "right") for size in _SIZES),
+    ):
         table.add_column(name.replace("_", " "), justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column("")
     for cell in report.cells:
         checks = {check.name: check for check in cell.checks}
         data = checks.get("data")
-        said = "" if data is None else "equal" if data.passed else "DIFFERENT"
+        equal = "" if data is None else "equal" if data.passed else "DIFFERENT"
         sizes = [_size(checks[name].largest) if name in checks else "" for name in _SIZES]
-        status = "reference" if cell.reference is None and cell.status == "same" else cell.status
+        status = "reference" if cell.is_reference and cell.status == "same" else cell.status
         shown = Text(status.upper() if status in ("different", "failed") else status, _STYLES.get(status, ""))
-        table.add_row(Text(cell.name), str(len(cell.series.step) or ""), said, *sizes, shown)
+        table.add_row(Text(cell.name), str(len(cell.series.step) or ""), equal, *sizes, shown)
     console.print(table)
     for cell in report.cells:
         for problem in problems(cell):
             console.print(f"{cell.name}: {problem}", soft_wrap=True, highlight=False, markup=False)
-    held = [cell for cell in report.cells if cell.reference is not None]
-    same = sum(cell.status == "same" for cell in held)
+    compared = [cell for cell in report.cells if not cell.is_reference]
+    same = sum(cell.status == "same" for cell in compared)
     console.print(
-        f"{same} of {len(held)} cells train as their reference does: {report.verdict.upper()}",
+        f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}",
         soft_wrap=True,
         highlight=False,
     )
 
 
 def problems(cell: CellResult) -> list[str]:
-    """What is wrong with a cell, the place that says most first; empty where nothing is."""
+    """Return what is wrong with a cell, the most telling difference first; empty for one that is the same."""
     if cell.status in ("failed", "skipped"):
         return [f"{cell.status}: {cell.reason}"]
     return [check.difference.message for check in cell.checks if check.difference is not None]

@@ -22,11 +22,10 @@ from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
-from harness.parity.isolation import IsolationCheck, Prepare
+from harness.parity.isolation import IsolationCheck, Prepare, sample_documents
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
-from harness.records import SequenceView
 from harness.thd import ThdBatch
 
 VOCAB = 256
@@ -35,19 +34,8 @@ MODEL = ModelConfig(
 )
 
 
-def documents() -> list[SequenceView]:
-    rng = np.random.default_rng(3)
-    sequences = []
-    for length in (10, 38, 3, 21):
-        mask = np.ones(length, dtype=np.uint8)
-        mask[rng.integers(0, length, size=length // 3)] = 0
-        mask[-1] = 0
-        sequences.append(SequenceView(rng.integers(0, VOCAB - 1, size=length).astype(np.int32), mask))
-    return sequences
-
-
 def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict[str, Prepare]:
-    """The field's real bugs, each as what a rank does to its batch; only those that the layout can have."""
+    """Return bugs that other trainers had, each as a change of a rank's batch; only those that the layout can have."""
 
     def on_row(change: Callable[[ThdBatch], ThdBatch]) -> Prepare:
         return lambda row, device, **slices: to_device(change(row), device, **slices)
@@ -55,12 +43,12 @@ def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict
     def bounds_dropped(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
         tensors = to_device(row, device, **slices)
         if layout.pp_rank != parallel.pipeline_parallel_size // 2:
-            return tensors  # the bug was one of stages in the middle
+            return tensors  # the bug was in stages in the middle
         whole = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
-        one = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row), total_tokens=len(row))
-        return replace(tensors, packed_seq_params=one)
+        params = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row), total_tokens=len(row))
+        return replace(tensors, packed_seq_params=params)
 
-    def positions_go_on(row: ThdBatch) -> ThdBatch:
+    def positions_continue(row: ThdBatch) -> ThdBatch:
         return replace(row, position_ids=np.arange(len(row), dtype=np.int64))
 
     def slice_off_by_one(row: ThdBatch, device: torch.device, *, cp_size: int, cp_rank: int) -> RowTensors:
@@ -74,7 +62,7 @@ def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict
         return replace(right, tokens=torch.from_numpy(row.tokens[chunk]).unsqueeze(0).to(device))
 
     def padding_attended(row: ThdBatch) -> ThdBatch:
-        # The padding at a document's end is counted to the document after it, which attends to it.
+        # The padding at the end of a document counts as part of the next document, which attends to it.
         bounds = row.cu_seqlens_padded.copy()
         bounds[1:-1] -= multiple
         keep = np.append(True, np.diff(bounds) > 0)
@@ -91,7 +79,7 @@ def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict
 
     planted: dict[str, Prepare] = {
         "cu_seqlens dropped": bounds_dropped,
-        "positions not restarted": on_row(positions_go_on),
+        "positions not restarted": on_row(positions_continue),
         "padding attended": on_row(padding_attended),
         "label crosses a boundary": on_row(label_crosses),
         "mask shifted by one": on_row(mask_shifted),
@@ -113,7 +101,7 @@ def check(name: str, out: Path, device: str) -> None:
         multiple = int(np.lcm(parallel.pad_to_multiple, 4))
         checker = IsolationCheck(
             chunks,
-            documents(),
+            sample_documents(VOCAB),
             parallel=parallel,
             layout=layout,
             device=job.device,

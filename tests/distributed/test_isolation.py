@@ -1,21 +1,23 @@
-"""On every layout a document sees itself alone, and the check that says so catches the field's real bugs."""
+"""On every layout a document sees only itself, and the isolation check catches bugs that other trainers had."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.parity.processes import free_ports
+from harness.parity.result import REPORT_FILE, read_report
+from harness.parity.running import free_ports
 from harness.plan.settings import SftConfig
 
-from .conftest import launcher, run_command
+from .conftest import ROOT, launcher, run_command
 
-# What each planted defect has to be told by.
-TELLS = {
+# Findings that each planted defect must cause.
+FINDINGS = {
     "cu_seqlens dropped": r"layers\.\d, forward: changing document 0 changed document\(s\) 1",
     "positions not restarted": r"field position_ids: .* differ",
     "padding attended": r"layers\.\d, forward: changing padding changed document",
@@ -25,7 +27,7 @@ TELLS = {
 }
 
 
-def found_on(ranks: int, layouts: list[str], folder: Path) -> dict[str, dict[str, list[str]]]:
+def findings_on(ranks: int, layouts: list[str], folder: Path) -> dict[str, dict[str, list[str]]]:
     jobs, out = folder / "jobs.json", folder / "found.jsonl"
     jobs.write_text(json.dumps(list(zip(free_ports(len(layouts)), layouts, strict=True))))
     code, output = run_command([*launcher(ranks), "tests.distributed.isolation_ranks", str(jobs), str(out)])
@@ -36,14 +38,14 @@ def found_on(ranks: int, layouts: list[str], folder: Path) -> dict[str, dict[str
 def check(found: dict[str, dict[str, list[str]]]) -> None:
     for layout, by_defect in found.items():
         assert by_defect.pop("") == [], layout
-        assert set(by_defect) == set(TELLS) - (set() if "cp" in layout else {"slice off by one chunk"}), layout
+        assert set(by_defect) == set(FINDINGS) - (set() if "cp" in layout else {"slice off by one chunk"}), layout
         for defect, findings in by_defect.items():
-            assert any(re.search(TELLS[defect], finding) for finding in findings), (layout, defect, findings)
+            assert any(re.search(FINDINGS[defect], finding) for finding in findings), (layout, defect, findings)
 
 
 def test_documents_are_isolated_on_two_ranks_and_every_planted_defect_is_caught(tmp_path) -> None:
     layouts = ["tp2_sp", "pp2_vpp2", "cp2"]
-    found = found_on(2, layouts, tmp_path)
+    found = findings_on(2, layouts, tmp_path)
     assert list(found) == layouts
     check(found)
 
@@ -59,6 +61,50 @@ def test_documents_are_isolated_on_every_layout_and_every_planted_defect_is_caug
     for ranks, layouts in by_ranks.items():
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        found = found_on(ranks, layouts, folder)
+        found = findings_on(ranks, layouts, folder)
         assert list(found) == layouts
         check(found)
+
+
+# Put where Python looks for it, this gives the last token of each row's first document a label of the second one.
+LEAK = """
+import dataclasses
+import harness.thd as thd
+
+build = thd.build_thd_batch
+
+def leaky(*arguments, **options):
+    row = build(*arguments, **options)
+    labels, mask = row.labels.copy(), row.loss_mask.copy()
+    last = int(row.cu_seqlens[1]) - 1
+    labels[last], mask[last] = row.tokens[int(row.cu_seqlens_padded[1])], 1.0
+    return dataclasses.replace(row, labels=labels, loss_mask=mask)
+
+thd.build_thd_batch = leaky
+"""
+
+
+def test_the_matrix_reports_isolation_on_one_rank_and_two(tmp_path) -> None:
+    code, output = run_command([sys.executable, "-m", "recipes.parity", "check=isolation", f"folder={tmp_path}"])
+    assert code == 0, output
+    report = read_report(tmp_path / REPORT_FILE)
+    assert report.verdict == "same"
+    assert {cell.axes["ranks"] for cell in report.cells} == {"1", "2"}
+    assert all([check.name for check in cell.checks] == ["isolation"] for cell in report.cells)
+
+
+def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) -> None:
+    (tmp_path / "plant").mkdir()
+    (tmp_path / "plant" / "sitecustomize.py").write_text(LEAK)
+    plant = ["env", f"PYTHONPATH={ROOT}:{tmp_path / 'plant'}"]
+    command = [*plant, sys.executable, "-m", "recipes.parity", "check=isolation", f"folder={tmp_path / 'parity'}"]
+    code, output = run_command([*command, 'isolation=["1 parallel=data"]'])
+    assert code == 1, output
+    (cell,) = read_report(tmp_path / "parity" / REPORT_FILE).cells
+    assert cell.status == "different"
+    assert cell.first_difference is not None
+    assert "field labels" in cell.first_difference.message
+    assert (
+        "losses: changing document 1 changed document(s) 0"
+        in (tmp_path / "parity" / "cells" / "isolation__data" / "run" / "isolation.jsonl").read_text()
+    )

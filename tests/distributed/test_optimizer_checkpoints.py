@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 
 from .conftest import SMALL, launcher, read_metrics, run_command
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.formats import MANIFEST_NAME
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 from harness.train.attempts import decide
 
 from .conftest import ROOT, command, environment, overrides_of, run_command

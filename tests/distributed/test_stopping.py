@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 from harness.train.attempts import decide
 
 from .conftest import ROOT, command, environment, launcher, overrides_of, read_metrics, run_command

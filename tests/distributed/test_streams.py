@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 
 from .conftest import launcher, run_command
 

@@ -23,7 +23,7 @@ from harness.megatron.weights.mapping import (
     to_hf,
 )
 from harness.megatron.weights.pretrained import find_pretrained
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
 from recipes.parity import make_dataset

@@ -1,4 +1,4 @@
-"""Formats, workers and schedulers train the same, and a defect that is planted in real runs is named."""
+"""Formats, workers and schedulers train the same, and defects planted in real runs are named."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_schedule_trains_the_same_on_one_rank_and_on_two(parity: Parity, d
 
 
 def rewritten(source: Path, target: Path, format: str, change: Callable[[int, Pack], Pack]) -> Path:
-    """`train` of a prepared dataset written again with `change`, `validation` as it is."""
+    """Write `train` of a dataset again with `change`, and `validation` unchanged."""
     for split in ("train", "validation"):
         reader = open_dataset(source / split)
         provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": 300})
@@ -88,7 +88,7 @@ def test_defects_planted_in_datasets_and_settings_are_named_by_real_runs(parity:
         "stale": str(rewritten(made, tmp_path / "stale", "memmap", stale)),
         "mixed": str(rewritten(made, tmp_path / "mixed", "jsonl", lambda number, pack: pack)),
     }
-    # A shard of another dataset in the place of one of this one: what a half-finished copy leaves.
+    # One shard comes from another dataset, as after an interrupted copy.
     other = rewritten(made, tmp_path / "other", "jsonl", stale)
     shard = sorted((other / "train").rglob("chunk_*.jsonl"))[1]
     shutil.copy(shard, tmp_path / "mixed" / shard.relative_to(other))
@@ -96,7 +96,7 @@ def test_defects_planted_in_datasets_and_settings_are_named_by_real_runs(parity:
     found = parity(
         f"dataset={made}",
         f"datasets={json.dumps([f'{name}={path}' for name, path in datasets.items()])}",
-        f"formats={json.dumps([*(f'1 format={one}' for one in cases), '1 format=npy loader.seed=1'])}",
+        f"formats={json.dumps([*(f'1 format={name}' for name in cases), '1 format=npy loader.seed=1'])}",
         sft=TINY,
         keep=False,
     )
@@ -123,7 +123,7 @@ def test_defects_planted_in_datasets_and_settings_are_named_by_real_runs(parity:
     assert (difference.step, difference.field) == (1, "packs")
 
 
-def test_a_matrix_that_was_killed_goes_on_with_what_was_finished(parity: Parity, tmp_path: Path, device: str) -> None:
+def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, tmp_path: Path, device: str) -> None:
     arguments = [f"folder={tmp_path / 'parity'}", "steps=8", "slots=1"]
     more = f"sft_more={json.dumps([f'trainer.device={device}', *TINY])}"
     process = subprocess.Popen(
@@ -142,7 +142,7 @@ def test_a_matrix_that_was_killed_goes_on_with_what_was_finished(parity: Parity,
     before = {path.parent.name: path.stat().st_mtime_ns for path in cells.glob("*/cell.json")}
     assert set(before) >= {"formats__npy", "formats__parquet"}
     assert "formats__memmap" not in before
-    # Its run ended with it, so that nothing writes there any more.
+    # Its run ended with it, so that nothing writes there anymore.
     deadline = time.monotonic() + 30
     while _writers(running):
         assert time.monotonic() < deadline
@@ -157,12 +157,12 @@ def test_a_matrix_that_was_killed_goes_on_with_what_was_finished(parity: Parity,
 
 
 def _writers(path: Path) -> list[int]:
-    """Processes that hold `path` open."""
-    found = []
+    """Return the processes that have `path` open."""
+    writers = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if any(fd.readlink() == path for fd in (process / "fd").iterdir()):
-                found.append(int(process.name))
+                writers.append(int(process.name))
         except OSError:
             continue
-    return found
+    return writers

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed train what one that is not does, and tonight's run is that of the baseline."""
+"""Killed and resumed runs train the same as an undisturbed one, and tonight's run agrees with the baseline."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def undisturbed(data, device, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
-def test_a_run_with_four_workers_killed_twice_trains_what_an_undisturbed_one_does(
+def test_a_run_with_four_workers_killed_twice_trains_the_same_as_an_undisturbed_one(
     data, undisturbed, device, tmp_path, format
 ) -> None:
-    """Killed in the first epoch (10 steps each) and in the second, off a checkpoint."""
+    """The kills are in the first epoch (10 steps each) and in the second, between checkpoints."""
     for split in ("train", "validation"):
         convert_dataset(data / split, tmp_path / "data" / split, format=format)
     folder = tmp_path / "run"
@@ -79,8 +79,8 @@ def test_a_run_resumed_on_twice_the_ranks_trains_the_same_data(data, undisturbed
     assert [check.difference.message for check in checks if check.difference is not None] == []
 
 
-def test_tonights_run_is_that_of_the_baseline(device, reports, tmp_path) -> None:
-    """Of `tests/golden/baselines/sft-cpu.json`, which names how it was made; data is compared on any device."""
+def test_tonights_run_agrees_with_the_baseline(device, reports, tmp_path) -> None:
+    """Compare with `tests/golden/baselines/sft-cpu.json`; data is compared on any device."""
     folder = tmp_path / "run"
     data = make_dataset(tmp_path / "data")
     code, output = run_command(command(data, folder, f"trainer.device={device}", "loader.num_workers=4"))
@@ -93,6 +93,6 @@ def test_tonights_run_is_that_of_the_baseline(device, reports, tmp_path) -> None
     wrong = [check.difference.message for check in checks.values() if check.difference is not None]
     if device == "cpu":
         assert (report.verdict, wrong) == ("same", []), report.cells[-1].reason
-    else:  # another device rounds otherwise, by more the longer it trains; what it is given may not differ
+    else:  # another device rounds otherwise, by more the longer it trains; its data may not differ
         assert all(checks[name].passed for name in ("data", "steps", "trained_tokens")), wrong
     shutil.rmtree(folder)

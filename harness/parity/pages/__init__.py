@@ -1,8 +1,9 @@
-"""A parity report for people: one HTML file, a chat message and JUnit XML, all of them made from `ParityReport`.
+"""Pages of a parity report: one HTML file, a chat message and JUnit XML, all made from `ParityReport`.
 
-Beside `report.json` (`harness.parity.result`, described by `report.schema.json` in this folder), `render_all`
-writes `report.html` (opens offline), `report.md` (fits a chat message) and `junit.xml`. `render_history` writes
-`history.html`.
+`render_all` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
+(a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this folder
+describes. `render_history` writes `history.html`. Pages need the extra `report` (Jinja and Plotly); they only render,
+and compute nothing that the report does not hold. Read `page` first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HISTORY_FILE = "history.html"
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
-    """Write `report.html`, `report.md` and `junit.xml` to `folder`, which is made where it is missing.
+    """Write `report.html`, `report.md` and `junit.xml` to `folder`, made if missing.
 
     Raises:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
@@ -36,7 +37,7 @@ def render_all(report: ParityReport, folder: Path) -> None:
 
 
 def render_history(history: History, folder: Path) -> None:
-    """Write `history.html` to `folder`, which is made where it is missing.
+    """Write `history.html` to `folder`, made if missing.
 
     Raises:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""Curves of a parity report as Plotly's traces: few enough points to open at once, none of the extremes left out."""
+"""Curves of a parity report as Plotly traces: few enough points to open at once, with every extreme kept."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from harness.parity.result import CellResult, ParityReport, Series
 
 # Points of all curves of a chart together: with a hundred cells a page stays under 10 MB, Plotly's 5 MB included.
 POINTS = 20_000
-# Middling lightness, told apart by most eyes, legible on white and on black (after Okabe and Ito).
-_COLOURS = ("#0b78b8", "#d9820c", "#0f9d76", "#c4619b", "#7a63c4", "#c8521b", "#3fa3d4", "#9a8a12")
+# Medium lightness, distinct to most eyes, legible on white and on black (after Okabe and Ito).
+_COLORS = ("#0b78b8", "#d9820c", "#0f9d76", "#c4619b", "#7a63c4", "#c8521b", "#3fa3d4", "#9a8a12")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _REFERENCE, _QUIET = "#8b919b", "#9aa3ad"
-# With more cells than this, only those that differ get colours of their own.
-_MOST_COLOURED = len(_DASHES) * len(_COLOURS)
-# With more than this, hovering shows the nearest cell and not all of them.
+# With more cells than this, only those that differ get their own colors.
+_MOST_COLORED = len(_DASHES) * len(_COLORS)
+# With more than this, hovering shows only the nearest cell.
 _MOST_TOGETHER = 10
 # Where a logarithmic axis shows zero: below the relative spacing of doubles, 2.2e-16.
 FLOOR = 1e-17
 _LONGEST_NAME = 48
 
-# What all axes have, and all charts: their colours are the page's.
+# Common to all axes and charts; their colors are those of the page.
 AXIS: dict[str, Any] = {"automargin": True, "zeroline": False, "showline": False, "fixedrange": False}
 TRANSPARENT: dict[str, Any] = {
     "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
@@ -38,9 +38,9 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Style:
-    """How all curves of a cell are drawn."""
+    """Line style of all curves of a cell."""
 
-    colour: str
+    color: str
     dash: str = "solid"
     width: float = 1.6
 
@@ -50,11 +50,11 @@ class Chart:
     """One chart.
 
     Attributes:
-        name: for the page's own use.
-        title, note: above and below it; the note says how to read it.
-        traces: Plotly's, but x and y are numbers of arrays in the pool.
-        layout: Plotly's.
-        is_log: whether the page must name zero, which a logarithmic axis has not.
+        name: identifier in the page.
+        title, note: text above and below it; the note explains how to read it.
+        traces: Plotly traces, with x and y as indices of arrays in the pool.
+        layout: Plotly layout.
+        is_log: the page labels zero, which a logarithmic axis does not have.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Chart:
 
 @dataclass
 class Pool:
-    """Arrays that traces share: curves that are the same value for value are stored once."""
+    """Arrays that traces share: curves with equal values are stored once."""
 
     arrays: list[list[float | str | None]] = field(default_factory=list)
     _known: dict[tuple[float | str | None, ...], int] = field(default_factory=dict)
 
     def add(self, values: Sequence[float | str | None]) -> int:
-        """The number of an array with these values."""
+        """Return the index of an array with these values."""
         key = tuple(values)
         if key not in self._known:
             self._known[key] = len(self.arrays)
@@ -82,26 +82,26 @@ class Pool:
 
 
 def styles_of(report: ParityReport) -> dict[str, Style]:
-    """A style for every cell that made a step, by name: references thick and grey, below the others."""
+    """Return a style for every cell that made a step, by name: references are thick and gray, below the others."""
     drawn = [cell for cell in report.cells if cell.series.step]
     compared = [cell for cell in drawn if cell.reference is not None]
-    coloured = compared if len(compared) <= _MOST_COLOURED else [one for one in compared if one.status != "same"]
-    numbers = {cell.name: number for number, cell in enumerate(coloured)}
+    colored = compared if len(compared) <= _MOST_COLORED else [cell for cell in compared if cell.status != "same"]
+    numbers = {cell.name: number for number, cell in enumerate(colored)}
     styles = {}
     for cell in drawn:
         if cell.name in numbers:
             number = numbers[cell.name]
-            dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
-            styles[cell.name] = Style(_COLOURS[number % len(_COLOURS)], dash)
+            dash = _DASHES[number // len(_COLORS) % len(_DASHES)]
+            styles[cell.name] = Style(_COLORS[number % len(_COLORS)], dash)
         else:
             styles[cell.name] = Style(_QUIET, width=1) if cell.reference is not None else Style(_REFERENCE, width=5)
     return styles
 
 
 def thin(steps: Sequence[int], values: Values, points: int) -> tuple[list[int], list[float | None]]:
-    """At most about `points` of a curve: of each stretch of steps its lowest and its highest value, in order.
+    """Reduce a curve to about `points` points: the lowest and the highest value of each stretch of steps.
 
-    A single step that stands out is always kept. Values that are not finite become None, which leaves a gap.
+    A single outlier is always kept. Values that are not finite become None, which leaves a gap.
     """
     pairs = list(zip(steps, map(finite, values), strict=False))
     if len(pairs) > points:
@@ -114,15 +114,15 @@ def thin(steps: Sequence[int], values: Values, points: int) -> tuple[list[int], 
             ends = sorted({min(there)[1], max(there)[1]}) if there else [part[0][0]]
             kept += [pair for pair in part if pair[0] in ends]
         pairs = kept
-    # Nine digits are what hovering can show; more would double the file.
+    # Hovering shows nine digits; more would double the file.
     return [step for step, _ in pairs], [None if value is None else float(f"{value:.9g}") for _, value in pairs]
 
 
-def differences(reference: Series, found: Series, column: str) -> tuple[list[int], list[float | None]]:
-    """Relative differences of a column at the steps that both runs made; None where a value is not a finite number."""
+def differences(reference: Series, run: Series, column: str) -> tuple[list[int], list[float | None]]:
+    """Return relative differences of a column at the steps that both runs made; None for values that are not finite."""
     expected = dict(zip(reference.step, getattr(reference, column), strict=False))
     steps, values = [], []
-    for step, value in zip(found.step, getattr(found, column), strict=False):
+    for step, value in zip(run.step, getattr(run, column), strict=False):
         if step in expected:
             steps.append(step)
             values.append(_relative(finite(expected[step]), finite(value)))
@@ -130,7 +130,7 @@ def differences(reference: Series, found: Series, column: str) -> tuple[list[int
 
 
 def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
-    """Every chart that there is something to show in."""
+    """Return every chart that has something to show."""
     cells = {cell.name: cell for cell in report.cells}
     styles = styles_of(report)
     # What differs lies above what does not.
@@ -151,33 +151,33 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
             "x": pool.add(kept_steps),
             "y": pool.add(kept),
             "mode": "lines+markers" if len(kept) == 1 else "lines",
-            "line": {"color": style.colour, "dash": style.dash, "width": style.width},
+            "line": {"color": style.color, "dash": style.dash, "width": style.width},
             "opacity": 0.5 if cell.reference is None else 1,
             "meta": cell.name,
         } | changed
 
     def column(name: str, **changed: Any) -> list[dict[str, Any]]:
-        found = [trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in drawn]
-        return [one for one in found if one is not None]
+        traces = [trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in drawn]
+        return [drawn_trace for drawn_trace in traces if drawn_trace is not None]
 
     def apart(name: str) -> list[dict[str, Any]]:
-        found = []
+        traces = []
         for cell in drawn:
             other = cells.get(cell.reference or "")
             if other is not None:
                 steps, values = differences(other.series, cell.series, name)
-                found.append(trace(cell, steps, [max(one, FLOOR) if one is not None else None for one in values]))
-        return [one for one in found if one is not None]
+                traces.append(trace(cell, steps, [None if value is None else max(value, FLOOR) for value in values]))
+        return [drawn_trace for drawn_trace in traces if drawn_trace is not None]
 
-    def dotted(name: str, said: str) -> list[dict[str, Any]]:
+    def dotted(name: str, label: str) -> list[dict[str, Any]]:
         traces = column(name)
-        for one in traces:
-            one |= {"name": f"{one['name']}, {said}", "line": one["line"] | {"dash": "dot"}}
+        for dots in traces:
+            dots |= {"name": f"{dots['name']}, {label}", "line": dots["line"] | {"dash": "dot"}}
         return traces
 
     validation = column("validation_loss", mode="markers", marker={"symbol": "diamond-open", "size": 8})
-    for one in validation:
-        one |= {"name": f"{one['name']}, validation", "marker": one["marker"] | {"color": one["line"]["color"]}}
+    for marks in validation:
+        marks |= {"name": f"{marks['name']}, validation", "marker": marks["marker"] | {"color": marks["line"]["color"]}}
     made = [step for cell in drawn for step in cell.series.step]
     ends = (min(made, default=0), max(made, default=0))
     hover = "x unified" if len(drawn) <= _MOST_TOGETHER else "closest"
@@ -185,7 +185,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
         Chart(
             "loss",
             "Loss",
-            "Mean of a trained token, nats; references are thick and grey, diamonds are validation." + thinned,
+            "Mean of a trained token, nats; references are thick and gray, diamonds are validation." + thinned,
             column("loss") + validation,
             _layout("loss", ":.6f", hover, ends),
         ),
@@ -193,7 +193,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
             Chart(
                 f"{name}-difference",
                 f"{title}: difference from the reference",
-                "Relative, on a logarithmic scale; 0 is bit for bit the same, dashed lines are tolerances." + thinned,
+                "Relative, on a logarithmic scale; 0 is bit-identical, dashed lines are tolerances." + thinned,
                 apart(name),
                 _layout("relative difference", "", hover, ends) | _log_axis(report, name),
                 is_log=True,
@@ -228,7 +228,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
 
 
 def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> dict[str, Any]:
-    # The same on every chart, so that what lies below one another belongs together.
+    # The same range on every chart, so that charts line up.
     pad = max(0.5, 0.015 * (steps[1] - steps[0]))
     ends = [steps[0] - pad, steps[1] + pad]
     spike = {"spikethickness": 1, "spikecolor": _REFERENCE, "spikedash": "solid"}
@@ -256,11 +256,11 @@ def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
             "xref": "paper",
             "x0": 0,
             "x1": 1,
-            "y0": one,
-            "y1": one,
+            "y0": tolerance,
+            "y1": tolerance,
             "line": {"dash": "dash", "width": 1.2},
         }
-        for one in sorted(tolerances)
+        for tolerance in sorted(tolerances)
     ]
     ticks = [FLOOR, *(10.0**power for power in range(-15, 4, 3))]
     return {
@@ -276,18 +276,18 @@ def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
     }
 
 
-def _relative(expected: float | None, found: float | None) -> float | None:
-    if expected is None or found is None:
+def _relative(expected: float | None, actual: float | None) -> float | None:
+    if expected is None or actual is None:
         return None
-    return abs(found - expected) / max(abs(expected), 1e-30)
+    return abs(actual - expected) / max(abs(expected), 1e-30)
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where it is not a finite number."""
+    """Return the value, or None where it is not a finite number."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def plain(name: str) -> str:
-    """A name for Plotly, which reads names as HTML of its own kind."""
+    """Return a name for Plotly, which reads names as its own kind of HTML."""
     short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
     return html.escape(short, quote=False)

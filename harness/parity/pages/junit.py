@@ -13,9 +13,9 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render_junit(report: ParityReport) -> str:
-    """`junit.xml`: a suite for every check of the matrix.
+    """Render `junit.xml`: a suite for every check of the matrix.
 
-    Something in it failed exactly where the verdict is not `same`.
+    It has a failure or an error exactly where the verdict is not `same`.
     """
     root = ElementTree.Element("testsuites", name=_clean(report.title))
     suites: dict[str, ElementTree.Element] = {}
@@ -40,7 +40,7 @@ def render_junit(report: ParityReport) -> str:
 
 def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
     classname = _clean(f"parity.{cell.check}.{cell.name}")
-    # The run is a case of its own: its time is that of the cell, and it is what fails where nothing could be compared.
+    # The run is its own case: it has the time of the cell, and fails where nothing could be compared.
     run = ElementTree.SubElement(suite, "testcase", classname=classname, name="run", time=f"{cell.seconds:.3f}")
     if cell.status == "failed":
         _add(run, "error", words.trouble(cell), cell.command)

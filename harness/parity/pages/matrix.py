@@ -1,4 +1,4 @@
-"""A report's cells as tables: the matrix of axes, the checks of every cell, speed and memory by format."""
+"""Arrange the cells of a report as tables: the matrix of axes, the checks of every cell, speed and memory by format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.parity.result import CellResult, Check, ParityReport
 
-# A wider or emptier table says less than a list.
+# A wider or emptier table is harder to read than a list.
 _MOST_COLUMNS = 12
 
 
@@ -18,9 +18,9 @@ class Grid:
 
     Attributes:
         rows, columns: labels; a single empty one where there is nothing to distinguish.
-        cells: for each row and column, what is there.
-        row_axis, column_axes: what the labels are values of.
-        settled: axes with the same value in every cell, in words.
+        cells: the cells of each row and column.
+        row_axis, column_axes: names of the axes whose values are the labels.
+        settled: text with the axes that have the same value in every cell.
     """
 
     rows: list[str]
@@ -38,10 +38,10 @@ class Group:
     Attributes:
         name: of the check.
         cells: in the report's order.
-        grid: of their axes.
-        columns: names of comparisons, in the order in which they come first.
+        grid: the cells by their axes.
+        columns: names of comparisons, in the order of their first appearance.
         limits: the tolerance of each comparison, None where cells have different ones.
-        reasons: why tolerances are what they are: comparisons that share a reason, and the reason.
+        reasons: comparisons that share a reason for their tolerance, and the reason.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Group:
         return [cell for cell in self.cells if cell.checks]
 
     def check(self, cell: CellResult, name: str) -> Check | None:
-        """A cell's comparison of that name."""
+        """Return a cell's comparison of that name."""
         return next((check for check in cell.checks if check.name == name), None)
 
 
@@ -74,7 +74,7 @@ class Cost:
 
 
 def group_cells(report: ParityReport) -> list[Group]:
-    """Groups in the order of the report."""
+    """Return the cells by check, in the order of the report."""
     groups: dict[str, list[CellResult]] = {}
     for cell in report.cells:
         groups.setdefault(cell.check, []).append(cell)
@@ -87,19 +87,19 @@ def _group(name: str, cells: list[CellResult]) -> Group:
         for check in cell.checks:
             checks.setdefault(check.name, []).append(check)
     limits = {}
-    for column, found in checks.items():
-        tolerances = {check.tolerance for check in found}
+    for column, same_name in checks.items():
+        tolerances = {check.tolerance for check in same_name}
         limits[column] = tolerances.pop() if len(tolerances) == 1 else None
     reasons: dict[str, list[str]] = {}
-    for column, found in checks.items():
-        for reason in dict.fromkeys(check.reason for check in found if check.reason):
+    for column, same_name in checks.items():
+        for reason in dict.fromkeys(check.reason for check in same_name if check.reason):
             reasons.setdefault(reason, []).append(column)
-    said = [(", ".join(columns), reason) for reason, columns in reasons.items()]
-    return Group(name, cells, arrange(cells), list(checks), limits, said)
+    shared = [(", ".join(columns), reason) for reason, columns in reasons.items()]
+    return Group(name, cells, arrange(cells), list(checks), limits, shared)
 
 
 def arrange(cells: Sequence[CellResult]) -> Grid:
-    """The axis that varies first becomes rows, all others that vary become columns; a long list stays a list."""
+    """Make rows of the first axis that varies and columns of the others; a long list stays a list."""
     names = list(dict.fromkeys(name for cell in cells for name in cell.axes))
     values = {name: list(dict.fromkeys(cell.axes.get(name, "") for cell in cells)) for name in names}
     varying = [name for name in names if len(values[name]) > 1]
@@ -117,9 +117,9 @@ def arrange(cells: Sequence[CellResult]) -> Grid:
     placed = [
         [
             [
-                one
-                for one in cells
-                if one.axes.get(row_axis, "") == row and (not column_axes or column_of(one) == column)
+                cell
+                for cell in cells
+                if cell.axes.get(row_axis, "") == row and (not column_axes or column_of(cell) == column)
             ]
             for column in columns
         ]
@@ -129,21 +129,21 @@ def arrange(cells: Sequence[CellResult]) -> Grid:
 
 
 def costs(report: ParityReport) -> tuple[str, list[Cost]]:
-    """Speed and memory by format, or by the first axis where no cell has a format.
+    """Summarize speed and memory by format, or by the first axis where no cell has a format.
 
     Returns:
-        the axis, and what each of its values took.
+        the axis, and the cost of each of its values.
     """
     ran = [cell for cell in report.cells if cell.series.step and cell.axes]
     if not ran:
         return "", []
     axis = "format" if any("format" in cell.axes for cell in ran) else next(iter(ran[0].axes))
-    found = []
+    summaries = []
     for value in dict.fromkeys(cell.axes[axis] for cell in ran if axis in cell.axes):
         cells = [cell for cell in ran if cell.axes.get(axis) == value]
         rates = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
         memory = [cell.peak_memory_bytes for cell in cells if cell.peak_memory_bytes is not None]
-        found.append(
+        summaries.append(
             Cost(
                 value,
                 len(cells),
@@ -154,4 +154,4 @@ def costs(report: ParityReport) -> tuple[str, list[Cost]]:
                 statistics.median(cell.seconds for cell in cells),
             )
         )
-    return axis, found
+    return axis, summaries

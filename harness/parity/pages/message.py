@@ -1,4 +1,4 @@
-"""The report as Markdown, short enough for a chat message."""
+"""Render the report as Markdown, short enough for a chat message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_TEXT, _LONGEST_COMMAND = 240, 400
 
 
 def render_message(report: ParityReport) -> str:
-    """`report.md`, at most `LONGEST` characters: verdict, what differs, checks, speed and memory by format."""
+    """Render `report.md`, at most `LONGEST` characters: verdict, differences, checks, speed and memory by format."""
     verdict = f"**{words.SIGNS[report.verdict]} {words.verdict(report)}**"
     head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
     parts = [head, _problems(report), _checks(report), _costs(report)]
@@ -25,7 +25,7 @@ def render_message(report: ParityReport) -> str:
     text = ""
     for part in parts:
         more = "\n".join(part) + "\n"
-        # Whole parts or nothing: half a table is read as all of it.
+        # Whole parts or nothing: half a table looks like all of it.
         if part and len(text) + len(more) + 1 <= LONGEST:
             text += ("\n" if text else "") + more
     return text
@@ -45,7 +45,7 @@ def _checks(report: ParityReport) -> list[str]:
         return []
     lines = ["| check | cells | same | different | failed | skipped | largest |", "|---|--:|--:|--:|--:|--:|---|"]
     for group in groups[:_MOST_GROUPS]:
-        cells = [cell for cell in group.cells if cell.reference is not None or cell.status != "same"]
+        cells = [cell for cell in group.cells if not cell.is_reference or cell.status != "same"]
         counted = [
             sum(cell.status == status for cell in cells) for status in ("same", "different", "failed", "skipped")
         ]
@@ -57,28 +57,28 @@ def _checks(report: ParityReport) -> list[str]:
 
 
 def _largest(cells: list[CellResult]) -> str:
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for cell in cells:
         for check in cell.checks:
             if check.largest is not None:
-                found[check.name] = max(check.largest, found.get(check.name, 0.0))
-    moved = {name: value for name, value in found.items() if value > 0}
+                largest[check.name] = max(check.largest, largest.get(check.name, 0.0))
+    moved = {name: value for name, value in largest.items() if value > 0}
     shown = ", ".join(f"{_text(name, 24)} {words.ratio(value)}" for name, value in moved.items())
-    return shown or ("0" if found else "")
+    return shown or ("0" if largest else "")
 
 
 def _costs(report: ParityReport) -> list[str]:
     axis, spent = costs(report)
-    if all(one.tokens_per_s is None and one.memory_bytes is None for one in spent):
+    if all(cost.tokens_per_s is None and cost.memory_bytes is None for cost in spent):
         return []
     lines = [f"| {_text(axis, 40)} | tokens/s | peak memory |", "|---|--:|--:|"]
-    for one in spent[:_MOST_COSTS]:
-        lines.append(f"| {_text(one.value, 40)} | {words.rate(one.tokens_per_s)} | {words.size(one.memory_bytes)} |")
+    for cost in spent[:_MOST_COSTS]:
+        lines.append(f"| {_text(cost.value, 40)} | {words.rate(cost.tokens_per_s)} | {words.size(cost.memory_bytes)} |")
     return lines
 
 
 def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """One line that Markdown shows as it is."""
+    """Return one line that Markdown shows unchanged."""
     short = " ".join(text.split())
     short = short if len(short) <= longest else f"{short[: longest - 1]}…"
     # An underscore within a word is one in Markdown too.
@@ -86,7 +86,7 @@ def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 
 def _code(command: str) -> str:
-    """A command to copy, within a fence that is longer than any in it."""
+    """Return a command to copy, within a fence that is longer than any in it."""
     short = " ".join(command.split())
     if len(short) > _LONGEST_COMMAND:
         # Half a command must not be run.

@@ -1,4 +1,4 @@
-"""Metrics over the nights as one page: each with its band, and marks where it left that."""
+"""Render metrics over the nights as one page: each with its band, and a mark where a value left it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from harness.parity.history import History, Metric
 from harness.parity.pages.curves import AXIS, TRANSPARENT, Chart, Pool, finite, plain
 from harness.parity.pages.page import render
 
-# More are in the JSON of each night; a page is for the newest.
+# Older values are in the JSON of each night.
 _MOST_LISTED = 50
 _LINE, _BAND, _LEFT = "#0b78b8", "rgba(124,140,160,0.22)", "#d03b2f"
 
 
 def render_nights(history: History) -> str:
-    """`history.html`.
+    """Render `history.html`.
 
     Raises:
         ConfigError: Jinja or Plotly is not installed.
@@ -79,9 +79,9 @@ def _draw(number: int, metric: Metric, pool: Pool) -> Chart | None:
             }
         )
     outside = sum(night.left_band for night in nights)
-    said = f"Outside its band on {outside} of {len(nights)} nights. " if outside else "Never outside its band. "
-    # Without a band nothing was held against anything.
-    note = (said if any(banded) else "No band yet. ") + metric.band
+    summary = f"Outside its band on {outside} of {len(nights)} nights. " if outside else "Never outside its band. "
+    # Without a band nothing was compared.
+    note = (summary if any(banded) else "No band yet. ") + metric.band
     layout = {
         "xaxis": AXIS | {"type": "date"},
         "yaxis": AXIS | {"title": {"text": plain(metric.unit), "standoff": 6}},

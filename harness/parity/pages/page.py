@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: it opens from a disk, a mail or an artefact store, and loads nothing else."""
+"""Render one HTML file with everything in it: it opens from a disk or an artifact store, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.parity.result import STATUSES, ParityReport
 
 
 def render_page(report: ParityReport) -> str:
-    """`report.html`.
+    """Render `report.html`.
 
     Raises:
         ConfigError: Jinja or Plotly is not installed.
@@ -35,13 +35,13 @@ def render_page(report: ParityReport) -> str:
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
         cost_axis=axis,
         costs=spent,
-        fastest=max((one.tokens_per_s or 0 for one in spent), default=0),
-        largest=max((one.memory_bytes or 0 for one in spent), default=0),
+        fastest=max((cost.tokens_per_s or 0 for cost in spent), default=0),
+        largest=max((cost.memory_bytes or 0 for cost in spent), default=0),
     )
 
 
 def render(template: str, charts: list[Chart], pool: Pool, **values: Any) -> str:
-    """A template of this package with Plotly, the charts' data and `values`, every text of which is escaped.
+    """Render a template of this package with Plotly, the charts' data and `values`, whose texts are all escaped.
 
     Raises:
         ConfigError: Jinja or Plotly is not installed.

@@ -327,7 +327,7 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
         bench_schedule(ScheduleSettings(path=str(path), global_batch=9), None, silent)
 
 
-def test_bars_show_every_rank_or_the_busiest_of_neighbours(tmp_path):
+def test_bars_show_every_rank_or_the_busiest_of_neighbors(tmp_path):
     few = Drawing("few", {"one": np.array([1.5, 0.5])})
     shown = text_of(render_bars(few))
     assert "rank 0 is the busiest, 1.500 x mean" in shown

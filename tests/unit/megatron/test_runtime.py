@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import ConfigError, LostRankError
 from harness.megatron.job import runtime
-from harness.parity.processes import free_ports
+from harness.parity.running import free_ports
 
 
 def test_cuda_means_the_cpu_inside_a_cpu_job_and_nothing_is_left_behind() -> None:

@@ -1,4 +1,4 @@
-"""Runs are the same only where every step is, and what differs is named."""
+"""Runs are the same only if every step is, and the first difference is named with its numbers."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def checks(found: list[StepMetrics], tolerances: Tolerances | None = None) -> di
     return {check.name: check for check in made}
 
 
-def said(found: list[StepMetrics], tolerances: Tolerances | None = None) -> list[str]:
+def messages_of(found: list[StepMetrics], tolerances: Tolerances | None = None) -> list[str]:
     made = checks(found, tolerances)
     assert not made.pop("data").passed  # nothing was recorded, which is never agreement
     return [check.difference.message for check in made.values() if check.difference is not None]
 
 
-def test_what_may_differ_between_layouts_is_no_difference() -> None:
+def test_differences_within_tolerance_are_no_difference() -> None:
     found = [step(1), step(2, num_microbatches=1, fill=0.1, step_s=9.0), step(3, loss=4.0 * (1 + 9e-6))]
-    assert said(found) == []
+    assert messages_of(found) == []
     assert checks(found)["loss"].largest == pytest.approx(9e-6)
     assert checks(found)["grad_norm"].largest == 0
 
 
-def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_stated_one_on_a_gpu() -> None:
+def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_default_one_on_a_gpu() -> None:
     found = [step(1), step(2), step(3, loss=math.nextafter(4.0, 5))]
-    (message,) = said(found, IDENTICAL)
+    (message,) = messages_of(found, IDENTICAL)
     assert "step 3: loss is 4.000000000000001, not 4.0 (relative difference 2.2e-16, expected bit-identical)" in message
-    assert said(found, on_device(IDENTICAL, "cuda")) == []
+    assert messages_of(found, on_device(IDENTICAL, "cuda")) == []
     assert on_device(IDENTICAL, "cpu") == IDENTICAL
     assert "atomically" in on_device(IDENTICAL, "cuda").reason
 
@@ -77,15 +77,15 @@ def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_stated_one_on_a_gpu() -
     [
         ({"loss": 4.00005}, "step 2: loss is 4.00005, not 4.0 (relative difference 1.2e-05, at most 1e-05)"),
         ({"loss": math.nan}, "step 2: loss is nan, not 4.0 (relative difference inf, at most 1e-05)"),
-        ({"validation_loss": None}, "step 2: validation_loss is not there, not 5.0"),
+        ({"validation_loss": None}, "step 2: validation_loss is missing, not 5.0"),
         ({"grad_norm": 2.001}, "step 2: grad_norm is 2.001, not 2.0 (relative difference 5.0e-04, at most 0.0001)"),
         ({"trained_tokens": 79}, "step 2: trained_tokens is 79, not 80"),
         ({"packs_consumed": 9}, "step 2: packs_consumed is 9, not 8"),
     ],
 )
 def test_a_step_that_differs_is_named_with_its_numbers(changed, message) -> None:
-    (told,) = said([step(1), step(2, **changed), step(3)])
-    assert told.startswith(message)
+    (first,) = messages_of([step(1), step(2, **changed), step(3)])
+    assert first.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_step_that_differs_is_named_with_its_numbers(changed, message) -> None
     ],
 )
 def test_a_run_that_did_not_make_every_step_does_not_agree(found, message) -> None:
-    assert said(found)[0] == message
+    assert messages_of(found)[0] == message
 
 
 def test_a_case_is_ranks_and_settings() -> None:
@@ -107,7 +107,7 @@ def test_a_case_is_ranks_and_settings() -> None:
     assert case.name == "4x tp2_pp2 num_workers=2"
     assert case.axes == {"ranks": "4", "layout": "tp2_pp2", "num_workers": "2"}
     case = parse_case("1 format=parquet loader.num_workers=2")
-    assert (case.name, case.takes("format")) == ("parquet num_workers=2", "parquet")
+    assert (case.name, case.value_of("format")) == ("parquet num_workers=2", "parquet")
     assert case.settings == ("loader.num_workers=2",)
     for text in ("", "tp2", "0 parallel=tp2", "4 tp2"):
         with pytest.raises(ConfigError, match="is not a case"):
@@ -134,7 +134,7 @@ def test_the_first_case_is_the_reference_and_a_check_from_a_checkpoint_has_a_run
     assert (two.name, two.reference, two.dataset) == ("layouts: 2x data", "layouts: npy", "made")
     assert two.settings == ("data.path=made", "trainer.device=cpu", "optimizer.decay_steps=5", "parallel=data")
     start, one, two = cells(["1 format=npy", "2 parallel=data"], from_checkpoint=True)
-    assert (start.steps, one.steps, start.is_told, one.is_told) == (2, 7, False, True)
+    assert (start.steps, one.steps, start.is_reported, one.is_reported) == (2, 7, False, True)
     assert (start.start, one.start, two.start) == (None, start.name, start.name)
 
 

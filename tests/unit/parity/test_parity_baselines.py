@@ -13,7 +13,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.nights import read_history, summarise
+from harness.parity.history import read_history, summarise
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
 from recipes.parity import make_dataset
 
@@ -47,7 +47,7 @@ def test_a_run_agrees_with_the_baseline_that_was_made_from_it(kept, data, tmp_pa
     assert baseline.environment["torch"]
     assert [step.loss for step in baseline.steps] == [6.0, 3.0, 2.0, 1.5]
     assert "run_dir" not in baseline.settings
-    run = write_run(tmp_path / "tonight", data, change=lambda one: replace(one, loss=one.loss * (1 + 5e-5)))
+    run = write_run(tmp_path / "tonight", data, change=lambda step: replace(step, loss=step.loss * (1 + 5e-5)))
     code, output = harness("against", "small", "--run", run, "--baselines", kept, "--out", tmp_path / "report")
     assert code == 0, output
     report = read_report(tmp_path / "report" / REPORT_FILE)
@@ -55,22 +55,22 @@ def test_a_run_agrees_with_the_baseline_that_was_made_from_it(kept, data, tmp_pa
     assert (tmp_path / "report" / "report.html").exists()
 
 
-@pytest.mark.parametrize(("device", "told"), [("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")])
-def test_a_baseline_says_the_device_of_its_run_on_any_machine(data, tmp_path, device, told) -> None:
+@pytest.mark.parametrize(("device", "expected"), [("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")])
+def test_a_baseline_has_the_device_of_its_run_on_any_machine(data, tmp_path, device, expected) -> None:
     run = write_run(tmp_path / "run", data)
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(settings.replace("device: cpu", f"device: {device}"))
     code, output = harness("record", "small", "--run", run, "--baselines", tmp_path / "kept")
     assert code == 0, output
-    assert read_baseline(tmp_path / "kept" / "small.json").environment["device"].startswith(told)
+    assert read_baseline(tmp_path / "kept" / "small.json").environment["device"].startswith(expected)
     code, output = harness(
         "against", "small", "--run", run, "--baselines", tmp_path / "kept", "--out", tmp_path / "out"
     )
     assert code == 0, output
-    assert read_report(tmp_path / "out" / REPORT_FILE).environment["device"].startswith(told)
+    assert read_report(tmp_path / "out" / REPORT_FILE).environment["device"].startswith(expected)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_in_words(kept, data, tmp_path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_without_a_traceback(kept, data, tmp_path) -> None:
     run = write_run(tmp_path / "again", data)
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_in_words(kept, data, tmp_pa
 
 def test_a_run_that_drifted_or_read_other_data_differs_from_the_baseline_and_is_named(kept, data, tmp_path) -> None:
     drifted = write_run(
-        tmp_path / "drifted", data, change=lambda one: replace(one, loss=one.loss * (1.001 if one.step == 3 else 1))
+        tmp_path / "drifted", data, change=lambda step: replace(step, loss=step.loss * (1.001 if step.step == 3 else 1))
     )
     code, output = harness("against", "small", "--run", drifted, "--baselines", kept)
     assert code == 1
@@ -120,8 +120,8 @@ def test_a_run_without_steps_or_digests_is_no_baseline_and_fails_against_one(kep
         record("../new", run, kept, Tolerances())
 
 
-def test_an_update_is_asked_for_and_says_what_moved_and_by_how_much(kept, data, tmp_path) -> None:
-    run = write_run(tmp_path / "new", data, change=lambda one: replace(one, loss=one.loss * (1 + 2e-3)))
+def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data, tmp_path) -> None:
+    run = write_run(tmp_path / "new", data, change=lambda step: replace(step, loss=step.loss * (1 + 2e-3)))
     with pytest.raises(ConfigError, match="there is a baseline small already"):
         record("small", run, kept, Tolerances())
     code, output = harness("update", "small", "--run", run, "--baselines", kept)
@@ -161,9 +161,9 @@ def nights(folder: Path, *later: ParityReport) -> Path:
         (folder / f"night-{number}").mkdir(parents=True)
         made = report(f"2026-01-0{number}T02:00:00+00:00", rate=900.0 + number)
         write_report(made, folder / f"night-{number}" / REPORT_FILE)
-    for number, one in enumerate(later):
+    for number, night in enumerate(later):
         (folder / f"later-{number}").mkdir()
-        write_report(one, folder / f"later-{number}" / REPORT_FILE)
+        write_report(night, folder / f"later-{number}" / REPORT_FILE)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A parity report is one page, one message and one XML file, whatever is in it."""
+"""A parity report becomes one page, one message and one XML file, whatever its contents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema
 
 
 def text_of(page: str) -> str:
-    """What a page says, without Plotly, styles and tags."""
+    """Return the text of a page, without Plotly, styles and tags."""
     page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
@@ -48,7 +48,7 @@ def test_all_three_files_are_written_and_none_is_left_half(tmp_path):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"report.html", "report.md", "junit.xml"}
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         render_all(all_same(), tmp_path / "file" / "folder")
@@ -64,21 +64,21 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, packag
 
 
 def test_the_page_names_the_first_difference_and_how_to_run_it_again():
-    said = text_of(render_page(one_of_each()))
-    assert "✗ Different 2 of 5 compared cells agree, 1 failed, 2 different, 1 skipped." in said
-    assert "First difference memmap, 4 workers against npy, 0 workers" in said
+    text = text_of(render_page(one_of_each()))
+    assert "✗ Different 2 of 5 compared cells agree, 1 failed, 2 different, 1 skipped." in text
+    assert "First difference memmap, 4 workers against npy, 0 workers" in text
     for part in ("microbatch 1", "sequence 4,182", "position 211", "expected 5,121", "found 5,120"):
-        assert part in said
-    assert "python -m recipes.parity check=formats cells=&#39;memmap, 4 workers&#39;" in said
-    assert "no second interpreter was given" in said
+        assert part in text
+    assert "python -m recipes.parity check=formats cells=&#39;memmap, 4 workers&#39;" in text
+    assert "no second interpreter was given" in text
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict", "said"),
+    ("found", "verdict", "text"),
     [
         (all_same(), "same", "Same 9 of 9 compared cells agree."),
         (report([]), "failed", "Nothing was compared The report has no cells."),
-        (report([reference()]), "failed", "Nothing was compared 1 cell ran, and none was held against another."),
+        (report([reference()]), "failed", "Nothing was compared 1 cell ran, and none was compared with another."),
         (
             report([reference(), cell("a", "memmap", 0, status="skipped", checks=[], reason="no")]),
             "failed",
@@ -97,15 +97,15 @@ def test_the_page_names_the_first_difference_and_how_to_run_it_again():
         (one_of_each(), "different", "Different"),
     ],
 )
-def test_every_rendering_has_the_same_verdict(found, verdict, said):
+def test_every_rendering_has_the_same_verdict(found, verdict, text):
     assert found.verdict == verdict
-    assert said in text_of(render_page(found))
-    assert said.split()[0] in render_message(found)
+    assert text in text_of(render_page(found))
+    assert text.split()[0] in render_message(found)
     root = ElementTree.fromstring(render_junit(found))
     assert (int(root.get("failures")) + int(root.get("errors")) == 0) == (verdict == "same")
 
 
-def test_what_a_run_is_called_and_says_is_text_and_never_markup(tmp_path):
+def test_names_and_errors_of_runs_are_text_and_never_markup(tmp_path):
     bad = "<img src=x onerror=alert(1)> \x1b[31m `|` \ud800 </script>&amp; ]]>"
     broken = cell(bad, bad, 0, check=bad, status="different", reason=bad, command=bad, checks=[])
     difference = Difference(bad, field=bad, expected=bad, found=bad)
@@ -121,7 +121,7 @@ def test_what_a_run_is_called_and_says_is_text_and_never_markup(tmp_path):
     assert not re.search(r"(?<!\\)<img", re.sub(r"`` .* ``", "", message))
 
 
-def test_an_xml_case_stands_for_every_comparison_and_says_what_differs():
+def test_every_comparison_is_an_xml_case_with_its_difference():
     root = ElementTree.fromstring(render_junit(one_of_each()))
     cases = {(case.get("classname"), case.get("name")): case for case in root.iter("testcase")}
     assert len(cases) == 7 + 4 * 6
@@ -235,7 +235,7 @@ def test_speed_and_memory_are_by_format_and_by_the_first_axis_without_one():
 
 
 @pytest.mark.parametrize("found", [all_same(), one_of_each(), report([])])
-def test_report_json_is_what_its_schema_says(tmp_path, found):
+def test_report_json_follows_its_schema(tmp_path, found):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     first = replace(found.cells[0], seconds=math.nan) if found.cells else None
     write_report(replace(found, cells=[first, *found.cells[1:]] if first else []), tmp_path / "report.json")

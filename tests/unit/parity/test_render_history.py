@@ -1,4 +1,4 @@
-"""What nights have in common is one page: metrics with their bands, and where they left them."""
+"""The history page shows the metrics of all nights with their bands, and marks where a value left its band."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_the_newest_night_makes_the_verdict_and_older_ones_are_listed():
         ("loss at step 40", None),
         ("peak memory", 1900.0),
     ]
-    said = text_of(render_nights(history))
-    assert "Left its band 1 metric of 4 in the newest night." in said
-    assert "tokens/s, to the reference reader , formats: parquet: 0.61 x, band 0.9 x to 1.05 x" in said
-    assert "2026-11-10T02:10:00+00:00 peak memory formats: memmap 1,900 MB 1,200 MB to 1,400 MB" in said
-    assert "2026-11-13T02:10:00+00:00 loss at step 40 &lt;b&gt;bold&lt;/b&gt; none 4 nats to 4.2 nats" in said
-    assert NEWEST in said
+    text = text_of(render_nights(history))
+    assert "Left its band 1 metric of 4 in the newest night." in text
+    assert "tokens/s, to the reference reader , formats: parquet: 0.61 x, band 0.9 x to 1.05 x" in text
+    assert "2026-11-10T02:10:00+00:00 peak memory formats: memmap 1,900 MB 1,200 MB to 1,400 MB" in text
+    assert "2026-11-13T02:10:00+00:00 loss at step 40 &lt;b&gt;bold&lt;/b&gt; none 4 nats to 4.2 nats" in text
+    assert NEWEST in text
 
 
 def test_quiet_and_empty_histories_are_pages_too(tmp_path):
@@ -51,6 +51,6 @@ def test_quiet_and_empty_histories_are_pages_too(tmp_path):
 def test_a_long_history_lists_the_newest_and_counts_the_rest():
     values: list[float | None] = [9.0] * 28
     metrics = [Metric(f"m{number}", "c", "", nights(values, 0, 1)) for number in range(4)]
-    said = text_of(render_nights(History("t", metrics)))
-    assert "4 metrics of 4 in the newest night" in said
-    assert "and 50 older ones." in said
+    text = text_of(render_nights(History("t", metrics)))
+    assert "4 metrics of 4 in the newest night" in text
+    assert "and 50 older ones." in text

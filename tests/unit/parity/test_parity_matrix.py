@@ -1,4 +1,4 @@
-"""What a matrix is asked for is checked before anything runs, and a finished cell is kept only while it is true."""
+"""Settings of a matrix are checked before anything runs, and a finished cell is kept while its inputs are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import FORMATS
 from harness.parity.cells import Cell, parse_case
-from harness.parity.processes import log_file, run_folder
 from harness.parity.running import Finished, fingerprints, run_cells
 from recipes.parity import ParityConfig, device_of, plan
 
@@ -21,13 +20,13 @@ def config(*overrides: str) -> ParityConfig:
     return compose_config("parity", ParityConfig, list(overrides))
 
 
-def test_the_default_holds_every_format_against_legacy_npy() -> None:
+def test_the_default_compares_every_format_with_legacy_npy() -> None:
     made = config()
     assert made.checks == ["formats"]
     assert made.formats[0] == "1 format=npy"
     assert sorted(made.formats) == sorted(f"1 format={name}" for name in FORMATS)
     persistent = [case for case in made.workers if "num_workers=4 loader.persistent_workers=true" in case]
-    assert {parse_case(case).takes("format") for case in persistent} == set(FORMATS)
+    assert {parse_case(case).value_of("format") for case in persistent} == set(FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -40,16 +39,17 @@ def test_the_default_holds_every_format_against_legacy_npy() -> None:
         (["steps=0"], "steps is 0"),
         (["slots=0"], "slots is 0"),
         (["timeout_s=0"], "timeout_s is 0"),
+        (["device=auto"], "'auto' is not known"),
         (['sft_more=["data.path=x"]'], "data.path=x would be the data of every cell"),
         (['sft=["data=train_blend"]'], "data=train_blend would be the data of every cell"),
     ],
 )
-def test_a_matrix_that_means_nothing_is_refused(overrides, what) -> None:
+def test_a_meaningless_matrix_is_refused(overrides, what) -> None:
     with pytest.raises(ConfigError, match=what):
         config(*overrides)
 
 
-def test_cells_are_planned_for_the_datasets_and_versions_that_are_named(tmp_path) -> None:
+def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
     made = config(
         "check=formats+versions", 'versions=["new=/opt/python"]', 'datasets=["parquet=/data/mine"]', "steps=3"
     )
@@ -70,11 +70,21 @@ def test_cells_are_planned_for_the_datasets_and_versions_that_are_named(tmp_path
         plan(config('formats=["1 format=npy", "1 format=csv"]'), tmp_path, "cpu")
 
 
-def test_the_device_is_that_of_the_runs_and_may_not_be_left_open() -> None:
-    assert device_of([]) == "cpu"
-    assert device_of(["trainer.device=cpu", "trainer.device=cuda"]) == "cuda"
+def test_the_device_is_that_of_the_runs_and_may_not_be_auto() -> None:
+    assert device_of(config()) == "cpu"
+    assert device_of(config("device=cuda")) == "cuda"
+    assert device_of(config('sft_more=["trainer.device=cpu", "trainer.device=cuda"]')) == "cuda"
     with pytest.raises(ConfigError, match="device is auto"):
-        device_of(["trainer.device=auto"])
+        device_of(config('sft_more=["trainer.device=auto"]'))
+
+
+def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
+    cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, "cpu")
+    assert {cell.case.ranks for cell in cells} == {1, 2}
+    assert {cell.reference for cell in cells} == {None}
+    assert " -m recipes.isolation " in cells[0].command(tmp_path, None)
+    alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, "cpu")
+    assert [cell.name for cell in alone] == ["isolation: 2x cp2"]
 
 
 @pytest.fixture
@@ -95,8 +105,8 @@ def cell(tmp_path: Path) -> Cell:
 
 
 def finish(cell: Cell, folder: Path) -> None:
-    """What a cell leaves that ran to its end."""
-    run = run_folder(folder, cell)
+    """Leave the files of a cell that ran to its end."""
+    run = cell.run_folder(folder)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     done = Finished(fingerprints([cell])[cell.name], "", 3.0, None)
@@ -107,8 +117,8 @@ def test_a_finished_cell_is_kept_until_its_settings_or_its_data_change(cell, tmp
     folder = tmp_path / "parity"
     finish(cell, folder)
 
-    def run(one: Cell) -> Finished:
-        return run_cells([one], folder, slots=1, timeout_s=60, watch=lambda progress: None)[one.name]
+    def run(cell: Cell) -> Finished:
+        return run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
 
     assert run(cell).was_kept
     assert fingerprints([replace(cell, settings=("a=1",))]) != fingerprints([cell])
@@ -118,35 +128,35 @@ def test_a_finished_cell_is_kept_until_its_settings_or_its_data_change(cell, tmp
     assert fingerprints([cell]) != before
     with pytest.raises(ConfigError, match="the interpreter of formats: npy cannot be started"):
         run(cell)
-    assert not run_folder(folder, cell).exists()
+    assert not cell.run_folder(folder).exists()
 
 
 def test_a_cell_whose_metrics_were_cut_is_not_kept(cell, tmp_path) -> None:
     folder = tmp_path / "parity"
     finish(cell, folder)
-    (run_folder(folder, cell) / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    cell.record(folder).write_text('{"step": 1}\n{"st')
     with pytest.raises(ConfigError, match="cannot be started"):
         run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)
 
 
-def test_what_a_failed_cell_said_is_its_reason(cell, tmp_path) -> None:
+def test_the_error_of_a_failed_cell_is_its_reason(cell, tmp_path) -> None:
     script = tmp_path / "no-python"
     script.write_text(
         "#!/bin/sh\necho 'W1 warning'; echo 'FormatError: pack 3 is bad'; echo '  where: shard 1'; exit 2\n"
     )
     script.chmod(0o755)
     folder = tmp_path / "parity"
-    found = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert found.reason == f"FormatError: pack 3 is bad; where: shard 1 (log: {log_file(folder, cell)})"
+    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
+    assert failed.reason == f"FormatError: pack 3 is bad; where: shard 1 (log: {cell.log_file(folder)})"
     script.write_text("#!/bin/sh\necho '[rank0]: AttributeError: no such thing'; exit 1\n")
-    found = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert found.reason.startswith("AttributeError: no such thing")
+    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
+    assert failed.reason.startswith("AttributeError: no such thing")
     script.write_text("#!/bin/sh\nkill -9 $$\n")
-    found = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert found.reason.startswith("killed by signal 9")
+    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
+    assert failed.reason.startswith("killed by signal 9")
     script.write_text("#!/bin/sh\nsleep 100\n")
-    found = run_cells([cell], folder, slots=1, timeout_s=0.5, watch=lambda progress: None)[cell.name]
-    assert found.reason == "ended after 0.5 s"
+    failed = run_cells([cell], folder, slots=1, timeout_s=0.5, watch=lambda progress: None)[cell.name]
+    assert failed.reason == "ended after 0.5 s"
 
 
 def test_a_second_matrix_in_the_same_folder_is_refused(cell, tmp_path) -> None:
