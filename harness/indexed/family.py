@@ -1,6 +1,6 @@
-"""Write one corpus as a family of pairs: a pair a split, with the JSON files that Megatron reads beside them.
+"""Write one corpus as a family of pairs: one pair per split, and the JSON files for Megatron's options.
 
-    OUT/NAME_train.bin, .idx        and so on, a pair a split
+    OUT/NAME_train.bin, .idx        and so on, one pair per split
     OUT/NAME_sequences.json         for Megatron's --per-dataset-sequences-path
     OUT/NAME_splits.json            for Megatron's --per-split-data-args-path
     OUT/NAME.json                   record of the family: sources, settings, counts, file hashes; written last
@@ -132,7 +132,7 @@ def write_family(
                     fix="give it a larger weight, leave it out, or read more documents",
                 )
         if any(writer.dtype == INT32 for writer in writers.values()):
-            # One tokenizer made all of them, and Megatron may derive one dtype from it.
+            # One tokenizer made all splits, and Megatron may derive a single dtype from it.
             for writer in writers.values():
                 if writer.dtype != INT32:
                     writer.widen()
@@ -175,11 +175,11 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_bytes())
-        whole = all("xxh3" in file for file in record["files"].values())
-        whole &= all("prefix" in split for split in record["splits"].values()) and "vocab_size" in record["source"]
+        complete = all("xxh3" in file for file in record["files"].values())
+        complete &= all("prefix" in split for split in record["splits"].values()) and "vocab_size" in record["source"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return record if whole else None
+    return record if complete else None
 
 
 def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str, TokenBatch]]:

@@ -102,7 +102,7 @@ class MappedIndex:
         lengths: int32 [S].
         pointers: int64 [S].
         documents: int64 [D].
-        has_modes: true for a multimodal dataset, with one mode a sequence.
+        has_modes: true for a multimodal dataset, with one mode per sequence.
 
     Raises:
         FormatError: the header is damaged, or the file size does not match its counts.

@@ -1,4 +1,4 @@
-"""Read token shards: Parquet files with a column of token ids, one document a row, in batches of bounded size.
+"""Read token shards: Parquet files with a column of token ids, one document per row, in batches of bounded size.
 
 A row is a list of ids, a list of such lists (a document of several sequences), or ids as text (`"5 17 3"`, also
 `"[5, 17, 3]"`). Row groups are decoded on several threads and arrive in order.
@@ -117,7 +117,7 @@ def _require_parquet(path: Path) -> None:
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """Yield the documents of shards in order, each batch with its file; at most one batch a thread is in memory.
+    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
 
     Raises:
         PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
@@ -318,7 +318,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
         row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
         raise FormatError(
             f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
-            fix="the column must hold token ids as text; this command does not tokenise text",
+            fix="the column must hold token ids as text; this command does not tokenize text",
         ) from None
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), numbers)

@@ -1,4 +1,4 @@
-"""From chat data to packed datasets; needs numpy and pyarrow, and tokenizers where text is tokenised.
+"""From chat data to packed datasets; needs numpy and pyarrow, and tokenizers where text is tokenized.
 
     from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
 

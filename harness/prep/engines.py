@@ -16,7 +16,7 @@ from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources import Shard
 
 ENGINES = ("local", "ray")
-# Below this size of the source, starting processes takes longer than tokenising.
+# Below this size of the source, starting processes takes longer than tokenizing.
 _WORKERS_PAY_BYTES = 64 << 20
 # A lost node takes its tasks with it; they run again elsewhere.
 _MAX_RETRIES = 10
@@ -72,7 +72,7 @@ def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> It
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise PrepError(
-                "a tokenising process died",
+                "a tokenizing process died",
                 where=f"{num_workers} workers",
                 fix="start again, finished shards are kept; if memory ran out, lower data.num_workers",
             ) from error

@@ -43,7 +43,7 @@ class PrepareConfig:
         source: chat records.
         tokenizer: tokenizer, chat template and masking rule.
         data: packing and storage.
-        engine: `local` tokenises in processes of this machine; `ray` on the cluster at RAY_ADDRESS.
+        engine: `local` tokenizes in processes of this machine; `ray` on the cluster at RAY_ADDRESS.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
@@ -180,7 +180,7 @@ class _Preparation:
                 return
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
-        """Tokenise everything, and divide the sequences among the splits."""
+        """Tokenize everything, and divide the sequences among the splits."""
         config = self._config
         job = ShardJob(
             folder=str(self._path / layout.SHARDS),
@@ -193,7 +193,7 @@ class _Preparation:
             on_bad=config.source.on_bad,
         )
         source_bytes = self._source_bytes()
-        with self._stages.stage("tokens", "tokenising", total=source_bytes) as stage:
+        with self._stages.stage("tokens", "tokenizing", total=source_bytes) as stage:
             shard_bytes = max(config.source.shard_bytes, -(-source_bytes // _MAX_SHARDS))
             shards = cut_shards(self._files, shard_bytes=shard_bytes, limit=config.source.limit)
             folders = [job.shard_folder(number) for number in range(len(shards))]
@@ -206,7 +206,9 @@ class _Preparation:
                 receipts.append(receipt)
                 stage.advance(shard.num_bytes)
             self._count(receipts, folders)
-            spool = Spool((folder, one.sequences, one.tokens) for folder, one in zip(folders, receipts, strict=True))
+            spool = Spool(
+                (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
+            )
             shares = {layout.VALIDATION: config.data.validation_fraction, layout.TEST: config.data.test_fraction}
             splits, num_duplicates = divide(
                 spool, shares, rest=layout.TRAIN, drop_duplicates=config.data.drop_duplicates

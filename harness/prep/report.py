@@ -132,7 +132,7 @@ class PrepareReport:
         return ", ".join(f"{number:,} {why}" for why, number in sorted((self.bad + self.dropped).items()))
 
     def split_rows(self) -> dict[str, list[str]]:
-        """Return the main figures, one row a figure and one column a split."""
+        """Return the main figures, one row per figure and one column per split."""
         splits = self.splits.values()
         return {
             "conversations": [f"{split.conversations:,}" for split in splits],
@@ -147,7 +147,7 @@ class PrepareReport:
 
 
 def render_report(report: PrepareReport) -> Table:
-    """Return a table with one column a split."""
+    """Return a table with one column per split."""
     table = Table(title=f"{report.path}", title_justify="left")
     table.add_column("")
     for name in report.splits:

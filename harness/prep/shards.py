@@ -1,8 +1,8 @@
-"""Tokenise one shard of the source into a folder of its own, with a receipt; a shard with a valid receipt is kept.
+"""Tokenize one shard of the source into a folder of its own, with a receipt; a shard with a valid receipt is kept.
 
-Folder `00007` holds `sequences.bin` (one record a sequence), `input_ids.bin`, `loss_mask.bin`, `bad_records.jsonl` and
-`receipt.json`. It is written under another name and renamed once complete, so that an abandoned attempt, wherever it
-may still be running, changes nothing.
+Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `bad_records.jsonl`
+and `receipt.json`. It is written under another name and renamed once complete, so that an abandoned attempt, wherever
+it may still be running, changes nothing.
 """
 
 from __future__ import annotations

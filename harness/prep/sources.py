@@ -43,7 +43,7 @@ class SourceConfig:
         path: a file, a glob or a folder (searched recursively).
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
-        shard_bytes: bytes of the source that are tokenised as one unit, which is also what an interruption can lose;
+        shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
             does not change the result.
     """
 

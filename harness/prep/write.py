@@ -53,7 +53,7 @@ def write_packs(
             advance(plan.num_packs % 64)
         assert writer.manifest is not None
         return writer.manifest.fingerprint
-    # The sequences in their own order, one a pack, and the plan beside them. The tokenizer's path is relative.
+    # The sequences in their own order, one per pack, and the plan beside them. The tokenizer's path is relative.
     store.parent.mkdir(exist_ok=True)
     tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
     stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)

@@ -212,7 +212,7 @@ def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
 def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     """Place each sequence, in order, into the first opened pack with room for it.
 
-    Takes a few microseconds a sequence: a tree over the packs holds the largest room in each subtree.
+    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
 
     Args:
         lengths: int64 [sequences], each at most `pack_size`.

@@ -49,7 +49,7 @@ class PackingConfig:
             stays in its split when others are added or removed.
         test_fraction: share of conversations for the split `test`, chosen likewise.
         drop_duplicates: leave out conversations that equal an earlier one, by a 64-bit hash.
-        num_workers: processes that tokenise; 0 works in the main process, with the threads of the tokenizers library;
+        num_workers: processes that tokenize; 0 works in the main process, with the threads of the tokenizers library;
             -1 starts one per core if the source is large enough to pay for it.
         overwrite: replace a dataset that was prepared with other settings.
     """

@@ -1,4 +1,4 @@
-"""ChatTokenizer: renders conversations with a chat template, tokenises them, and masks the tokens to train."""
+"""ChatTokenizer: renders conversations with a chat template, tokenizes them, and masks the tokens to train."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ChatTokenizer:
         self._control_begins = sorted({token[0] for token in special})
 
     def _check_template(self, where: str) -> None:
-        """Report a broken template once, instead of once a conversation."""
+        """Report a broken template once, instead of once per conversation."""
         import jinja2
 
         try:
@@ -156,7 +156,7 @@ class ChatTokenizer:
         return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
-        """Tokenise conversations; results are in the same order.
+        """Tokenize conversations; results are in the same order.
 
         Returns:
             for each conversation input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train;
@@ -258,7 +258,7 @@ def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
 def mask_of_encoding(encoding: Any, num_tokens: int, text: str, spans: Sequence[Span]) -> UInt8Array:
     """Compute `token_mask` of an encoding by the tokenizers library, mostly without reading every token's offsets.
 
-    Reading all offsets costs up to a third of tokenising.
+    Reading all offsets costs up to a third of tokenizing.
 
     Args:
         encoding: of `text`, with `num_tokens` tokens.
@@ -330,7 +330,7 @@ def _load(name: str) -> Any:
         from transformers import AutoTokenizer
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"tokenising needs a newer `transformers`: {error}", fix=INSTALL_FIX) from error
+        raise ConfigError(f"tokenizing needs a newer `transformers`: {error}", fix=INSTALL_FIX) from error
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not folder.is_dir():

@@ -24,7 +24,7 @@ def finish(path, settings=SETTINGS):
     return report
 
 
-def test_a_finished_folder_is_recognised_and_left_unchanged(tmp_path):
+def test_a_finished_folder_is_recognized_and_left_unchanged(tmp_path):
     report = finish(tmp_path / "d")
     assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) == report
     assert not (tmp_path / "d" / "_preparing").exists()
