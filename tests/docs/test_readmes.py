@@ -278,5 +278,11 @@ def test_output_that_differs_from_the_page_fails() -> None:
         check_output(block, "loss 1.5\n", "README.md")
 
 
+def test_the_page_of_tests_names_every_folder_of_tests() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
+    page = (ROOT / "tests/README.md").read_text()
+    assert {name for name in folders if f"`{name}/`" not in page} == set()
+
+
 def test_the_first_page_is_a_screen_and_a_half() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 7_000
