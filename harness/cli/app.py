@@ -18,7 +18,7 @@ from harness.cli.indexed import indexed_app
 from harness.cli.launch import launch_app, preflight_app
 from harness.cli.live import live_app
 from harness.cli.parity import parity_app
-from harness.cli.runs import ParityGroup, run_recipe, runs_app
+from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
 
 _PROJECT = "megatron-sft-harness"
@@ -37,14 +37,8 @@ app.add_typer(data_app)
 app.add_typer(live_app, name="live")
 app.add_typer(indexed_app, name="indexed")
 app.add_typer(preflight_app, name="preflight")
-app.add_typer(parity_app, name="parity", cls=ParityGroup)
+app.add_typer(parity_app, name="parity")
 app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=True)(bench)
-
-
-@parity_app.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
-def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None) -> None:
-    """Run the matrix of `python -m recipes.parity`."""
-    run_recipe("parity", arguments or [])
 
 
 def installed_version() -> str:

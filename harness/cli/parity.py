@@ -1,69 +1,147 @@
-"""`harness parity`: baselines, the nights of a matrix, and the nodes of a night. The matrix is `recipes.parity`."""
+"""`harness parity`: the matrix of `recipes.parity`, baselines, the nights of a matrix, and the nodes of a night."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from harness.checks import require_numbers
+from harness.cli.runs import run_recipe
+from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 
 if TYPE_CHECKING:
     from harness.parity import ParityReport
 
+_BASELINES = "tests/golden/baselines"
+_MATRIX = "matrix"
+
+
+class _ParityGroup(TyperGroup):
+    """Commands of which the matrix, the main one, needs no name: `harness parity check=layouts`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names_command = bool(args) and (args[0] == "--help" or not {"=", "-"} & set(args[0]))
+        unparsed: list[str] = super().parse_args(ctx, args if names_command else [_MATRIX, *args])
+        return unparsed
+
+
 parity_app = typer.Typer(
     name="parity",
-    help="Hold runs against baselines, follow a matrix over the nights, join the reports of many nodes.",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=_ParityGroup,
+    help="Prove that other settings train the same: `harness parity check=layouts` runs the matrix, as "
+    "`python -m recipes.parity` does; `harness parity --cfg` prints its settings. Further commands compare runs with "
+    "baselines, follow a matrix over the nights, and join the reports of many nodes.",
     pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
-Run = Annotated[Path, typer.Option("--run", metavar="DIR", help="a run with trainer.record_digests=true")]
-Baselines = Annotated[Path, typer.Option("--baselines", metavar="DIR", help="where baselines are kept")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="write the report here: JSON, HTML, Markdown, JUnit")
-]
-_HERE = Path("tests/golden/baselines")
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
 
 
-@parity_app.command()
-def record(
-    name: Name,
-    run: Run,
-    baselines: Baselines = _HERE,
-    loss: Annotated[float, typer.Option(min=0, help="largest relative difference of a loss")] = 1e-5,
-    grad_norm: Annotated[float, typer.Option(min=0, help="largest relative difference of a gradient norm")] = 1e-4,
-    reason: Annotated[str, typer.Option(help="why these tolerances")] = "other machines and versions round otherwise",
-) -> None:
+@dataclass
+class RecordSettings:
+    """Settings of `harness parity record`.
+
+    Attributes:
+        baselines: folder of the baselines.
+        loss: largest relative difference of a loss in later runs.
+        grad_norm: largest relative difference of a gradient norm in later runs.
+        reason: why these tolerances, for the reports.
+    """
+
+    baselines: str = _BASELINES
+    loss: float = 1e-5
+    grad_norm: float = 1e-4
+    reason: str = "other machines and versions round otherwise"
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "loss", "grad_norm", lowest=0)
+
+
+@dataclass
+class CompareSettings:
+    """Settings of `harness parity against` and `harness parity update`.
+
+    Attributes:
+        baselines: folder of the baselines.
+        out: folder to write the report to, as JSON, HTML, Markdown and JUnit; null for none.
+    """
+
+    baselines: str = _BASELINES
+    out: str | None = None
+
+
+@dataclass
+class HistorySettings:
+    """Settings of `harness parity history`.
+
+    Attributes:
+        out: folder of history.html; null for the folder of the reports.
+        step: step of the loss to follow; null for the last one that every night made.
+    """
+
+    out: str | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "step", lowest=1)
+
+
+@dataclass
+class SummariseSettings:
+    """Settings of `harness parity summarise`.
+
+    Attributes:
+        out: folder of the joined report.
+    """
+
+    out: str = "runs/summary"
+
+
+@parity_app.command(
+    name=_MATRIX, hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []}
+)
+def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None) -> None:
+    """Run the matrix; the same as `python -m recipes.parity`."""
+    run_recipe("parity", arguments or [])
+
+
+@parity_app.command(cls=class_of(RecordSettings, {"--run": 1}))
+def record(context: typer.Context, name: Name, run: Run) -> None:
     """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
     from harness.parity import Tolerances
     from harness.parity import record as record_baseline
 
-    print(f"baseline {record_baseline(name, run, baselines, Tolerances(loss, grad_norm, reason))}")
+    settings: RecordSettings = context.obj
+    tolerances = Tolerances(settings.loss, settings.grad_norm, settings.reason)
+    print(f"baseline {record_baseline(name, run, Path(settings.baselines), tolerances)}")
 
 
-@parity_app.command()
-def against(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None) -> None:
-    """Hold a run against a baseline; exit code 1 where it differs, or where there is no such baseline."""
-    from harness.parity import against as hold_against
+@parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
+def against(context: typer.Context, name: Name, run: Run) -> None:
+    """Compare a run with a baseline; exit code 1 where it differs, or where there is no such baseline."""
+    from harness.parity import against as compare_with_baseline
     from harness.parity import command_line
 
-    report = hold_against(name, run, baselines, command=command_line())
-    _tell(report, out)
+    settings: CompareSettings = context.obj
+    report = compare_with_baseline(name, run, Path(settings.baselines), command=command_line())
+    _show(report, settings.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
 
 
-@parity_app.command()
-def update(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None) -> None:
-    """Replace a baseline by a run, and say what moved and by how much."""
+@parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
+def update(context: typer.Context, name: Name, run: Run) -> None:
+    """Replace a baseline by a run, and report what moved and by how much."""
     from harness.parity import command_line
     from harness.parity import update as update_baseline
 
-    report = update_baseline(name, run, baselines, command=command_line())
-    _tell(report, out)
+    settings: CompareSettings = context.obj
+    report = update_baseline(name, run, Path(settings.baselines), command=command_line())
+    _show(report, settings.out)
     checks = report.cells[-1].checks
     moved = [check for check in checks if not check.passed]
     for check in moved:
@@ -72,66 +150,64 @@ def update(name: Name, run: Run, baselines: Baselines = _HERE, out: Out = None) 
     print(f"baseline {name} is this run now: {len(moved)} of {len(checks)} checks moved")
 
 
-@parity_app.command()
+@parity_app.command(cls=class_of(HistorySettings))
 def history(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the nights' reports, in folders of any names")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="where history.html goes; DIR itself")
-    ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="of the loss that is followed; the last one")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the reports of the nights, in folders of any names")],
+    as_json: AsJson = False,
 ) -> None:
     """Draw loss, speed and memory over the nights; exit code 1 where the newest night left a band."""
     from harness.parity import read_history
     from harness.parity.pages import render_history
 
-    found = read_history(folder, step=step)
-    render_history(found, out or folder)
-    latest = found.left_now
+    settings: HistorySettings = context.obj
+    out = Path(settings.out) if settings.out else folder
+    read = read_history(folder, step=settings.step)
+    render_history(read, out)
+    latest = read.left_now
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print_json(asdict(read))
     else:
         for metric, night in latest:
             value = "no value" if night.value is None else f"{night.value:g}"
             print(f"{metric.cell}, {metric.name}: {value} left its band, {night.low:g} to {night.high:g}")
-        nights = len({night.created for metric in found.metrics for night in metric.nights})
-        print(f"{nights} nights, {len(found.metrics)} metrics, {len(latest)} out of their band in the newest night")
-        print(f"page {(out or folder) / 'history.html'}")
+        nights = len({night.created for metric in read.metrics for night in metric.nights})
+        print(f"{nights} nights, {len(read.metrics)} metrics, {len(latest)} out of their band in the newest night")
+        print(f"page {out / 'history.html'}")
     raise typer.Exit(1 if latest else 0)
 
 
-@parity_app.command()
+@parity_app.command(cls=class_of(SummariseSettings))
 def summarise(
+    context: typer.Context,
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one a node, with its report in it or below")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the one report goes")] = Path("runs/summary"),
 ) -> None:
     """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
     from harness.parity import command_line
     from harness.parity import summarise as join_reports
 
     report = join_reports(folders, command=command_line())
-    _tell(report, out)
+    _show(report, context.obj.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
 
 
-def _tell(report: ParityReport, out: Path | None) -> None:
-    import sys
-
-    from rich.console import Console
-
+def _show(report: ParityReport, out: str | None) -> None:
+    """Print the report, and write it with its pages to `out`."""
     from harness.errors import ConfigError
     from harness.parity import REPORT_FILE, show, write_report
-    from harness.parity.pages import render_all
+    from harness.parity.pages import HTML_FILE, render_all
 
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = stdout_console(width=200)
     show(report, console)
-    if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            write_report(report, out / REPORT_FILE)
-            render_all(report, out)
-        except OSError as error:
-            raise ConfigError(
-                f"the report cannot be written: {error.strerror}", where=str(out), fix="name another folder: --out"
-            ) from error
-        console.print(f"report {out / 'report.html'}", soft_wrap=True, highlight=False)
+    if out is None:
+        return
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_report(report, folder / REPORT_FILE)
+        render_all(report, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error.strerror}", where=str(folder), fix="name another folder: out=DIR"
+        ) from error
+    console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)

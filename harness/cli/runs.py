@@ -8,10 +8,9 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from harness.checks import require_choice, require_numbers
 from harness.cli.settings import class_of
@@ -135,15 +134,6 @@ def requeue(
     decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
-
-
-class ParityGroup(TyperGroup):
-    """`harness parity KEY=VALUE...` runs the matrix, `harness parity COMMAND` one of the commands beside it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        is_command = args and (args[0] in self.commands or args[0] == "--help" or not ({"=", "-"} & set(args[0])))
-        parsed: list[str] = super().parse_args(ctx, args if is_command else ["matrix", *args])
-        return parsed
 
 
 def run_recipe(name: str, arguments: list[str]) -> None:

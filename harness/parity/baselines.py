@@ -134,7 +134,9 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
         partial.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"the baseline cannot be written: {error.strerror}", where=str(path), fix="name another folder: --baselines"
+            f"the baseline cannot be written: {error.strerror}",
+            where=str(path),
+            fix="choose another: baselines=DIR",
         ) from error
 
 
@@ -161,7 +163,7 @@ def read_baseline(path: Path) -> Baseline:
         raise FormatError(
             f"there is no baseline {path.stem}",
             where=str(path),
-            fix=f"`harness parity record {path.stem} --run DIR` makes one from a run that is known to be right",
+            fix=f"`harness parity record {path.stem} RUN` makes one from a run that is known to be right",
         ) from None
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise FormatError(
@@ -176,7 +178,7 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
         raise ConfigError(
             f"there is a baseline {name} already",
             where=str(path),
-            fix=f"`harness parity update {name} --run DIR` replaces it and reports what moved",
+            fix=f"`harness parity update {name} RUN` replaces it and reports what moved",
         )
     write_baseline(baseline_of(name, run, tolerances), path)
     return path

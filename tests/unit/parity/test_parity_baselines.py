@@ -36,7 +36,7 @@ def harness(*arguments: object) -> tuple[int, str]:
 def kept(data, tmp_path) -> Path:
     """A folder of baselines with the one named `small`."""
     run = write_run(tmp_path / "first", data)
-    code, output = harness("record", "small", "--run", run, "--baselines", tmp_path / "kept", "--loss", "1e-4")
+    code, output = harness("record", "small", run, f"baselines={tmp_path / 'kept'}", "loss=1e-4")
     assert code == 0, output
     return tmp_path / "kept"
 
@@ -48,7 +48,7 @@ def test_a_run_agrees_with_the_baseline_that_was_made_from_it(kept, data, tmp_pa
     assert [step.loss for step in baseline.steps] == [6.0, 3.0, 2.0, 1.5]
     assert "run_dir" not in baseline.settings
     run = write_run(tmp_path / "tonight", data, change=lambda step: replace(step, loss=step.loss * (1 + 5e-5)))
-    code, output = harness("against", "small", "--run", run, "--baselines", kept, "--out", tmp_path / "report")
+    code, output = harness("against", "small", run, f"baselines={kept}", f"out={tmp_path / 'report'}")
     assert code == 0, output
     report = read_report(tmp_path / "report" / REPORT_FILE)
     assert [cell.status for cell in report.cells] == ["same", "same"]
@@ -60,12 +60,10 @@ def test_a_baseline_has_the_device_of_its_run_on_any_machine(data, tmp_path, dev
     run = write_run(tmp_path / "run", data)
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(settings.replace("device: cpu", f"device: {device}"))
-    code, output = harness("record", "small", "--run", run, "--baselines", tmp_path / "kept")
+    code, output = harness("record", "small", run, f"baselines={tmp_path / 'kept'}")
     assert code == 0, output
     assert read_baseline(tmp_path / "kept" / "small.json").environment["device"].startswith(expected)
-    code, output = harness(
-        "against", "small", "--run", run, "--baselines", tmp_path / "kept", "--out", tmp_path / "out"
-    )
+    code, output = harness("against", "small", run, f"baselines={tmp_path / 'kept'}", f"out={tmp_path / 'out'}")
     assert code == 0, output
     assert read_report(tmp_path / "out" / REPORT_FILE).environment["device"].startswith(expected)
 
@@ -75,27 +73,27 @@ def test_a_folder_that_cannot_be_written_is_an_error_without_a_traceback(kept, d
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match="the baseline cannot be written"):
-        harness("record", "small", "--run", run, "--baselines", blocked / "kept")
+        harness("record", "small", run, f"baselines={blocked / 'kept'}")
     with pytest.raises(ConfigError, match="the report cannot be written"):
-        harness("against", "small", "--run", run, "--baselines", kept, "--out", blocked)
+        harness("against", "small", run, f"baselines={kept}", f"out={blocked}")
 
 
 def test_a_run_that_drifted_or_read_other_data_differs_from_the_baseline_and_is_named(kept, data, tmp_path) -> None:
     drifted = write_run(
         tmp_path / "drifted", data, change=lambda step: replace(step, loss=step.loss * (1.001 if step.step == 3 else 1))
     )
-    code, output = harness("against", "small", "--run", drifted, "--baselines", kept)
+    code, output = harness("against", "small", drifted, f"baselines={kept}")
     assert code == 1
     assert "step 3: loss is 2.002, not 2.0 (relative difference 1.0e-03, at most 0.0001)" in output
     other = write_run(tmp_path / "other", data, seed=1)
-    code, output = harness("against", "small", "--run", other, "--baselines", kept)
+    code, output = harness("against", "small", other, f"baselines={kept}")
     assert code == 1
     assert "step 1: pack 0 of the global batch is" in output
 
 
 def test_a_baseline_that_is_missing_or_damaged_fails(kept, data, tmp_path) -> None:
     run = write_run(tmp_path / "run", data)
-    code, output = harness("against", "nothing", "--run", run, "--baselines", kept)
+    code, output = harness("against", "nothing", run, f"baselines={kept}")
     assert code == 1
     assert "there is no baseline nothing" in output
     assert "harness parity record nothing" in output
@@ -131,7 +129,7 @@ def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data
     assert against("small", run, kept, command="").verdict == "same"
     assert read_baseline(kept / "small.json").tolerances.loss == 1e-4
     with pytest.raises(FormatError, match="there is no baseline other"):
-        harness("update", "other", "--run", run, "--baselines", kept)
+        harness("update", "other", run, f"baselines={kept}")
 
 
 def report(
