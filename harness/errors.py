@@ -1,4 +1,4 @@
-"""Errors that a user can cause and can mend: each says what happened, where, and how to fix it."""
+"""Errors that a user can cause and fix: each states what happened, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class HarnessError(Exception):
     Args:
         what: what happened, with its numbers.
         where: the file, pack, line or setting.
-        fix: what the reader can do about it.
+        fix: the remedy.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
@@ -21,12 +21,12 @@ class HarnessError(Exception):
         self.what = what
         self.where = where
         self.fix = fix
-        # Set by the runtime of a job: which rank raised it, and whether every rank raises the same.
+        # Set by the runtime of a job: the rank that raised it, and True where every rank raises the same.
         self.rank: int | None = None
         self.is_shared = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries (loader workers); keyword-only arguments need help to be pickled.
+        # Errors cross process boundaries (loader workers), and keyword-only arguments do not pickle by default.
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def _rebuild(kind: type[HarnessError], what: str, where: str, fix: str) -> Harne
 
 
 class ConfigError(HarnessError):
-    """A setting is wrong, or two settings do not go together."""
+    """A setting is wrong, or two settings contradict each other."""
 
 
 class FormatError(HarnessError):
@@ -51,7 +51,7 @@ class FormatError(HarnessError):
 
 
 class PrepError(HarnessError):
-    """Input of the preparation is unusable: bad lines, a template without a mask, an empty corpus."""
+    """The input of a preparation is unusable: bad lines, a template without a mask, an empty corpus."""
 
 
 class ScheduleError(HarnessError):
@@ -59,11 +59,11 @@ class ScheduleError(HarnessError):
 
 
 class LoaderError(HarnessError):
-    """Data does not arrive: a worker died, a state belongs to another dataset."""
+    """Data does not arrive: a worker died, or a state belongs to another dataset."""
 
 
 class LostRankError(HarnessError):
-    """Another rank of the job is gone, or has not come: `about`, None where it cannot be told."""
+    """Another rank of the job exited, or never joined: `about`, None where its number is unknown."""
 
     about: int | None = None
 
@@ -73,7 +73,7 @@ class CheckpointError(HarnessError):
 
 
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used
-    """Context manager: a HarnessError becomes its message on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130."""
 
     def __enter__(self) -> None:
         return None
@@ -84,21 +84,21 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
-        # Before the job is joined a fault is that of a node (its files, its packages): one process of each node speaks.
-        # Later it can be of one rank.
+        # Before the job is joined an error is that of a node (its files, its packages), and one process of each node
+        # prints it. Later it can be that of one rank.
         rank = os.environ.get("RANK", "0")
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         if rank == "0":
-            print(told, file=sys.stderr)
+            print(message, file=sys.stderr)
         elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
-            print(f"rank {rank}: {told}", file=sys.stderr)
+            print(f"rank {rank}: {message}", file=sys.stderr)
         sys.stdout.flush()
         sys.exit(2)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a dataset: what, and where."""
+    """One defect of a dataset: what, and where."""
 
     what: str
     where: str

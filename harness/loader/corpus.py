@@ -1,4 +1,4 @@
-"""Settings of a pretraining corpus: pairs of `.bin` and `.idx`, how they are blended, split and read."""
+"""Settings of a pretraining corpus: pairs of `.bin` and `.idx`, their blend, their split, and how they are read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.checks import require_numbers
 from harness.errors import ConfigError
 
-# As Megatron calls them.
+# Names of Megatron.
 SPLITS = ("train", "valid", "test")
 Sources = list["CorpusSource"]
 
@@ -21,7 +22,7 @@ class CorpusSource:
     Attributes:
         path: X of X.bin and X.idx, on a disk or as `s3://BUCKET/X`; or the folder of a packed SFT dataset (in object
             storage with a `/` at its end), whose packs are samples with their own loss masks.
-        weight: its share of the samples, on any scale; all sources of a blend have one, or none has.
+        weight: share of the samples, on any scale; either all sources of a blend have one or none has.
     """
 
     path: str = ""
@@ -30,7 +31,7 @@ class CorpusSource:
 
 @dataclass
 class SplitSources:
-    """Sources of each split, named as Megatron does.
+    """Sources of each split, under the names of Megatron.
 
     Attributes:
         train, valid, test: sources of the split.
@@ -43,32 +44,32 @@ class SplitSources:
 
 @dataclass
 class CorpusConfig:
-    """What to pretrain on, as Megatron-Core's GPTDataset and BlendedDataset read it.
+    """Settings of the data to pretrain on, as Megatron-Core's GPTDataset and BlendedDataset read it.
 
     Attributes:
-        path: one source, divided by `split`. Not used where there is a blend.
-        blend: several sources, each divided by `split`; without weights, all samples of each once.
-        split: parts of training, validation and test, of any sum: `969,30,1`.
-        blend_per_split: other sources for each split, in place of a blend and a split.
-        per_split_data_args_path: these from a JSON file, `{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}`.
+        path: one source, divided by `split`. Ignored where there is a blend.
+        blend: several sources, each divided by `split`; without weights, all samples of each, once.
+        split: parts of training, validation and test, on any scale: `969,30,1`.
+        blend_per_split: different sources for each split, instead of a blend and a split.
+        per_split_data_args_path: the same from a JSON file, `{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}`.
         sequence_length: S, the tokens of a sample.
         micro_batch_size: samples of one row.
-        num_samples: how many to lay out the order for, None for those that the run trains. Where Megatron needs another
-            number of epochs for them, it shuffles anew.
-        eod: id of the token that ends a document; the next three need it.
-        reset_position_ids: count positions anew behind it. Rotary positions follow what attention is given, so that
-            this alone would change nothing.
-        reset_attention_mask: let no document attend to another one.
-        eod_mask_loss: do not train what comes behind it.
-        path_to_cache: a folder for the built indices; None for `index_cache` beside the first source, or in
-            `object_storage_cache_path` where that is in object storage.
-        object_storage_cache_path: a folder for the `.idx` of sources in object storage.
-        object_storage_chunk_bytes: of the `.bin` there, read at once. Samples come from anywhere in it.
-        num_dataset_builder_threads: that build a blend's indices.
-        fast_cache_load: trust that all indices are built: no rank looks, none waits for another.
+        num_samples: samples that the order is laid out for; null for those that the run trains. The order changes where
+            Megatron needs another number of epochs for them.
+        eod: id of the token that ends a document; required by the next three.
+        reset_position_ids: start positions again after each document. Rotary positions follow the bounds that attention
+            gets, so this alone changes nothing.
+        reset_attention_mask: keep documents from attending to each other.
+        eod_mask_loss: do not train the token after the end of a document.
+        path_to_cache: folder for the built indices; null for `index_cache` beside the first source, or in
+            `object_storage_cache_path` if that is in object storage.
+        object_storage_cache_path: folder for the `.idx` of sources in object storage.
+        object_storage_chunk_bytes: bytes of a `.bin` in object storage per read. Samples come from all over it.
+        num_dataset_builder_threads: threads that build the indices of a blend.
+        fast_cache_load: trust that all indices are built: no rank checks, and none waits for another.
         defer_npy_index_mmap: map a built index at its first use.
-        per_dataset_sequences_path: a JSON file of sequence counts (`harness indexed counts`), read in place of the
-            header of every `.idx`.
+        per_dataset_sequences_path: JSON file of sequence counts (`harness indexed counts`), read instead of the header
+            of every `.idx`.
     """
 
     path: str = "data/corpus"
@@ -92,34 +93,26 @@ class CorpusConfig:
     per_dataset_sequences_path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "sequence_length",
-            "micro_batch_size",
-            "object_storage_chunk_bytes",
-            "num_dataset_builder_threads",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"data.{name}", fix="1 or more")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ConfigError(f"num_samples is {self.num_samples}", where="data.num_samples", fix="1 or more, or null")
+        sizes = ("sequence_length", "micro_batch_size", "object_storage_chunk_bytes", "num_dataset_builder_threads")
+        require_numbers(self, "data", *sizes, "num_samples", lowest=1)
         self._check_sources()
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
             raise ConfigError(
-                f"{', '.join(needs_eod)} cannot be done without knowing which token ends a document",
+                f"{', '.join(needs_eod)} requires the token that ends a document",
                 where="data.eod",
                 fix="set it to that token's id",
             )
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
             if getattr(self, name) and self.path_to_cache is None:
                 raise ConfigError(
-                    f"{name} needs the folder of the built indices",
+                    f"{name} requires the folder of the built indices",
                     where="data.path_to_cache",
                     fix="name it, and train once without this setting to build them",
                 )
         if self.fast_cache_load and not self.is_per_split:
             raise ConfigError(
-                "Megatron-Core does not divide sources by a split where fast_cache_load=true",
+                "Megatron-Core cannot divide sources by a split with fast_cache_load=true",
                 where="data.fast_cache_load",
                 fix="name the sources of each split in data.blend_per_split or data.per_split_data_args_path",
             )
@@ -137,38 +130,38 @@ class CorpusConfig:
         return self.path_to_cache or str(Path(first).parent / "index_cache")
 
     def sources(self) -> dict[str, Sources]:
-        """Of each split, where they differ; else all of them, named `all`.
+        """Return the sources of each split where they differ; otherwise all of them, as `all`.
 
         Raises:
-            ConfigError: the JSON file of splits cannot be read, or does not say what it should.
+            ConfigError: the JSON file of splits cannot be read, or has other contents.
         """
         if self.per_split_data_args_path is not None:
             return _read_splits(Path(self.per_split_data_args_path))
         if self.is_per_split:
-            return {name: some for name, some in vars(self.blend_per_split).items() if some}
+            return {name: sources for name, sources in vars(self.blend_per_split).items() if sources}
         return {"all": self.blend or [CorpusSource(self.path)]}
 
     def counts(self) -> dict[str, list[int]] | None:
-        """Sequences and document bounds by source, from `per_dataset_sequences_path`; None where there is none."""
+        """Return sequences and document bounds by source from `per_dataset_sequences_path`; None without one."""
         if self.per_dataset_sequences_path is None:
             return None
         path = Path(self.per_dataset_sequences_path)
         counts = _read_json(path, "data.per_dataset_sequences_path")
-        missing = [s.path for some in self.sources().values() for s in some if s.path not in counts]
+        missing = [s.path for sources in self.sources().values() for s in sources if s.path not in counts]
         if missing:
             raise ConfigError(
-                f"there are no counts of {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
+                f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
                 where=str(path),
-                fix="count them again, with the paths as they are named here",
+                fix="count them again, with these paths",
             )
         return counts
 
     def _check_sources(self) -> None:
         per_split = vars(self.blend_per_split)
-        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds what is not there
+        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
         if unknown:
             raise ConfigError(
-                f"there is no split {unknown[0]!r}", where="data.blend_per_split", fix=f"one of {', '.join(SPLITS)}"
+                f"{unknown[0]!r} is not a split", where="data.blend_per_split", fix=f"choose one of {', '.join(SPLITS)}"
             )
         named = {
             "blend": self.blend,
@@ -182,17 +175,15 @@ class CorpusConfig:
             )
         if not given and not self.path:
             raise ConfigError(
-                "there is nothing to train on",
+                "no source is named",
                 where="data.path",
                 fix="name X of X.bin and X.idx, or several in data.blend",
             )
-        for name, some in {
-            "data.blend": self.blend,
-            **{f"data.blend_per_split.{k}": v for k, v in per_split.items()},
-        }.items():
-            check_sources(some, where=name)
+        check_sources(self.blend, where="data.blend")
+        for name, sources in per_split.items():
+            check_sources(sources, where=f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
-            raise ConfigError("no source is for training", where="data.blend_per_split", fix="name some under train")
+            raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
         try:
             parts = [float(part) for part in self.split.split(",")]
         except ValueError:
@@ -201,23 +192,29 @@ class CorpusConfig:
             raise ConfigError(
                 f"split is {self.split!r}",
                 where="data.split",
-                fix="parts of training, validation and test, such as 969,30,1",
+                fix="give parts of training, validation and test, such as 969,30,1",
             )
 
 
 def check_sources(sources: Sources, *, where: str) -> None:
-    """Refuse sources without a path, or of which only some have a weight, or one of no weight."""
+    """Raise ConfigError for sources without a path, weights of only some sources, or a weight not above 0."""
     for number, source in enumerate(sources):
         if not isinstance(source, CorpusSource) or not source.path or not isinstance(source.path, str):
             raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
         if source.weight is not None and not source.weight > 0:
-            raise ConfigError(f"the weight is {source.weight}", where=f"{where}[{number}]", fix="a number above 0")
+            raise ConfigError(
+                f"the weight is {source.weight}", where=f"{where}[{number}]", fix="set it to a number above 0"
+            )
     if len({source.weight is None for source in sources}) > 1:
-        raise ConfigError("some sources have a weight and some have none", where=where, fix="give all of them one")
+        raise ConfigError(
+            "some sources have a weight and some have none",
+            where=where,
+            fix="give every source a weight, or none of them",
+        )
 
 
 def corpus_paths(data: dict[str, Any]) -> list[str]:
-    """The sources that plain settings of a corpus name, those of its JSON file where that is on this machine."""
+    """Return the sources in plain settings of a corpus, or in their JSON file if it is on this machine."""
     if data["per_split_data_args_path"]:
         try:
             blends = list(_read_splits(Path(data["per_split_data_args_path"])).values())
@@ -237,30 +234,30 @@ def _read_json(path: Path, key: str) -> dict[str, list[int]]:
     except ValueError as error:
         raise ConfigError(f"the file is not JSON: {error}", where=f"{path}, {key}", fix="write it again") from None
     if not isinstance(values, dict):
-        raise ConfigError("the file holds no mapping", where=f"{path}, {key}", fix="write it again")
+        raise ConfigError("the file is not a mapping", where=f"{path}, {key}", fix="write it again")
     return values
 
 
 def _read_splits(path: Path) -> dict[str, Sources]:
-    """Megatron's lists, in which a weight may stand before each path."""
-    found: dict[str, Sources] = {}
+    """Read Megatron's lists, in which a weight may precede each path."""
+    splits: dict[str, Sources] = {}
     for name, words in _read_json(path, "data.per_split_data_args_path").items():
         if words is None:
             continue
         if name not in SPLITS or not isinstance(words, list) or not words:
             raise ConfigError(
-                f"{name!r} is no split with a list of sources", where=str(path), fix=f"name {', '.join(SPLITS)}"
+                f"{name!r} is not a split with a list of sources", where=str(path), fix=f"use {', '.join(SPLITS)}"
             )
-        told = [str(word) for word in words]
-        weights = [_number(word) for word in told[::2]]
-        if len(told) % 2 == 0 and all(weight is not None for weight in weights):
-            found[name] = [CorpusSource(source, weight) for source, weight in zip(told[1::2], weights, strict=True)]
+        texts = [str(word) for word in words]
+        weights = [_number(text) for text in texts[::2]]
+        if len(texts) % 2 == 0 and all(weight is not None for weight in weights):
+            splits[name] = [CorpusSource(source, weight) for source, weight in zip(texts[1::2], weights, strict=True)]
         else:
-            found[name] = [CorpusSource(word) for word in told]
-        check_sources(found[name], where=f"{path}, {name}")
-    if "train" not in found:
-        raise ConfigError("no source is for training", where=str(path), fix="name some under train")
-    return found
+            splits[name] = [CorpusSource(text) for text in texts]
+        check_sources(splits[name], where=f"{path}, {name}")
+    if "train" not in splits:
+        raise ConfigError("no source is for training", where=str(path), fix="name sources under train")
+    return splits
 
 
 def _number(text: str) -> float | None:

@@ -17,6 +17,7 @@ class RankLayout:
         tp_rank, tp_size: tensor parallelism.
         pp_rank: stage of the pipeline.
         is_first_stage, is_last_stage: of the pipeline.
+        virtual_stages: model chunks of this rank in an interleaved pipeline; None without interleaving.
         pad_to_multiple: every sequence is padded to a multiple of this (`harness.thd.padding_multiple`).
         group_size: the number of microbatches of a step is a multiple of this.
     """
@@ -30,6 +31,7 @@ class RankLayout:
     pp_rank: int = 0
     is_first_stage: bool = True
     is_last_stage: bool = True
+    virtual_stages: int | None = None
     pad_to_multiple: int = 1
     group_size: int = 1
 

@@ -74,9 +74,7 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
         told: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": 0}
 
         def wrap(packs_of_rank: Iterator[Pack] | None) -> Any:
-            return wrap_data_iterator(
-                packs_of_rank, schedule, share, parallel=parallel, layout=layout, device=job.device
-            )
+            return wrap_data_iterator(packs_of_rank, schedule, share, layout=layout, device=job.device)
 
         mine = stream(packs, layout, steps=3) if needs_data_iterator(layout) else None
         for batch in planned:

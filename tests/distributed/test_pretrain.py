@@ -132,7 +132,7 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
             "its validation needs one",
         ),
         (("data.blend_per_split.train=[{path:a}]",), "there is no a.bin"),
-        (("+data.blend_per_split.training=[{path:a}]",), "there is no split 'training'"),
+        (("+data.blend_per_split.training=[{path:a}]",), "'training' is not a split"),
     ],
 )
 def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, settings, told) -> None:

@@ -1,8 +1,8 @@
 """A pretraining corpus through Megatron-Core's own builder: GPTDataset, BlendedDataset and their built indices.
 
-Megatron builds on rank 0 while the others wait in a barrier; where rank 0 fails they wait for good. Here each rank
-builds as if it were alone, rank 0 first, then the first of every node, which finds what rank 0 built where they share
-the folder, and then the others; what one of them is refused, all are told.
+Megatron builds on rank 0 while the others wait in a barrier, for good where rank 0 fails. Here each rank builds as if
+it were alone: rank 0 first, then the first rank of every node, which finds the indices of rank 0 where they share the
+folder, and then the others. An error of one is an error of all.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Corpus:
 
     Attributes:
         train, validation, test: GPTDataset, PackDataset or BlendedDataset; None where the split has no share.
-        fingerprint: of what the sources hold, as far as their indices tell.
-        order: what decides which sample comes when; two runs of equal order and fingerprint see the same samples.
+        fingerprint: of the content of the sources, as far as it shows in their indices.
+        order: facts that decide the order of samples; runs of equal order and fingerprint see the same samples.
     """
 
     train: Any
@@ -56,10 +56,10 @@ class Corpus:
 
 
 class TokenIds:
-    """Stands for a tokenizer where tokens are all there is.
+    """A stand-in for the tokenizer of a corpus that is stored as tokens.
 
-    Megatron finds a built index by the source's path, its own settings and the tokenizer: what the source holds goes in
-    here, or an index of other data at the same path would be trusted.
+    Megatron finds a built index by the source's path, its settings and the tokenizer. Facts about the source go in
+    here, because otherwise an index of other data at the same path would be trusted.
     """
 
     def __init__(self, eod: int | None, vocab_size: int | None, facts: Sequence[Any] = ()) -> None:
@@ -68,16 +68,16 @@ class TokenIds:
 
 
 class _Sources:
-    """What Megatron's builder takes for a class of datasets: corpora by GPTDataset, packs by PackDataset.
+    """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
     Args:
-        packs: those of the sources that are packed SFT datasets.
-        counts: of `CorpusConfig.counts`.
+        packs: the sources that are packed SFT datasets.
+        counts: from `CorpusConfig.counts`.
 
     Attributes:
         opened: low-level datasets by path.
         built: mid-level ones by path and split.
-        is_mixed: corpora and packs are in one blend.
+        is_mixed: one blend has both corpora and packs.
     """
 
     __name__ = "GPTDataset"
@@ -126,12 +126,12 @@ def open_corpus(
     reads: bool,
     ranks: runtime.Runtime,
 ) -> Corpus | None:
-    """Build, or find built, the datasets of a run; every rank takes part.
+    """Open the datasets of a run on every rank, and build the indices that are missing.
 
     Args:
-        sizes: samples of training, validation and test; None for all there are, once.
-        packs: of `find_packs`.
-        reads: this rank needs them; the others get None.
+        sizes: samples of training, validation and test; None for all of them, once.
+        packs: from `find_packs`.
+        reads: this rank needs the datasets; the others get None.
 
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
@@ -161,10 +161,10 @@ def build_corpus(
     *,
     finds_built: bool = False,
 ) -> Corpus:
-    """`open_corpus` in this process alone.
+    """Do the same as `open_corpus` in this process alone.
 
     Args:
-        finds_built: the indices are there too, so that others may read them meanwhile.
+        finds_built: the indices exist, so that others may read them meanwhile.
     """
     blends, counts = config.sources(), config.counts()
     sources = _Sources(config, packs, counts)
@@ -181,7 +181,7 @@ def build_corpus(
         "reset_position_ids": config.reset_position_ids,
         "reset_attention_mask": config.reset_attention_mask,
         "eod_mask_loss": config.eod_mask_loss,
-        # Attention is given boundaries: a mask would be S * S bytes a sample.
+        # Attention gets bounds instead: a mask would be S * S bytes a sample.
         "create_attention_mask": False,
         "path_to_cache": config.cache,
         "mmap_bin_files": not remote,
@@ -211,7 +211,7 @@ def build_corpus(
         raise ConfigError(
             f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}",
             where=", ".join(sorted(named)[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
-            fix=f"where an index in {config.cache} is damaged, remove that folder, and it is built again; "
+            fix=f"if an index in {config.cache} is damaged, remove that folder to build it again; "
             "`harness verify X.idx` checks a pair",
         ) from error
     first = blends.get("train", blends.get("all", []))
@@ -228,8 +228,9 @@ def build_corpus(
 
 
 def epochs_of(dataset: Any) -> str:
-    """What of the number of samples asked for decides a GPTDataset's order: `3+` are two epochs shuffled as one, and a
-    third of its own.
+    """Return the part of the requested number of samples that decides the order of a GPTDataset.
+
+    `3+` means two epochs shuffled as one, and a third shuffled alone.
 
     Source: GPTDataset, which sets the last epoch apart where fewer than 80% of its samples are needed.
     """
@@ -254,9 +255,11 @@ def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | No
 
 @contextmanager
 def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Megatron writes indices in place, and reads those that it finds: nobody else may be at it meanwhile, and what was
-    cut short when a builder was killed or failed is built again."""
-    folder.mkdir(parents=True, exist_ok=True)  # of this node, where nodes share none
+    """Lock the folder of the indices, and remove those that a killed builder left cut short.
+
+    Megatron writes indices in place and trusts those that it finds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # one per node, where nodes share none
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         if shared:
@@ -269,7 +272,7 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
                     path.unlink(missing_ok=True)
         building.touch()
         yield
-        building.unlink(missing_ok=True)  # file systems whose locks are a node's own let others in
+        building.unlink(missing_ok=True)  # other nodes get in where locks are local to a node
 
 
 def _is_cut_short(index: Path) -> bool:

@@ -1,7 +1,7 @@
-"""The parts of the two-phase pipeline of `data_schedule`: gather lengths, route sequences, build rows, broadcast.
+"""The parts of the two-phase pipeline: gather lengths, route sequences, build rows, broadcast.
 
-Names and roles are those of Megatron's `data_schedule_utils`. Lengths, counts and sizes travel as int64 everywhere: as
-float32 a count above 2^24 would come out as another number.
+Names and roles are those of Megatron's `data_schedule_utils`. Lengths, counts and sizes travel as int64: float32 would
+round a count above 2^24.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from harness.thd import ThdBatch, build_thd_batch, zero_loss_row
 
 
 def get_batch(data_iterator: Iterator[Pack], num_microbatches: int) -> list[SequenceView]:
-    """The sequences of the next `num_microbatches` packs, in order; none at the end of the stream.
+    """Return the sequences of the next `num_microbatches` packs, in order; none at the end of the stream.
 
     Raises:
-        LoaderError: the stream ends inside a global batch.
+        LoaderError: the stream ends within a global batch.
     """
     packs: list[Pack] = []
     for pack in data_iterator:
@@ -32,7 +32,7 @@ def get_batch(data_iterator: Iterator[Pack], num_microbatches: int) -> list[Sequ
     if 0 < len(packs) < num_microbatches:
         raise LoaderError(
             f"the stream ended after {len(packs)} of {num_microbatches} packs of a global batch",
-            fix="end the stream after whole global batches, or pad its end with packs without trained tokens",
+            fix="end the stream after a whole global batch, or pad it with packs without trained tokens",
         )
     return [sequence for pack in packs for sequence in pack.sequences()]
 
@@ -43,7 +43,7 @@ def get_global_seqlens(
     """Gather stored lengths over the data-parallel ranks.
 
     Returns:
-        int64 [sequences of all ranks], rank after rank; and int64 [ranks + 1], where each rank's begin.
+        int64 [sequences of all ranks], rank after rank; and int64 [ranks + 1], the bounds of the ranks in it.
     """
     mine = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64, device=device)
     counts = _all_gather(torch.tensor([mine.shape[0]], dtype=torch.int64, device=device), dp_group).view(-1)
@@ -70,11 +70,12 @@ def reroute_samples_to_dcp_ranks(
     dp_group: ProcessGroup,
     device: torch.device,
 ) -> dict[int, SequenceView]:
-    """Send every sequence to the data-parallel rank that trains it; ranks that share a row by context parallelism
-    each have a data-parallel group of their own and do the same in it.
+    """Send every sequence to the data-parallel rank that trains it.
+
+    Ranks that share a row by context parallelism do the same, each in its own data-parallel group.
 
     Args:
-        sequences: of this rank; they have the global ids from `offsets[rank]` on.
+        sequences: of this rank, with the global ids from `offsets[rank]` on.
         lengths: int64, stored tokens of every sequence of the global batch.
 
     Returns:
@@ -82,7 +83,7 @@ def reroute_samples_to_dcp_ranks(
     """
     rank, size = dp_group.rank(), dp_group.size()
     first = int(offsets[rank])
-    # Sender and receiver both go through a pair's sequences by rising id, so no ids have to be sent.
+    # Sender and receiver both order their sequences by id, so no ids have to be sent.
     wanted = [
         np.sort(np.concatenate([schedule.row(m, destination) for m in range(schedule.num_microbatches)]))
         for destination in range(size)
@@ -110,7 +111,7 @@ def reroute_samples_to_dcp_ranks(
 def build_packed_microbatches(
     samples: dict[int, SequenceView], schedule: Schedule, dp_rank: int, *, pad_to_multiple: int
 ) -> list[ThdBatch]:
-    """This rank's rows, one a microbatch; a row without sequences is one of zero loss."""
+    """Return this rank's rows, one per microbatch; a row without sequences is one of zero loss."""
     rows = []
     for microbatch in range(schedule.num_microbatches):
         ids = schedule.row(microbatch, dp_rank)
@@ -122,9 +123,9 @@ def build_packed_microbatches(
 
 
 def broadcast_to_pp_group(lengths: Int64Array | None, pp_group: ProcessGroup, device: torch.device) -> Int64Array:
-    """Give stored lengths from the first stage to the stages of a pipeline that read nothing.
+    """Send stored lengths from the first stage of a pipeline to those that read nothing.
 
-    Lengths are all that these stages need: the schedule follows from them, and the boundaries of rows from it.
+    These stages need only lengths: the schedule follows from them, and the bounds of rows from the schedule.
     """
     (count,) = broadcast_scalars([0 if lengths is None else int(lengths.shape[0])], pp_group, device)
     if lengths is not None and pp_group.rank() == 0:
@@ -136,7 +137,7 @@ def broadcast_to_pp_group(lengths: Int64Array | None, pp_group: ProcessGroup, de
 
 
 def broadcast_scalars(values: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
-    """Whole numbers of the group's first rank, on every rank."""
+    """Return the whole numbers of the group's first rank on every rank."""
     if group.size() == 1:
         return list(values)
     carried = torch.tensor(list(values), dtype=torch.int64, device=device)
@@ -151,7 +152,7 @@ def broadcast_tensor(tensor: torch.Tensor, group: ProcessGroup) -> None:
 
 
 def create_data_iterator(rows: list[ThdBatch] | None, virtual_stages: int | None) -> Any:
-    """An iterator over rows, a list of them with one a virtual pipeline stage, or None(s) where there are no rows."""
+    """Return an iterator over rows, or a list with one per virtual pipeline stage; None for each without rows."""
     if virtual_stages is None:
         return None if rows is None else iter(rows)
     return [None if rows is None else iter(rows) for _ in range(virtual_stages)]

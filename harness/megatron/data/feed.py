@@ -1,8 +1,8 @@
-"""Batches for every rank of a job: read once for ranks that share them, and an error of one is an error of all.
+"""Batches for every rank of a job: read once for ranks that share them; an error of one rank is an error of all.
 
-Ranks of one tensor-parallel group train the same rows: the first of them reads, through its loader's workers, and
-broadcasts to the others, which open nothing. Stages in the middle of a pipeline need no tokens, only the boundaries of
-sequences, and these follow from the schedule: they read nothing either.
+Ranks of one tensor-parallel group train the same rows: the first reads, through its loader's workers, and broadcasts to
+the others, which open nothing. Middle stages of a pipeline need no tokens, only the bounds of sequences, which follow
+from the schedule: they read nothing either.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 def together(function: Callable[[], T], *, device: torch.device) -> T:
     """Run `function` on every rank; where it raises a HarnessError on one, every rank raises.
 
-    A rank that failed raises its own error, the others one of the same kind that names the first of them and what
-    happened there. Without this the others would wait in their next collective for a rank that is gone.
+    A failed rank raises its own error; the others raise one of the same kind that names the first failed rank and its
+    error. Otherwise they would wait in their next collective for a rank that has exited.
     """
     error: HarnessError | None = None
     try:
@@ -41,22 +41,22 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
             torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MIN)
         first = int(failed.item())
         if first < world_size:
-            told = [error]
-            torch.distributed.broadcast_object_list(told, src=first, device=device)
-            theirs = told[0]
+            errors = [error]
+            torch.distributed.broadcast_object_list(errors, src=first, device=device)
+            theirs = errors[0]
             assert theirs is not None
             if error is None:
                 error = type(theirs)(f"rank {first}: {theirs.what}", where=theirs.where, fix=theirs.fix)
                 error.is_shared = True
             elif rank != first:
-                error.is_shared = str(error) == str(theirs)  # said once is enough
+                error.is_shared = str(error) == str(theirs)  # print it only once
     if error is not None:
         raise error
     return result
 
 
 class LengthsOnly:
-    """A dataset whose packs have their lengths but no tokens: for ranks that need boundaries alone."""
+    """A dataset whose packs have lengths but no tokens, for ranks that need only the bounds of sequences."""
 
     def __init__(self, source: PackSource) -> None:
         self._source = source
@@ -77,7 +77,7 @@ class LengthsOnly:
         return len(self._source)
 
     def read(self, indices: list[int]) -> list[Pack]:
-        """Packs of zeros with the sequences' real lengths."""
+        """Return packs of zeros with the real lengths of their sequences."""
         packs = []
         for index in indices:
             lengths = self.sequence_lengths[int(self.pack_offsets[index]) : int(self.pack_offsets[index + 1])]
@@ -88,12 +88,12 @@ class LengthsOnly:
 
 
 def readable(source: PackSource, layout: RankLayout) -> PackSource:
-    """The dataset as this rank needs it: with its tokens at the ends of a pipeline, without them between."""
+    """Return the dataset as this rank needs it: with tokens at the ends of a pipeline, without in the middle."""
     return source if layout.needs_tokens else LengthsOnly(source)
 
 
 class Batches(Protocol):
-    """A loader: gives batches in order, and ends its workers where it is left as a context manager."""
+    """The interface of a loader: yields batches in order, and ends its workers on exit as a context manager."""
 
     def __iter__(self) -> Iterator[RankBatch]: ...
 
@@ -105,12 +105,12 @@ class Batches(Protocol):
 
 
 class Feed:
-    """A loader's batches on every rank of the tensor-parallel groups, in step with all other ranks of the job.
+    """The batches of a loader on every rank of the tensor-parallel groups, in step with all ranks of the job.
 
     Args:
         make: opens the loader; called where this rank reads.
-        layout: where this rank stands.
-        device: for the exchange; batches stay numpy arrays.
+        layout: the place of this rank.
+        device: of the exchange; batches stay numpy arrays.
     """
 
     def __init__(self, make: Callable[[], Batches], layout: RankLayout, *, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Feed:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank opens the dataset itself."""
+        """True where this rank opens the dataset itself."""
         return self._reads
 
     def __iter__(self) -> Iterator[RankBatch]:

@@ -1,11 +1,10 @@
-"""Samples of a pretraining corpus as the rows of a step: Megatron's order, read by workers, resumed by their number."""
+"""Samples of a pretraining corpus as the rows of a step: in Megatron's order, read by workers, resumed by number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -14,28 +13,28 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from harness.errors import LoaderError
-from harness.loader import BatchRange, BatchStream, LoaderConfig, LoaderState, RankBatch, RankLayout
+from harness.loader import BatchRange, BatchStream, LoaderConfig, LoaderState, RankBatch, RankLayout, build_rows
 from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance
-from harness.thd import padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
+from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens
 
 
 def missing_index(error: FileNotFoundError) -> LoaderError:
-    """What is said where the fast options trust in an index that nobody built."""
+    """Return the error for an index that the fast options trust to exist."""
     path = Path(error.filename or "")
     return LoaderError(
-        f"a built index is not there: {path.name}",
+        f"a built index is missing: {path.name}",
         where=str(path.parent),
-        fix="train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and otherwise the same "
-        "settings, the number of samples among them (trainer.steps, data.num_samples), to build it",
+        fix="to build it, train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and the same "
+        "other settings, including the number of samples (trainer.steps, data.num_samples)",
     )
 
 
 class PackDataset(MegatronDataset):  # type: ignore[misc]
-    """The packs of an SFT dataset as samples, shuffled anew in every epoch, for Megatron's builder and blends.
+    """The packs of an SFT dataset as samples, shuffled again in every epoch, for Megatron's builder and blends.
 
-    A sample is what a GPTDataset gives, of up to `sequence_length` tokens, with `lengths`, int64 [S], of its sequences.
-    Arguments are those of MegatronDataset; the low-level dataset is a PackReader.
+    A sample has the entries of a GPTDataset's, up to `sequence_length` tokens, and `lengths`, int64 [S], of its
+    sequences. Arguments are those of MegatronDataset; the low-level dataset is a PackReader.
     """
 
     def __init__(self, dataset: Any, path: str, indices: Any, num_samples: int | None, split: Any, config: Any) -> None:
@@ -49,7 +48,7 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
         return -(-wanted // len(self.packs)) * len(self.packs)
 
     def pack_of(self, index: int) -> int:
-        """The pack that sample `index` is."""
+        """Return the number of the pack of sample `index`."""
         epoch, place = divmod(int(index), len(self.packs))
         if epoch != self._epoch:
             generator = np.random.RandomState([self.config.random_seed, epoch])
@@ -57,7 +56,7 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
         return int(self._order[place])
 
     def lengths_of(self, index: int) -> Int64Array:
-        """int64 [S]: model tokens of the sample's sequences; nothing is read but the dataset's index."""
+        """Return model tokens of the sample's sequences, int64 [S], from the dataset's index alone."""
         pack = self.pack_of(index)
         offsets = self.dataset.pack_offsets
         stored = self.dataset.sequence_lengths[int(offsets[pack]) : int(offsets[pack + 1])]
@@ -76,7 +75,7 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
 
 
 class BlendPart(MegatronDataset):  # type: ignore[misc]
-    """One source of a blend of corpora and packs: Megatron's BlendedDataset asks that all of them have one type."""
+    """One source of a blend of corpora and packs, because Megatron's BlendedDataset requires one type of all."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -95,14 +94,14 @@ class BlendPart(MegatronDataset):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RawSamples:
-    """What a worker sends: 13 bytes a token.
+    """The message of a worker: 13 bytes a token.
 
     Attributes:
         tokens, labels, position_ids: int32 [n], this rank's rows end to end.
         loss_mask: uint8 [n].
-        row_lengths: one a microbatch, int64: tokens between boundaries that attention does not cross; empty for a row
-            of zero loss.
-        sample_ids: one a microbatch, int64, beside row_lengths.
+        row_lengths: int64, one array per microbatch: tokens between bounds that attention does not cross; empty for a
+            row of zero loss.
+        sample_ids: int64, one array per microbatch, parallel to row_lengths.
     """
 
     step: BatchRange
@@ -117,15 +116,14 @@ class RawSamples:
 
 
 class SampleReader:
-    """Reads one rank's samples of a step. Sent to every worker.
+    """Reads the samples of one rank in a step. Sent to every worker.
 
-    Sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i` of a global batch is number i of that row,
-    as Megatron-LM deals them out.
+    Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
 
     Args:
-        dataset: of `harness.megatron.data.corpus.open_corpus`.
-        sequence_length, micro_batch_size: of CorpusConfig.
-        boundary: the token behind which attention begins anew; None where it does not.
+        dataset: from `open_corpus`.
+        sequence_length, micro_batch_size: as in CorpusConfig.
+        boundary: the token after which attention starts again; None for none.
     """
 
     def __init__(
@@ -142,17 +140,17 @@ class SampleReader:
         self._sequence_length, self._size, self._boundary = sequence_length, micro_batch_size, boundary
 
     def rows(self, step: BatchRange) -> list[range]:
-        """The samples of every row of the job; a row without any trains nothing."""
-        in_a_round = self._layout.dp_size * self._layout.group_size
+        """Return the samples of every row of the job; an empty row trains nothing."""
+        rows_per_round = self._layout.dp_size * self._layout.group_size
         needed = -(-(step.stop - step.start) // self._size)
-        starts = range(step.start, step.start + -(-needed // in_a_round) * in_a_round * self._size, self._size)
+        starts = range(step.start, step.start + -(-needed // rows_per_round) * rows_per_round * self._size, self._size)
         return [range(min(at, step.stop), min(at + self._size, step.stop)) for at in starts]
 
     def read(self, step: BatchRange) -> RawSamples:
-        """This rank's rows of `step`.
+        """Read this rank's rows of `step`.
 
         Raises:
-            LoaderError: a sample is not what Megatron-Core's datasets give; HarnessError: as a PackReader does.
+            LoaderError: a sample is not one of Megatron-Core's datasets; HarnessError: as a PackReader does.
         """
         rows = self.rows(step)
         mine = rows[self._layout.dp_rank :: self._layout.dp_size]
@@ -170,55 +168,55 @@ class SampleReader:
                 np.repeat(np.asarray(row, np.int64), [samples[index]["lengths"].shape[0] for index in row])
                 for row in mine
             ],
-            num_tokens=int(sum(one.sum() for row in lengths for one in row)),
-            imbalance=self._evenness(lengths),
+            num_tokens=int(sum(sample.sum() for row in lengths for sample in row)),
+            imbalance=self._imbalance(lengths),
         )
 
     def lengths_of(self, index: int) -> Int64Array:
-        """int64: model tokens of what sample `index` holds, without reading it; of a corpus always S."""
+        """Return model tokens of the sequences of sample `index`, int64, without reading it; S for a corpus."""
         part = self._dataset
         if isinstance(part, BlendedDataset):
             if not isinstance(part.datasets[0], BlendPart):
                 return np.asarray([self._sequence_length], np.int64)
-            if part.dataset_index is None:  # mapped at its first use
+            if part.dataset_index is None:  # not mapped before its first use
                 self._sample(index)
             part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
         return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self._sequence_length])
 
     def _sample(self, index: int) -> dict[str, npt.NDArray[Any]]:
         try:
-            found = self._dataset[index]
+            entry = self._dataset[index]
         except FileNotFoundError as error:
             raise missing_index(error) from None
         except (ValueError, EOFError, IndexError) as error:
             raise LoaderError(
                 f"sample {index} cannot be read: {type(error).__name__}: {error}",
-                fix="a built index is damaged, or the corpus changed while it is read: remove the folder of the "
-                "indices (data.path_to_cache), and they are built again",
+                fix="a built index is damaged, or the corpus changed while it was read: remove the folder of the "
+                "indices (data.path_to_cache) to build them again",
             ) from error
-        sample = {name: np.asarray(found[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]
-        if wrong or (count != self._sequence_length and "lengths" not in found):
+        if wrong or (count != self._sequence_length and "lengths" not in entry):
             raise LoaderError(
                 f"sample {index} has {count:,} tokens"
                 + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
-                fix=f"samples of {self._sequence_length:,} tokens were asked for; the index belongs to other settings: "
+                fix=f"samples of {self._sequence_length:,} tokens were requested; the index belongs to other settings: "
                 "remove it from data.path_to_cache",
             )
-        sample["lengths"] = found["lengths"] if "lengths" in found else self._between_boundaries(sample["tokens"])
+        sample["lengths"] = entry["lengths"] if "lengths" in entry else self._between_boundaries(sample["tokens"])
         return sample
 
     def _between_boundaries(self, tokens: npt.NDArray[Any]) -> Int64Array:
         if self._boundary is None:
             return np.asarray([tokens.shape[0]], np.int64)
-        behind = np.flatnonzero(tokens == self._boundary) + 1
-        cuts = np.unique(np.concatenate([[0], behind, [tokens.shape[0]]]))
+        after = np.flatnonzero(tokens == self._boundary) + 1
+        cuts = np.unique(np.concatenate([[0], after, [tokens.shape[0]]]))
         return np.diff(cuts).astype(np.int64)
 
-    def _evenness(self, rows: list[list[Int64Array]]) -> Imbalance:
+    def _imbalance(self, rows: list[list[Int64Array]]) -> Imbalance:
         lengths = [padded_lengths(_end_to_end(row) + 1, self._layout.pad_to_multiple) for row in rows]
-        ends = np.cumsum([0, *(one.shape[0] for one in lengths)])
+        ends = np.cumsum([0, *(row.shape[0] for row in lengths)])
         schedule = Schedule(self._layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
         full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.pad_to_multiple)
         return measure_imbalance(
@@ -226,24 +224,24 @@ class SampleReader:
         )
 
 
-class SampleLoader:
+class SampleLoader(BatchStream[RawSamples]):
     """Global batches of samples in Megatron's order, from a state on to the last sample.
 
     Args:
         reader: sent to workers.
-        num_samples: where the batches end; the last may be ragged.
-        start: of a run; its `packs_consumed` are samples.
+        num_samples: end of the batches; the last one may be ragged.
+        start: of the run; its `packs_consumed` are samples.
     """
 
     def __init__(
         self, reader: SampleReader, config: LoaderConfig, *, layout: RankLayout, num_samples: int, start: LoaderState
     ) -> None:
-        self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
         where = f"data-parallel rank {layout.dp_rank}, {config.num_workers} workers"
-        self._stream: BatchStream[RawSamples] = BatchStream(reader, config, where=where)
+        super().__init__(reader, config, where=where)
+        self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
 
     def __iter__(self) -> Iterator[RankBatch]:
-        for raw in self._stream.read(self._steps()):
+        for raw in self.read(self._steps()):
             yield self._build(raw)
 
     def _steps(self) -> Iterator[BatchRange]:
@@ -252,46 +250,25 @@ class SampleLoader:
             yield BatchRange(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
 
     def _build(self, raw: RawSamples) -> RankBatch:
-        rows, at = [], 0
-        for lengths in raw.row_lengths:
-            stop = at + int(lengths.sum())
-            here = slice(at, stop)
-            rows.append(
-                thd_from_model_tokens(
-                    raw.tokens[here],
-                    raw.labels[here],
-                    raw.loss_mask[here],
-                    lengths,
-                    position_ids=raw.position_ids[here],
-                    pad_to_multiple=self._layout.pad_to_multiple,
-                )
-                if lengths.shape[0]
-                else zero_loss_row(self._layout.pad_to_multiple)
+        multiple = self._layout.pad_to_multiple
+
+        def row(part: slice, lengths: Int64Array) -> ThdBatch:
+            values = (raw.tokens[part], raw.labels[part], raw.loss_mask[part])
+            return thd_from_model_tokens(
+                *values, lengths, position_ids=raw.position_ids[part], pad_to_multiple=multiple
             )
-            at = stop
+
         return RankBatch(
             epoch=0,
             step_in_epoch=raw.step.index,
             pack_ids=np.arange(raw.step.start, raw.step.stop, dtype=np.int64),
-            rows=rows,
+            rows=build_rows(raw.row_lengths, row, pad_to_multiple=multiple),
             sequence_ids=raw.sample_ids,
             num_sequences=raw.step.stop - raw.step.start,
             num_tokens=raw.num_tokens,
             imbalance=raw.imbalance,
             state=replace(self.state, packs_consumed=raw.step.stop),
         )
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of the living workers."""
-        return self._stream.worker_pids()
-
-    def __enter__(self) -> SampleLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stream.__exit__(kind, error, traceback)
 
 
 def _joined(parts: list[dict[str, npt.NDArray[Any]]], name: str, dtype: type[np.generic]) -> Any:

@@ -1,10 +1,10 @@
-"""The two-phase pipeline of Megatron's data scheduler, for sources whose lengths are not known ahead: streams.
+"""The two-phase pipeline of Megatron's data scheduler, for streams, whose lengths are not known in advance.
 
-`wrap_data_iterator` runs once a global batch: it fetches packs, gathers their sequences' lengths over data-parallel
-ranks, schedules, sends every sequence to its rank and builds packed rows. `get_batch_on_this_rank_for_sequence_packing`
-runs once a microbatch: it broadcasts over tensor-parallel ranks, takes the context-parallel slice and makes
-PackedSeqParams. Indexed datasets do without all of it: there every rank plans from stored lengths and reads its own
-part (`harness.loader`), and gets the same rows.
+`wrap_data_iterator` runs once per global batch: it fetches packs, gathers the lengths of their sequences over
+data-parallel ranks, schedules, sends every sequence to its rank and builds packed rows.
+`get_batch_on_this_rank_for_sequence_packing` runs once per microbatch: it broadcasts over tensor-parallel ranks, takes
+the context-parallel slice and makes PackedSeqParams. Stored datasets need none of it: every rank plans from stored
+lengths, reads its own part (`harness.loader`) and gets the same rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from harness.megatron.data.exchange import (
     reroute_samples_to_dcp_ranks,
 )
 from harness.megatron.data.feed import together
-from harness.plan import ParallelConfig
 from harness.records import Int64Array, Pack, Schedule, SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost, schedule
 from harness.thd import ThdBatch, padded_lengths
@@ -41,13 +40,13 @@ from harness.thd import ThdBatch, padded_lengths
 
 @dataclass(frozen=True)
 class PackedGlobalBatch:
-    """What phase 1 gives.
+    """The result of phase 1.
 
     Attributes:
-        data_iterator: of this rank's rows; a list with virtual pipeline stages; None where phase 2 gets them from
+        data_iterator: over this rank's rows; a list with virtual pipeline stages; None where phase 2 gets them from
             another rank.
         num_microbatches: after scheduling, the same on every rank.
-        seqlen_sum, seqlen_squared_sum: over the model tokens of the global batch's sequences, for counting FLOPs.
+        seqlen_sum, seqlen_squared_sum: over the model tokens of the global batch's sequences, to count FLOPs.
     """
 
     data_iterator: Any
@@ -60,10 +59,10 @@ class BasePackingScheduler:
     """Phase 1 for one schedule.
 
     Args:
-        max_seqlen_per_dp_cp_rank: tokens that one rank holds.
-        parallel, layout: the layout and this rank's place in it.
-        cost: of a sequence, where the schedule weighs it.
-        device: of what is exchanged.
+        max_seqlen_per_dp_cp_rank: tokens that one rank holds, `max_tokens_per_rank` elsewhere.
+        layout: the place of this rank.
+        cost: of training a sequence, for `cost_balanced`.
+        device: of the exchanged tensors.
     """
 
     name: ClassVar[str]
@@ -72,31 +71,29 @@ class BasePackingScheduler:
         self,
         max_seqlen_per_dp_cp_rank: int,
         *,
-        parallel: ParallelConfig,
         layout: RankLayout,
         device: torch.device,
         cost: SequenceCost | None = None,
     ) -> None:
-        self._capacity = max_seqlen_per_dp_cp_rank
-        self._parallel = parallel
+        self._max_tokens_per_rank = max_seqlen_per_dp_cp_rank
         self._layout = layout
         self._device = device
         self._cost = cost
 
     def get_groups_and_subsamples(self, lengths: Int64Array) -> Schedule:
-        """Where each sequence goes: a pure function of the stored lengths of the global batch."""
+        """Schedule the sequences of a global batch: a pure function of their stored lengths."""
         return schedule(
             self.name,
-            padded_lengths(lengths, self._parallel.pad_to_multiple),
+            padded_lengths(lengths, self._layout.pad_to_multiple),
             dp_size=self._layout.dp_size,
             cp_size=self._layout.cp_size,
-            max_tokens_per_rank=self._capacity,
-            group_size=self._parallel.group_size,
+            max_tokens_per_rank=self._max_tokens_per_rank,
+            group_size=self._layout.group_size,
             cost=self._cost,
         )
 
     def run(self, data_iterator: Iterator[Pack] | None, num_microbatches: int) -> PackedGlobalBatch | None:
-        """Fetch, schedule, route, pack, broadcast; every rank of the job takes part. None at the stream's end.
+        """Fetch, schedule, route, pack and broadcast on every rank of the job; return None at the stream's end.
 
         Raises:
             HarnessError: on every rank, where any rank's stream or schedule fails.
@@ -125,7 +122,7 @@ class BasePackingScheduler:
             model = lengths - 1
             scalars = [placed.num_microbatches, int(model.sum()), int((model * model).sum())]
         scalars = broadcast_scalars(scalars, tp_group, self._device)
-        return PackedGlobalBatch(create_data_iterator(rows, self._parallel.virtual_pipeline_parallel_size), *scalars)
+        return PackedGlobalBatch(create_data_iterator(rows, self._layout.virtual_stages), *scalars)
 
     def _rows(
         self, sequences: list[SequenceView], placed: Schedule, lengths: Int64Array, offsets: Int64Array | None
@@ -140,17 +137,17 @@ class BasePackingScheduler:
         else:
             dp_group = parallel_state.get_data_parallel_group()
             mine = reroute_samples_to_dcp_ranks(sequences, placed, lengths, offsets, dp_group, self._device)
-        return build_packed_microbatches(mine, placed, dp_rank, pad_to_multiple=self._parallel.pad_to_multiple)
+        return build_packed_microbatches(mine, placed, dp_rank, pad_to_multiple=self._layout.pad_to_multiple)
 
 
 class DpBalancedScheduler(BasePackingScheduler):
-    """Rows are filled in order and evened out by count."""
+    """Fills rows in order and balances their number."""
 
     name = "dp_balanced"
 
 
 class CostBalancedScheduler(BasePackingScheduler):
-    """Rows cost the same."""
+    """Balances the cost of rows and ranks."""
 
     name = "cost_balanced"
 
@@ -161,7 +158,7 @@ scheduler_map: Mapping[str, type[BasePackingScheduler]] = MappingProxyType(
 
 
 def needs_data_iterator(layout: RankLayout) -> bool:
-    """Whether a rank reads the stream: the first tensor-parallel rank of the first and of the last stage."""
+    """Return True for ranks that read the stream: the first tensor-parallel rank of the first and last stage."""
     return layout.tp_rank == 0 and (layout.is_first_stage or layout.is_last_stage)
 
 
@@ -170,44 +167,41 @@ def wrap_data_iterator(
     config: ScheduleConfig,
     num_microbatches: int,
     *,
-    parallel: ParallelConfig,
     layout: RankLayout,
     device: torch.device,
     cost: SequenceCost | None = None,
 ) -> PackedGlobalBatch | None:
-    """Phase 1, once a global batch; every rank of the job takes part.
+    """Run phase 1, once per global batch, on every rank of the job.
 
     Args:
         original_data_iterator: the packs of this data-parallel rank, the same on all ranks that share it; None where
-            `needs_data_iterator` says so.
-        num_microbatches: packs that each data-parallel rank gives to a global batch.
+            `needs_data_iterator` is False.
+        num_microbatches: packs of each data-parallel rank in a global batch.
 
     Returns:
         This rank's rows, or None at the end of the stream.
 
     Raises:
-        ConfigError: a schedule that needs stored packs.
+        ConfigError: the schedule needs stored packs.
         HarnessError: on every rank, where any rank's stream or the schedule fails.
     """
     if config.name not in scheduler_map:
         raise ConfigError(
             f"the schedule {config.name} does not work on streams",
             where="schedule.name",
-            fix=f"one of {', '.join(scheduler_map)}",
+            fix=f"choose one of {', '.join(scheduler_map)}",
         )
-    scheduler = scheduler_map[config.name](
-        config.max_tokens_per_rank, parallel=parallel, layout=layout, device=device, cost=cost
-    )
+    scheduler = scheduler_map[config.name](config.max_tokens_per_rank, layout=layout, device=device, cost=cost)
     return scheduler.run(original_data_iterator, num_microbatches)
 
 
 def get_batch_on_this_rank_for_sequence_packing(
     wrapped_data_iterator: Iterator[ThdBatch] | None, *, layout: RankLayout, device: torch.device
 ) -> RowTensors:
-    """Phase 2, once a microbatch: this rank's slice of the next row, with its PackedSeqParams.
+    """Run phase 2, once per microbatch: return this rank's slice of the next row, with its PackedSeqParams.
 
     Args:
-        wrapped_data_iterator: from phase 1 (one of its list with virtual stages); None on all but the first
+        wrapped_data_iterator: from phase 1 (one of its list with virtual stages); None except on the first
             tensor-parallel rank.
     """
     group = parallel_state.get_tensor_model_parallel_group()

@@ -147,6 +147,7 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         cp_size=config.context_parallel_size,
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        virtual_stages=config.virtual_pipeline_parallel_size,
         pad_to_multiple=config.pad_to_multiple,
         group_size=config.group_size,
     )

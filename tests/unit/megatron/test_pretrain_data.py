@@ -57,11 +57,11 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
         defer_npy_index_mmap=True,
         per_dataset_sequences_path=str(tmp_path / "counts.json"),
     )
-    with pytest.raises(LoaderError, match="a built index is not there") as refused:
+    with pytest.raises(LoaderError, match="a built index is missing") as refused:
         opened(replace(fast, defer_npy_index_mmap=False))
     assert "num_samples" in refused.value.fix
     trusting = opened(fast)
-    with pytest.raises(LoaderError, match="a built index is not there"):
+    with pytest.raises(LoaderError, match="a built index is missing"):
         batches(trusting, fast)
     one = opened(plain)
     two = opened(fast)
@@ -81,17 +81,17 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"path": "nowhere"}, "there is no nowhere.bin"),
-        ({"path": ""}, "nothing to train on"),
+        ({"path": "nowhere"}, "nowhere.bin is missing"),
+        ({"path": ""}, "no source is named"),
         ({"split": "0,1"}, "split is"),
-        ({"reset_attention_mask": True}, "which token ends a document"),
-        ({"fast_cache_load": True, "path_to_cache": "c"}, "does not divide"),
+        ({"reset_attention_mask": True}, "requires the token that ends"),
+        ({"fast_cache_load": True, "path_to_cache": "c"}, "cannot divide"),
         ({"defer_npy_index_mmap": True}, "folder of the built indices"),
         ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),
         ({"blend": [CorpusSource("a", -1.0)]}, "the weight is -1.0"),
         ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "no source is for training"),
         ({"split": "999,1,0"}, "valid gets 0 of 200 documents"),
-        ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be kept"),
+        ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be written"),
         ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both name the sources"),
         ({"per_split_data_args_path": "nowhere.json"}, "cannot be read"),
         ({"sequence_length": 0}, "sequence_length is 0"),
@@ -132,7 +132,7 @@ def test_a_damaged_index_is_an_error_that_names_its_folder(tmp_path: Path, corpu
     with pytest.raises(HarnessError) as refused:
         batches(opened(replace(config, defer_npy_index_mmap=defer)), config)
     assert "mmap length is greater than file size" in refused.value.what
-    assert "built again" in refused.value.fix
+    assert "build" in refused.value.fix
 
 
 def test_indices_whose_builder_was_killed_are_built_again(tmp_path: Path, corpus: Path, monkeypatch) -> None:
