@@ -296,26 +296,29 @@ def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: py
     shard(tmp_path / "s.parquet", ROWS)
     run = CliRunner()
 
-    def says(*arguments: str, code: int = 0) -> str:
+    def output_of(*arguments: str, code: int = 0) -> str:
         done = run.invoke(app, arguments)
         assert done.exit_code == code, done.output
         return done.output
 
-    assert "3 documents, 3 sequences, 11 tokens as uint16" in says(
+    assert "3 documents, 3 sequences, 11 tokens as uint16" in output_of(
         "indexed", "convert", "s.parquet", "--to", "x", "--eod", "1"
     )
-    says("indexed", "merge", "x", "x.idx", "--to", "xx")
-    says("indexed", "counts", "x", "xx", "--to", "c.json")
+    output_of("indexed", "merge", "x", "x.idx", "--to", "xx")
+    output_of("indexed", "counts", "x", "xx", "--to", "c.json")
     assert json.loads(Path("c.json").read_text()) == {"x": [3, 4], "xx": [6, 7]}
     assert (
-        json.loads(says("indexed", "family", "s.parquet", "--out", "f", "--name", "c", "--json"))[0]["num_tokens"] == 8
+        json.loads(output_of("indexed", "family", "s.parquet", "--out", "f", "--name", "c", "--json"))[0]["num_tokens"]
+        == 8
     )
-    says("indexed", "family", "--shards", "train=s.parquet", "--shards", "valid=s.parquet", "--out", "g", "--name", "c")
+    output_of(
+        "indexed", "family", "--shards", "train=s.parquet", "--shards", "valid=s.parquet", "--out", "g", "--name", "c"
+    )
     assert sequences_of(Path("g/c_train")) == sequences_of(Path("g/c_valid")) == ROWS
     for path in ("x", "x.idx", "xx.bin", "f/c.json", "g/c.json"):
-        assert says("verify", path) == f"{path}: nothing wrong\n"
+        assert output_of("verify", path) == f"{path}: nothing wrong\n"
     Path("xx.bin").unlink()
-    assert "xx.bin is missing" in says("verify", "xx.idx", code=1)
+    assert "xx.bin is missing" in output_of("verify", "xx.idx", code=1)
 
 
 def test_converting_imports_no_torch(tmp_path: Path) -> None:
