@@ -33,48 +33,14 @@ from harness.formats.base import (
     make_pack,
 )
 from harness.formats.index import lengths_from_starts
-from harness.indexed import BIN, CODES, HEADER, IDX, INT32, LOSS_BIN, MAGIC, VERSION, IndexHeader, with_suffix
-from harness.records import Int32Array, Int64Array, Pack
+from harness.indexed import BIN, IDX, INT32, LOSS_BIN, IndexHeader, read_lengths, with_suffix
+from harness.records import Int64Array, Pack
 from harness.storage import Folder, OutputFile, Place, natural_key
 
 SEQ_IDX, SEQ_BIN = ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
 
 _FIX = "copy the dataset again"
-
-
-def read_index(path: Path) -> Int32Array:
-    """Read lengths, int32 [items], from a Megatron index of int32 items that lie end to end in the data file.
-
-    Raises:
-        FormatError: it is damaged, cut short, or of another dtype or version.
-    """
-    data = path.read_bytes()
-    if len(data) < HEADER.size or not data.startswith(MAGIC):
-        raise FormatError("not a Megatron index", where=str(path), fix=_FIX)
-    _, version, code, count, documents = HEADER.unpack_from(data)
-    if version != VERSION or code != CODES[INT32]:
-        raise FormatError(
-            f"has version {version} and dtype code {code}, expected {VERSION} and {CODES[INT32]} (int32)",
-            where=str(path),
-            fix="packs are stored as int32 tokens",
-        )
-    expected = IndexHeader(INT32, count, documents).num_bytes
-    if len(data) != expected:
-        raise FormatError(
-            f"has {len(data):,} bytes, its counts of {count:,} packs and {documents:,} documents need {expected:,}",
-            where=str(path),
-            fix=_FIX,
-        )
-    lengths = np.frombuffer(data, "<i4", count, HEADER.size)
-    pointers = np.frombuffer(data, "<i8", count, HEADER.size + 4 * count)
-    if (lengths <= 0).any():
-        row = int(np.argmax(lengths <= 0))
-        raise FormatError(f"pack {row:,} has the length {int(lengths[row]):,}", where=str(path), fix=_FIX)
-    ends = np.cumsum(lengths, dtype=np.int64) * 4
-    if not np.array_equal(pointers, ends - 4 * lengths.astype(np.int64)):
-        raise FormatError("the offsets of packs do not follow from their lengths", where=str(path), fix=_FIX)
-    return lengths
 
 
 class BinIdxShard(ShardReader):
@@ -90,7 +56,7 @@ class BinIdxShard(ShardReader):
                 fix="an indexed dataset without loss mask and sequence starts holds no packs; write it again",
             )
         # Read, not mapped: 28 bytes a pack.
-        self._lengths = read_index(with_suffix(prefix, IDX))
+        self._lengths = read_lengths(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]
         self._offsets = self._read_offsets()
         ends = np.zeros(self.num_packs + 1, np.int64)

@@ -14,33 +14,27 @@ from harness.indexed.convert import TokenSource, convert_tokens
 from harness.indexed.family import TokenFamily, is_family, verify_family, write_family
 from harness.indexed.index import (
     BIN,
-    CODES,
     HEADER,
     IDX,
     INT32,
     LOSS_BIN,
-    MAGIC,
     UINT16,
-    VERSION,
     IndexHeader,
     MappedIndex,
     prefix_of,
     with_suffix,
 )
 from harness.indexed.merge import count_sequences, merge_indexed, save_counts
-from harness.indexed.verify import verify_indexed
+from harness.indexed.verify import read_lengths, verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 
 __all__ = [
     "BIN",
-    "CODES",
     "HEADER",
     "IDX",
     "INT32",
     "LOSS_BIN",
-    "MAGIC",
     "UINT16",
-    "VERSION",
     "IndexHeader",
     "IndexedReport",
     "IndexedWriter",
@@ -52,6 +46,7 @@ __all__ = [
     "is_family",
     "merge_indexed",
     "prefix_of",
+    "read_lengths",
     "save_counts",
     "verify_family",
     "verify_indexed",

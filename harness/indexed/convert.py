@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
 from harness.indexed.index import prefix_of, smallest_dtype
-from harness.indexed.token_shards import TokenBatch, list_shards, read_shards
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
+
+if TYPE_CHECKING:
+    from harness.indexed.token_shards import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class TokenSource:
 
     def batches(self, paths: Iterable[Path]) -> Iterator[TokenBatch]:
         """Yield the documents of shards in order, each with its EOD; raises PrepError for rows that are refused."""
+        # Imported here: pyarrow takes 0.1 s, which users of an index must not pay.
+        from harness.indexed.token_shards import read_shards
+
         for path, batch in read_shards(paths, column=self.column):
             if batch.empty_documents and self.empty == "refuse":
                 raise PrepError(
@@ -92,6 +97,8 @@ def convert_tokens(
         PrepError: a shard is missing or damaged, or a row holds an invalid token; names file and row.
         FormatError: the pair cannot be written, exists already, or would be empty.
     """
+    from harness.indexed.token_shards import list_shards
+
     source = source or TokenSource()
     empty = 0
     paths = list_shards(sources)

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -27,10 +27,12 @@ from harness.errors import ConfigError, PrepError, Problem
 from harness.indexed.convert import TokenSource
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.merge import count_sequences, save_counts
-from harness.indexed.token_shards import TokenBatch, list_shards
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.storage import file_digest, write_atomically
+
+if TYPE_CHECKING:
+    from harness.indexed.token_shards import TokenBatch
 
 # Megatron's names.
 SPLITS = ("train", "valid", "test")
@@ -101,6 +103,8 @@ def write_family(
     Raises:
         PrepError, FormatError: like `convert_tokens`; or a split would have no document.
     """
+    from harness.indexed.token_shards import list_shards
+
     named_sources = sources if isinstance(sources, Mapping) else {"": sources}
     if isinstance(sources, Mapping) and set(sources) != set(family.parts):
         what = f"there are shards for {', '.join(sources)} but the splits are {', '.join(family.parts)}"

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError, Problem
-from harness.indexed.index import BIN, COPY_AGAIN, IDX, MappedIndex, prefix_of, with_suffix
+from harness.indexed.index import BIN, COPY_AGAIN, IDX, INT32, MappedIndex, prefix_of, with_suffix
+from harness.records import Int32Array
 
 # Ledger entries, or tokens, checked at a time.
 _BLOCK = 1 << 20
@@ -49,6 +50,24 @@ def check_indexed(prefix: Path) -> MappedIndex:
     if index is None or problems:
         raise FormatError(problems[0].what, where=problems[0].where, fix=COPY_AGAIN)
     return index
+
+
+def read_lengths(path: Path) -> Int32Array:
+    """Read the lengths of sequences, int32 [S], from the index of a pair of int32 tokens.
+
+    Raises:
+        FormatError: the index is damaged or cut short, or the tokens have another dtype.
+    """
+    index = MappedIndex(path)
+    problem = None
+    if index.header.dtype != INT32 or index.has_modes:
+        modes = " with modes" if index.has_modes else ""
+        problem = f"holds {index.header.dtype.name} tokens{modes}, expected int32"
+    elif index.header.num_sequences:
+        problem = next(_ledger_problems(index), None)
+    if problem is not None:
+        raise FormatError(problem, where=str(path), fix=COPY_AGAIN)
+    return index.lengths.copy()
 
 
 def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:

@@ -143,10 +143,9 @@ def _read_dataset(source: str) -> ForeignPacks:
 
 def _read_bridge_rows(prefix: Path) -> ForeignPacks:
     """Read an indexed dataset whose items are whole packs."""
-    from harness.formats.binidx import read_index
-    from harness.indexed import BIN, IDX, with_suffix
+    from harness.indexed import BIN, IDX, read_lengths, with_suffix
 
-    lengths = read_index(with_suffix(prefix, IDX))
+    lengths = read_lengths(with_suffix(prefix, IDX))
     data = with_suffix(prefix, BIN)
     total = 4 * int(lengths.sum(dtype=np.int64))
     if data.stat().st_size != total:

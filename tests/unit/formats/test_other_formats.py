@@ -147,15 +147,21 @@ DOCUMENTS = np.arange(4, dtype="<i8").tobytes()
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "not a Megatron index"),
-        (_index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS, "not a Megatron index"),
+        (b"", "has 0 bytes, an index begins with a header of 34"),
+        (_index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS, "a Megatron index begins with"),
         (_index(3, 4, version=2) + LENGTHS + POINTERS + DOCUMENTS, "version 2"),
-        (_index(3, 4, code=8) + LENGTHS + POINTERS + DOCUMENTS, "dtype code 8"),
-        (_index(2**32, 2**32 + 1) + LENGTHS + POINTERS + DOCUMENTS, "counts of 4,294,967,296 packs"),
+        (_index(3, 4, code=8) + LENGTHS + POINTERS + DOCUMENTS, "holds uint16 tokens, expected int32"),
+        (_index(2**32, 2**32 + 1) + LENGTHS + POINTERS + DOCUMENTS, "counts of 4,294,967,296 sequences"),
         (_index(2**63, 2**63) + LENGTHS, "counts of"),
-        (_index(3, 4) + np.array([5, -1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS, "pack 1 has the length -1"),
-        (_index(3, 4) + np.array([5, 2**31 - 1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS, "offsets"),
-        (_index(3, 4) + LENGTHS + np.array([0, 20, 2**62], "<i8").tobytes() + DOCUMENTS, "offsets of packs"),
+        (_index(3, 4) + np.array([5, -1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS, "sequence 1 has the length -1"),
+        (
+            _index(3, 4) + np.array([5, 2**31 - 1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS,
+            "the pointer of sequence 2 is 24",
+        ),
+        (
+            _index(3, 4) + LENGTHS + np.array([0, 20, 2**62], "<i8").tobytes() + DOCUMENTS,
+            "the pointer of sequence 2 is 4,611,686,018,427,387,904",
+        ),
     ],
 )
 def test_an_index_that_claims_what_is_not_there_is_an_error(tmp_path: Path, data: bytes, problem: str) -> None:
