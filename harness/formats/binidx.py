@@ -157,9 +157,8 @@ class BinIdxWriter(ShardWriter):
 def find_bare(path: Path) -> list[Path]:
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()}
-        found = {name.removesuffix(IDX) for name in names if name.endswith(IDX) and not name.endswith(SEQ_IDX)}
-        prefixes = [name for name in found if name + BIN in names]
-        return [path / name for name in sorted(prefixes, key=natural_key)]
+        prefixes = {name.removesuffix(IDX) for name in names if name.endswith(IDX) and not name.endswith(SEQ_IDX)}
+        return [path / name for name in sorted(prefixes, key=natural_key) if name + BIN in names]
     if with_suffix(path, IDX).is_file() and with_suffix(path, BIN).is_file():
         return [path]
     for suffix in sorted(SUFFIXES, key=len, reverse=True):

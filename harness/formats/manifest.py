@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.errors import FormatError
 from harness.storage import Folder, LocalFolder, StoredFile
@@ -21,6 +21,8 @@ _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 _WRITE_AGAIN = "copy the dataset again, or write it again with `harness prepare`"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -236,21 +238,21 @@ class _Parser:
         return Provenance(seed=seed, counts=counts, **texts)
 
     def _whole(self, values: Any, name: str) -> int:
-        value = values.get(name) if isinstance(values, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        value = self._get(values, name, int, "a whole number from 0")
+        if not 0 <= value < 2**63:
             raise self._error(f"has {name} {str(value)[:40]!r}, expected a whole number from 0")
         return value
 
     def _text(self, values: Any, name: str) -> str:
-        value = values.get(name) if isinstance(values, dict) else None
-        if not isinstance(value, str):
-            raise self._error(f"has {name} {str(value)[:40]!r}, expected text")
-        return value
+        return self._get(values, name, str, "text")
 
     def _list(self, values: Any, name: str) -> list[Any]:
+        return self._get(values, name, list, "a list")
+
+    def _get(self, values: Any, name: str, kind: type[T], expected: str) -> T:
         value = values.get(name) if isinstance(values, dict) else None
-        if not isinstance(value, list):
-            raise self._error(f"has {name} that is not a list")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self._error(f"has {name} {str(value)[:40]!r}, expected {expected}")
         return value
 
     def _error(self, problem: str) -> FormatError:

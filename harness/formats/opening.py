@@ -360,7 +360,7 @@ def _nothing(path: Path) -> FormatError:
         if not datasets:
             return _no_layout(folder)
         return FormatError(
-            f"a folder of {len(datasets):,} datasets and none itself ({_some(datasets)})",
+            f"a folder of {len(datasets):,} datasets and not a dataset itself ({_some(datasets)})",
             where=str(path),
             fix=f"name one of them, such as {path / min(datasets, key=natural_key)}",
         )

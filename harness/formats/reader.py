@@ -157,7 +157,7 @@ class PackReader:
 
         Raises:
             IndexError: past either end.
-            FormatError: the stored pack is not what was written, or cannot be read.
+            FormatError: the stored pack differs from what was written, or cannot be read.
         """
         pack_id = operator.index(index)
         if pack_id < 0:

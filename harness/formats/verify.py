@@ -99,7 +99,7 @@ def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:
     totals = Totals()
     seen: set[str] = set()
-    # Eight bytes a pack, where a list of digests would take a hundred.
+    # Eight bytes a pack; a list of digests would take a hundred.
     digests = np.zeros(len(reader), np.uint64)
     whole = True
     for pack_id in range(len(reader)):

@@ -194,7 +194,7 @@ class PackWriter:
                     self._finish()
         finally:
             if self.manifest is None and self._shard is not None:
-                # Users must see the error that led here, not one of the cleanup.
+                # Users must see the first error, not one of the cleanup.
                 with contextlib.suppress(OSError, FormatError):
                     self._shard.abort()
             self._claim.release(whole=self.manifest is not None)
@@ -275,7 +275,7 @@ class PackWriter:
             if loaded is None or loaded[0].shard.path != self._format.shard_name(number):
                 return names
             finished = loaded[0]
-            # A short shard is the last one of a write that was stopped in its final steps: it is written again.
+            # A short shard was the last of a write that stopped in its final steps: it is written again.
             if finished.totals.num_packs != self._packs_per_shard or not self._is_whole(finished.shard):
                 return names
             self._add_finished(finished)

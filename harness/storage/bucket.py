@@ -80,7 +80,7 @@ class ObjectStore:
         return self.call(place, lambda files: files.open_input_file(_pyarrow_path(place)))
 
     def read(self, place: ObjectPath, file: Any, start: int, num_bytes: int) -> bytes:
-        """Read exactly these bytes of an object that `open` opened; raises FormatError where it ends before."""
+        """Read exactly these bytes of an object that `open` opened; raises FormatError if it is shorter."""
         pieces = []
         for begin in range(start, start + num_bytes, REQUEST_BYTES):
             count = min(REQUEST_BYTES, start + num_bytes - begin)

@@ -161,12 +161,12 @@ class LocalCache:
 
     def _free_space(self) -> None:
         """Remove the least recently used entries that are not open, until the rest is within the bound."""
-        found = []
+        entries = []
         for lock in self.folder.glob(f"*{_LOCK}"):
             with contextlib.suppress(OSError, ValueError):
-                found.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock))
-        total = sum(num_bytes for _, num_bytes, _ in found)
-        for _, num_bytes, lock in sorted(found):
+                entries.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock))
+        total = sum(num_bytes for _, num_bytes, _ in entries)
+        for _, num_bytes, lock in sorted(entries):
             if total <= self.max_bytes:
                 return
             if self._evict(lock):
@@ -208,6 +208,6 @@ def _check(stored: StoredFile, path: Path) -> None:
     num_bytes = path.stat().st_size
     if num_bytes != stored.num_bytes:
         raise FormatError(f"{stored.path} arrived with {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}")
-    found = file_digest(path)
-    if found != stored.xxh3:
-        raise FormatError(f"{stored.path} arrived with the hash {found}, the manifest says {stored.xxh3}")
+    digest = file_digest(path)
+    if digest != stored.xxh3:
+        raise FormatError(f"{stored.path} arrived with the hash {digest}, the manifest says {stored.xxh3}")

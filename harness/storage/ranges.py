@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.errors import FormatError
 from harness.storage.bucket import ObjectStore
@@ -15,28 +16,31 @@ from harness.storage.uris import ObjectPath
 _TAIL_BYTES = 1 << 16
 
 
-class ByteSource(Protocol):
+class ByteSource(ABC):
     """A file of a known size, read by range."""
 
     num_bytes: int
 
+    @abstractmethod
     def read_at(self, start: int, num_bytes: int) -> bytes:
-        """Read these bytes; fewer where the file ends before."""
+        """Read these bytes; fewer if the file ends before."""
 
-    def fetch(self, start: int, end: int) -> None:
-        """Announce that this range is about to be read in pieces."""
+    def fetch(self, start: int, end: int) -> None:  # noqa: B027
+        """Announce that this range is about to be read in pieces. A disk needs no such hint."""
 
-    def release(self) -> None:
-        """Drop what was fetched."""
+    def release(self) -> None:  # noqa: B027
+        """Drop the bytes of `fetch`."""
 
+    @abstractmethod
     def for_arrow(self) -> Any:
         """Return the argument for `pyarrow.parquet.ParquetFile`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the file."""
 
 
-class LocalSource:
+class LocalSource(ByteSource):
     """A file on a disk."""
 
     def __init__(self, path: Path) -> None:
@@ -47,12 +51,6 @@ class LocalSource:
 
     def read_at(self, start: int, num_bytes: int) -> bytes:
         return os.pread(self._descriptor, num_bytes, start)
-
-    def fetch(self, start: int, end: int) -> None:
-        """Do nothing: the system reads ahead by itself."""
-
-    def release(self) -> None:
-        """Do nothing: the page cache holds the bytes."""
 
     def for_arrow(self) -> Any:
         return self._path
@@ -66,7 +64,7 @@ class LocalSource:
         self.close()
 
 
-class RemoteSource(io.RawIOBase):
+class RemoteSource(io.RawIOBase, ByteSource):
     """An object, which pyarrow reads as a Python file. Bytes that `fetch` got are read from memory."""
 
     def __init__(self, place: ObjectPath) -> None:

@@ -51,7 +51,7 @@ class ObjectPath:
 
     Attributes:
         scheme: one of SCHEMES.
-        bucket: of s3 and gs; of abfs the container, with `@account...` after it where the URI names the account.
+        bucket: of s3 and gs; of abfs the container, with `@account...` after it if the URI names the account.
         key: without slashes at its ends; empty for the whole bucket.
     """
 
@@ -62,8 +62,8 @@ class ObjectPath:
     @classmethod
     def parse(cls, uri: str) -> ObjectPath:
         """Parse a URI; raises ConfigError for another scheme, no bucket, credentials, a query, or an invalid key."""
-        found = _URI.fullmatch(uri)
-        scheme, bucket, key = found.groups() if found is not None else ("", "", "")
+        match = _URI.fullmatch(uri)
+        scheme, bucket, key = match.groups() if match is not None else ("", "", "")
         if scheme not in SCHEMES:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Datasets that every format is tried with."""
+"""Datasets that every format is tested with."""
 
 from __future__ import annotations
 

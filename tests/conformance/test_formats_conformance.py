@@ -1,4 +1,4 @@
-"""What every format promises. Runs over the registry: a new format needs no edit here."""
+"""Guarantees of every format, over the registry: a new format needs no edit here."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_any_valid_packs_come_back_as_they_were_written(
     assert read_all(path) == made
 
 
-def test_index_tells_lengths_without_reading_packs(reader: PackReader) -> None:
+def test_lengths_come_from_the_index_without_reading_packs(reader: PackReader) -> None:
     assert reader.pack_offsets.tolist() == [0, 3, 4, 5, 7, 12]
     assert reader.sequence_lengths.tolist() == [5, 4, 7, 1, 3, 2, 2, 1, 1, 1, 1, 1]
     assert (reader.pack_offsets.dtype, reader.sequence_lengths.dtype) == (np.int64, np.int32)
     assert reader.pack_size == PACK_SIZE
 
 
-def test_packs_are_read_in_the_order_asked_for_with_duplicates(reader: PackReader, packs: list[Pack]) -> None:
+def test_packs_are_read_in_any_order_with_duplicates(reader: PackReader, packs: list[Pack]) -> None:
     assert reader.read([4, 0, 4, 2, -1]) == [packs[4], packs[0], packs[4], packs[2], packs[4]]
     assert reader.read(np.array([3, 1])) == [packs[3], packs[1]]
     assert reader.read([]) == []
@@ -136,7 +136,7 @@ def test_a_reader_pickles_before_and_after_use(dataset: Path, packs: list[Pack])
     assert len(after) < 20_000
 
 
-def test_a_forked_child_reads_with_files_of_its_own(reader: PackReader, packs: list[Pack]) -> None:
+def test_a_forked_child_reads_with_its_own_files(reader: PackReader, packs: list[Pack]) -> None:
     assert reader[0] == packs[0]
     pipe_out, pipe_in = os.pipe()
     children = []
@@ -222,7 +222,7 @@ def test_a_killed_writer_leaves_no_dataset_and_the_next_run_finishes_it(
     assert not [one for one in path.rglob("*") if one.name.endswith((".tmp", ".part"))]
 
 
-def test_a_resumed_write_goes_on_after_the_last_whole_shard(
+def test_a_resumed_write_continues_after_the_last_whole_shard(
     tmp_path: Path, format_name: str, packs: list[Pack]
 ) -> None:
     path = tmp_path / "data"
@@ -262,7 +262,7 @@ def test_a_changed_byte_is_an_error_or_changes_nothing(dataset: Path, packs: lis
     assert read_all(dataset) == packs
 
 
-def test_a_pack_that_is_not_what_was_written_is_named_with_its_file(dataset: Path, format_name: str) -> None:
+def test_a_changed_pack_is_an_error_with_its_file(dataset: Path, format_name: str) -> None:
     path = dataset / "index" / "pack_checksums.npy"
     data = bytearray(path.read_bytes())
     data[-3 * 8] ^= 1
@@ -337,7 +337,7 @@ def test_swapped_shards_are_an_error_on_the_first_read(write: Callable[..., Path
         open_dataset(dataset)[0]
 
 
-def test_without_its_manifest_there_is_no_dataset_of_another_name(dataset: Path, packs: list[Pack]) -> None:
+def test_without_its_manifest_a_dataset_opens_complete_or_not_at_all(dataset: Path, packs: list[Pack]) -> None:
     (dataset / "manifest.json").unlink()
     try:
         found = list(open_dataset(dataset))

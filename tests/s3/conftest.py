@@ -1,4 +1,4 @@
-"""A real S3 server a worker, reached through a proxy that counts and breaks."""
+"""A real S3 server for each test worker, behind a proxy that counts requests and injects faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKET = "harness-tests"
 
 
 def _load(name: str) -> ModuleType:
-    """A module of this folder, which is no package."""
+    """Load a module of this folder, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"s3_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -49,7 +49,7 @@ def session_proxy(gateway: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def bucket(gateway: Any) -> Any:
-    """PyArrow's own view of the server, past the proxy."""
+    """PyArrow's filesystem of the server, without the proxy."""
     import pyarrow.fs as pa_fs
 
     module = sys.modules["s3_gateway"]
@@ -91,5 +91,5 @@ def proxy(
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> str:
-    """An address of the test's own."""
+    """An address that only this test uses."""
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"

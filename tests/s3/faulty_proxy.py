@@ -1,4 +1,4 @@
-"""A loopback HTTP/1.1 proxy for tests: counts the bytes of every request and breaks what it is told to break."""
+"""A loopback HTTP/1.1 proxy for tests: counts the bytes of every request and injects faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1 << 16
 
 @dataclass
 class Fault:
-    """What to break: the next `times` requests whose method and path match.
+    """A fault for the next `times` requests whose method and path match.
 
     Attributes:
         action: `status` answers with `code`; `reset` drops the connection, `truncate` closes it and `stall` goes
@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass
 class Request:
-    """One request that came by: `sent` and `received` are bytes of its body and of the answer's."""
+    """A forwarded request: `sent` and `received` are bytes of its body and of the answer's."""
 
     method: str
     path: str
@@ -98,7 +98,7 @@ class FaultyProxy:
 
 
 def _forward(proxy: FaultyProxy, reader: BinaryIO, client: socket.socket) -> bool:
-    """Forward one request; whether the connection can take another."""
+    """Forward one request; returns whether the connection can take another."""
     line, headers, raw = _head(reader)
     if not line:
         return False
@@ -144,7 +144,7 @@ def _forward(proxy: FaultyProxy, reader: BinaryIO, client: socket.socket) -> boo
 
 
 def _break(proxy: FaultyProxy, fault: Fault, request: Request, data: bytes, client: socket.socket) -> NoReturn:
-    """Let a fault happen in the middle of an answer."""
+    """Inject a fault in the middle of an answer."""
     head = data[: max(0, fault.after - request.received)]
     client.sendall(head)
     request.received += len(head)
@@ -159,7 +159,7 @@ def _break(proxy: FaultyProxy, fault: Fault, request: Request, data: bytes, clie
 
 
 def _head(reader: BinaryIO) -> tuple[str, dict[str, str], bytes]:
-    """First line, headers by lower-case name, and all of it as it came; an empty line where the peer is gone."""
+    """Read first line, headers by lower-case name, and the raw bytes; an empty line if the peer has closed."""
     lines = []
     while True:
         line = reader.readline()

@@ -62,7 +62,7 @@ rgw enable usage log = false
 
 
 def missing_programs() -> list[str]:
-    """What is not installed."""
+    """Return the programs that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 

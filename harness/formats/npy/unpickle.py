@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,54 +24,24 @@ _FIX = "the file is damaged, or holds more than packed samples: load it only wit
 # Runs of small integers appended to lists, of which nearly all of a file consists.
 _INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
 
-# Opcode -> bytes of its fixed argument.
-_FIXED = {
-    b"\x80": 1,  # PROTO
-    b"\x95": 8,  # FRAME
-    b"(": 0,  # MARK
-    b"]": 0,  # EMPTY_LIST
-    b"}": 0,  # EMPTY_DICT
-    b")": 0,  # EMPTY_TUPLE
-    b"l": 0,  # LIST
-    b"d": 0,  # DICT
-    b"t": 0,  # TUPLE
-    b"\x85": 0,  # TUPLE1
-    b"\x86": 0,  # TUPLE2
-    b"\x87": 0,  # TUPLE3
-    b"a": 0,  # APPEND
-    b"e": 0,  # APPENDS
-    b"s": 0,  # SETITEM
-    b"u": 0,  # SETITEMS
-    b"K": 1,  # BININT1
-    b"M": 2,  # BININT2
-    b"J": 4,  # BININT
-    b"G": 8,  # BINFLOAT
-    b"N": 0,  # NONE
-    b"\x88": 0,  # NEWTRUE
-    b"\x89": 0,  # NEWFALSE
-    b"0": 0,  # POP
-    b"2": 0,  # DUP
-    b"\x94": 0,  # MEMOIZE
-    b"h": 1,  # BINGET
-    b"j": 4,  # LONG_BINGET
-    b"\x93": 0,  # STACK_GLOBAL
-    b"R": 0,  # REDUCE
-    b"b": 0,  # BUILD
-    b"q": 1,  # BINPUT
-    b"r": 4,  # LONG_BINPUT
-}
-# Opcode -> bytes of the length field that its argument starts with.
-_COUNTED = {
-    b"\x8a": 1,  # LONG1
-    b"\x8c": 1,  # SHORT_BINUNICODE
-    b"X": 4,  # BINUNICODE
-    b"U": 1,  # SHORT_BINSTRING
-    b"T": 4,  # BINSTRING
-    b"C": 1,  # SHORT_BINBYTES
-    b"B": 4,  # BINBYTES
-    b"\x8e": 8,  # BINBYTES8
-    b"\x96": 8,  # BYTEARRAY8
-}
+# The opcodes that packed samples need, besides GLOBAL and STOP, as `pickletools` names them.
+_ALLOWED = re.compile(
+    r"PROTO|FRAME|MARK|(EMPTY_)?(LIST|DICT|TUPLE)|TUPLE[123]|APPENDS?|SETITEMS?|BININT[12]?|LONG1|BINFLOAT|NONE|NEWTRUE"
+    r"|NEWFALSE|POP|DUP|MEMOIZE|(LONG_)?BIN(GET|PUT)|STACK_GLOBAL|REDUCE|BUILD|(SHORT_)?BIN(UNICODE|STRING|BYTES)"
+    r"|BINBYTES8|BYTEARRAY8"
+)
+# Bytes of the length that an argument of variable size starts with.
+_LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4}
+_LENGTH_BYTES |= {pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}
+# Opcode -> bytes of its fixed argument, and opcode -> bytes of the length field of a variable one.
+_FIXED: dict[bytes, int] = {}
+_COUNTED: dict[bytes, int] = {}
+for _opcode in (opcode for opcode in pickletools.opcodes if _ALLOWED.fullmatch(opcode.name)):
+    _num_bytes = 0 if _opcode.arg is None else _opcode.arg.n
+    if _num_bytes >= 0:
+        _FIXED[_opcode.code.encode("latin1")] = _num_bytes
+    else:
+        _COUNTED[_opcode.code.encode("latin1")] = _LENGTH_BYTES[_num_bytes]
 _MAX_NAME_BYTES = 256
 _MAX_LONG_BYTES = 9
 

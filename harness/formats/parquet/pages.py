@@ -27,7 +27,7 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A column chunk as the footer describes it: its values, and where its pages lie."""
+    """A column chunk as the footer describes it: its values, and where its pages are."""
 
     column: str
     num_values: int
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: where its data lies, and its size there and in memory."""
+    """A page: where its data is, and its size there and in memory."""
 
     start: int
     num_bytes: int
@@ -112,7 +112,7 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
     if not 0 <= chunk.num_values <= limit:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, at most {limit:,} fit")
     if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
-        raise FormatError(f"the column {chunk.column} lies at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
+        raise FormatError(f"the column {chunk.column} is at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
     most = _byte_limit(limit)
     if chunk.num_bytes > most:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")

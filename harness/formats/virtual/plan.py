@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import index
 from harness.formats.base import ShardContents, ShardReader, make_pack
-from harness.formats.index import load_index, write_npy
+from harness.formats.index import PACK_OFFSETS as INDEX_PACK_OFFSETS
+from harness.formats.index import SEQUENCE_LENGTHS, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import HandleCache
 from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, SequenceShard, check_offsets
@@ -223,10 +223,10 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
     write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, index.PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, index.SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
+    write_npy(folder, INDEX_PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    write_npy(folder, SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
     folder.write(names[1], (json.dumps(_describe(folder, store, names[2]), indent=1) + "\n").encode())
-    index_names = [index.PACK_OFFSETS, index.SEQUENCE_LENGTHS]
+    index_names = [INDEX_PACK_OFFSETS, SEQUENCE_LENGTHS]
     folder.sync([*names, *index_names])
     return replace(
         store.manifest,

@@ -1,4 +1,4 @@
-"""Any format to any other, and what a conversion that goes wrong says."""
+"""Conversion of any format to any other, and the errors of a failed conversion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bare_files_become_a_dataset_and_go_back(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "b").fingerprint == open_dataset(tmp_path / "a").fingerprint
 
 
-def test_an_interrupted_conversion_goes_on_after_its_last_whole_shard(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_continues_after_its_last_whole_shard(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
     seen: list[tuple[str, int, int]] = []
 
@@ -74,7 +74,7 @@ def test_an_interrupted_conversion_goes_on_after_its_last_whole_shard(tmp_path: 
     assert seen == [("convert", 7, 7)]
 
 
-def test_a_finished_conversion_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_finished_conversion_is_not_written_again(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
     first = convert_dataset(source, tmp_path / "b", format="binidx")
     before = (tmp_path / "b" / "manifest.json").stat().st_mtime_ns
@@ -96,7 +96,7 @@ def test_a_destination_that_differs_names_the_first_pack(tmp_path: Path, monkeyp
         convert_dataset(source, tmp_path / "b", format="memmap", overwrite=True)
 
 
-def test_a_pack_that_the_format_cannot_express_is_named(tmp_path: Path) -> None:
+def test_a_pack_that_the_format_cannot_express_is_an_error_with_its_number(tmp_path: Path) -> None:
     source = write(tmp_path / "a", packs=[*PACKS[:2], Pack([1, 2, 3], [0, 1, 1], [0])])
     with pytest.raises(FormatError, match="pack 2 trains position 2, the last of its sequence"):
         convert_dataset(source, tmp_path / "b", format="jsonl")
@@ -109,6 +109,6 @@ def test_a_dataset_is_not_converted_onto_itself(tmp_path: Path) -> None:
     assert list(open_dataset(source)) == PACKS
 
 
-def test_a_smaller_pack_size_is_refused_by_the_packs_number(tmp_path: Path) -> None:
+def test_a_smaller_pack_size_is_an_error_with_the_number_of_the_pack(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="pack 0 has 4 tokens, more than pack_size 3"):
         convert_dataset(write(tmp_path / "a"), tmp_path / "b", format="memmap", pack_size=3)

@@ -100,7 +100,7 @@ def fuzz_bare(tmp_path: Path, format: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_damaged_datasets_give_what_was_written_or_our_errors(tmp_path: Path, format: str) -> None:
+def test_damaged_datasets_give_the_written_packs_or_our_errors(tmp_path: Path, format: str) -> None:
     fuzz_dataset(tmp_path, format, 200)
 
 

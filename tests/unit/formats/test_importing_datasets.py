@@ -26,7 +26,7 @@ PACKS = [Pack(row["input_ids"], row["loss_mask"], row["seq_start_id"]) for row i
 
 
 def bridge_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """As `write_packed_parquet` does: Python lists, types inferred or int8 masks, snappy, row groups of 500."""
+    """Write like `write_packed_parquet`: Python lists, types inferred or int8 masks, snappy, row groups of 500."""
     table = pa.table({name: [row[name] for row in rows] for name in ("input_ids", "loss_mask", "seq_start_id")})
     mask = table.schema.get_field_index("loss_mask")
     table = table.set_column(mask, "loss_mask", table.column("loss_mask").cast(pa.list_(pa.int8())))
@@ -81,8 +81,8 @@ def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
         import_dataset(tmp_path / "train.sft", tmp_path / "x", convention="megatron_bridge")
 
 
-def test_megatron_bridge_reads_our_parquet_as_it_stands(tmp_path: Path) -> None:
-    """What its dataset class does with a folder: sorted `*.parquet`, the columns by name, row by row as lists."""
+def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
+    """Its dataset class reads the sorted `*.parquet` of a folder, the columns by name, row by row as lists."""
     with open_writer(tmp_path / "out", pack_size=8, packs_per_shard=1) as writer:
         for pack in PACKS:
             writer.append(pack)
@@ -98,7 +98,7 @@ def test_megatron_bridge_reads_our_parquet_as_it_stands(tmp_path: Path) -> None:
 
 
 def nemotron_run(path: Path) -> Path:
-    """As its pipeline leaves a run: int32/uint8/int32 shards with zstd, and links to them in a folder a split."""
+    """Write a run like its pipeline: int32/uint8/int32 shards with zstd, and links to them in a folder a split."""
     kinds = (pa.int32(), pa.uint8(), pa.int32())
     schema = pa.schema([(name, pa.list_(kind)) for name, kind in zip(ROWS[0], kinds, strict=True)])
     (path / "data").mkdir(parents=True)
@@ -161,7 +161,7 @@ def test_swift_chunks_are_imported_without_their_padding(tmp_path: Path) -> None
         ({"input_ids": [-1, 2, 3, 9, 4, 5, 9, 0, 0]}, "token ids from -1"),
     ],
 )
-def test_swift_lines_that_do_not_add_up_are_errors_with_their_line(
+def test_inconsistent_swift_lines_are_errors_with_their_line(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     write_lines(tmp_path / "chunk_00000.jsonl", [SWIFT, {**SWIFT, **change}])
@@ -182,7 +182,7 @@ def megatron_lm_row(**changes: Any) -> dict[str, Any]:
     return {**row, **changes}
 
 
-def test_megatron_lm_rows_are_imported_with_the_padding_that_nothing_tells_from_tokens(tmp_path: Path) -> None:
+def test_megatron_lm_rows_are_imported_with_padding_that_looks_like_tokens(tmp_path: Path) -> None:
     write_lines(tmp_path / "rows.jsonl", [megatron_lm_row()])
     report = import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")
     assert list(open_dataset(tmp_path / "out")) == [
@@ -214,7 +214,7 @@ def test_megatron_lm_labels_at_boundaries_are_cleared_and_a_trained_last_one_is_
         ({"tokens": []}, "0 tokens but 9 labels"),
     ],
 )
-def test_megatron_lm_rows_that_do_not_add_up_are_errors(tmp_path: Path, change: Any, problem: str) -> None:
+def test_inconsistent_megatron_lm_rows_are_errors(tmp_path: Path, change: Any, problem: str) -> None:
     write_lines(tmp_path / "rows.jsonl", [megatron_lm_row(**change)])
     with pytest.raises(FormatError, match=problem):
         import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")

@@ -1,4 +1,4 @@
-"""A dataset's summary counts what is in it, and a pack's text shows what is trained."""
+"""Counts in the summary of a dataset, and marks of trained tokens in the text of a pack."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_dataset_without_a_manifest_is_counted_too(dataset, tmp_path):
     assert text_of(render_summary(summary))
 
 
-def test_a_prepared_folder_means_its_datasets(dataset):
+def test_a_prepared_folder_resolves_to_its_datasets(dataset):
     assert find_datasets(str(dataset.parent)) == [str(dataset)]
     assert find_datasets(str(dataset)) == [str(dataset)]
 
@@ -100,7 +100,7 @@ def test_lengths_are_binned_by_powers_of_two():
     assert sum(count for _, _, count in histogram) == 7
 
 
-def test_the_token_after_a_trained_position_is_the_one_that_is_marked():
+def test_the_token_after_a_trained_position_is_marked():
     # Position j of the mask trains the token after it.
     assert trained_parts(render_sequence(letters("abcdef", "001100"), Letters())) == "de"
     assert trained_parts(render_sequence(letters("ab", "00"), Letters())) == ""
@@ -120,12 +120,12 @@ def test_a_pack_is_shown_sequence_by_sequence(dataset):
     assert "pack 1" in text_of(render_pack(reader, -1, Letters()))
 
 
-def test_a_pack_that_is_not_there_is_an_error_with_the_range(dataset):
+def test_a_missing_pack_is_an_error_with_the_valid_range(dataset):
     with pytest.raises(ConfigError, match="there is no pack 2"):
         render_pack(open_dataset(str(dataset)), 2, Letters())
 
 
-def test_the_tokenizer_is_found_beside_the_dataset_also_after_a_move(dataset, tmp_path):
+def test_the_tokenizer_beside_a_dataset_is_found_after_both_move(dataset, tmp_path):
     train_bpe(["some text"], tmp_path / "tokenizer", vocab_size=300)
     moved = tmp_path / "moved"
     moved.mkdir()

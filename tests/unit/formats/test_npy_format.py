@@ -1,4 +1,4 @@
-"""The legacy pickled format: read without running anything, written for `np.load`."""
+"""The legacy pickled format: read without running any code, written for `np.load`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pickles_of_every_protocol_are_read(tmp_path: Path, protocol: int, kind:
     assert list(open_dataset(path)) == PACKS
 
 
-def test_what_numpy_saves_is_read(tmp_path: Path) -> None:
+def test_files_that_numpy_saves_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", ROWS, allow_pickle=True)  # type: ignore[arg-type]
     reader = open_dataset(tmp_path / "data.npy")
     assert list(reader) == PACKS
@@ -59,7 +59,7 @@ def test_float_masks_of_older_tools_and_numpy_scalars_are_read(tmp_path: Path) -
     assert list(open_dataset(tmp_path / "data.npy")) == [Pack([4, 5], [1, 0], [0])]
 
 
-def test_numpy_reads_what_we_write_as_lists(tmp_path: Path) -> None:
+def test_numpy_loads_our_files_as_python_lists(tmp_path: Path) -> None:
     with open_writer(tmp_path / "data.npy", format="npy", pack_size=8) as writer:
         for pack in PACKS:
             writer.append(pack)
@@ -158,13 +158,13 @@ def test_crafted_opcodes_are_refused(name: str, pickled: bytes) -> None:
         unpickle_objects(pickled)
 
 
-def test_names_come_back_as_what_nothing_can_be_set_on() -> None:
+def test_attributes_cannot_be_set_on_names_in_a_pickle() -> None:
     # BUILD with slot state calls setattr on whatever is on the stack: on a bare function it would change ours.
     with pytest.raises(FormatError, match="sets the state of a function"):
         unpickle_objects(RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b.")
 
 
-def test_one_list_named_many_times_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_one_list_referenced_many_times_does_not_fill_the_memory(tmp_path: Path) -> None:
     big = list(range(50_000))
     row = {"input_ids": big, "loss_mask": [0] * 50_000, "seq_start_id": [0]}
     path = save_pickle(tmp_path / "data.npy", pickle.dumps(np.array([row] * 1000 + [{}], object)[:1000], 4), 1000)

@@ -1,4 +1,4 @@
-"""What a path can be, and what the errors say where it is nothing."""
+"""Everything that a path can be, and the errors for a path to nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def error_of(path: Path | str) -> FormatError:
     return caught.value
 
 
-def test_a_missing_dataset_names_what_is_near(tmp_path: Path) -> None:
+def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
     write(tmp_path / "sft-train")
     error = error_of(tmp_path / "sft-trian")
     assert error.what == "no dataset there"
@@ -41,18 +41,18 @@ def test_a_missing_dataset_names_what_is_near(tmp_path: Path) -> None:
     assert error_of(tmp_path / "no" / "such").fix == "check the path"
 
 
-def test_a_folder_without_a_manifest_says_what_was_found(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "interrupted write or no dataset (found 1 files: notes.txt)" in error_of(tmp_path).what
     (tmp_path / "empty").mkdir()
     assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
 
 
-def test_a_folder_of_datasets_says_to_name_one(tmp_path: Path) -> None:
+def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
     for name in ("validation", "train"):
         write(tmp_path / name)
     error = error_of(tmp_path)
-    assert error.what == "a folder of 2 datasets and none itself (train, validation)"
+    assert error.what == "a folder of 2 datasets and not a dataset itself (train, validation)"
     assert error.fix == f"name one of them, such as {tmp_path / 'train'}"
 
 
@@ -70,7 +70,7 @@ def test_a_glob_without_matches_or_of_two_formats_is_an_error(tmp_path: Path) ->
     assert "1 of 2 files are not" in error_of(str(tmp_path / "*")).what
 
 
-def test_another_tools_manifest_json_is_not_ours(tmp_path: Path) -> None:
+def test_the_manifest_json_of_another_tool_is_ignored(tmp_path: Path) -> None:
     write(tmp_path / "data" / "shard_000001.parquet")
     (tmp_path / "data" / "manifest.json").write_text('{"num_bins": 3, "version": "1.0"}')
     assert list(open_dataset(tmp_path / "data")) == PACKS
@@ -146,7 +146,7 @@ def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_not(tmp_path: Pat
     assert list(open_dataset(path)) == PACKS
 
 
-def test_a_manifest_survives_json(tmp_path: Path) -> None:
+def test_a_manifest_round_trips_through_json(tmp_path: Path) -> None:
     path = write(
         tmp_path / "data",
         provenance=Provenance(
@@ -209,7 +209,7 @@ def test_two_writers_of_one_folder_are_refused(tmp_path: Path) -> None:
     assert list(open_dataset(tmp_path / "data")) == [PACKS[0]]
 
 
-def test_a_write_of_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_an_interrupted_write_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     def start(key: str) -> Any:
         return open_writer(tmp_path / "data", pack_size=4, packs_per_shard=1, resume_key=key)
 
@@ -268,7 +268,7 @@ def test_a_uri_of_no_known_store_is_refused_and_makes_no_local_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_natural_order_counts_as_people_do() -> None:
+def test_natural_order_sorts_numbers_by_value() -> None:
     names = ["shard_10", "shard_2", "shard_1", "a", "10", "9", "shard_2b"]
     assert sorted(names, key=natural_key) == ["9", "10", "a", "shard_1", "shard_2", "shard_2b", "shard_10"]
 

@@ -43,7 +43,7 @@ def test_memmap_is_plain_numpy_arrays_padded_with_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [None, '{"num_bins": 3}', "[]"])
-def test_a_memmap_folder_of_another_tool_opens_whatever_its_manifest_says(tmp_path: Path, manifest: str | None) -> None:
+def test_a_memmap_folder_of_another_tool_opens_with_any_manifest(tmp_path: Path, manifest: str | None) -> None:
     shard = write(tmp_path / "data", "memmap") / "shard_000000"
     bare = tmp_path / "bare"
     shard.rename(bare)
@@ -78,7 +78,7 @@ def test_a_folder_of_memmap_shards_opens_in_natural_order(tmp_path: Path) -> Non
         ("input_ids.npy", np.zeros(18, np.int32), "two dimensions"),
     ],
 )
-def test_memmap_arrays_that_do_not_fit_together_are_errors(
+def test_inconsistent_memmap_arrays_are_errors(
     tmp_path: Path, name: str, values: np.ndarray[Any, Any], problem: str
 ) -> None:
     shard = write(tmp_path / "data", "memmap") / "shard_000000"
@@ -128,7 +128,7 @@ def test_a_folder_of_prefixes_opens_in_natural_order(tmp_path: Path) -> None:
     assert list(open_dataset(tmp_path / "bare")) == PACKS
 
 
-def test_an_indexed_dataset_without_masks_is_no_packed_dataset(tmp_path: Path) -> None:
+def test_an_indexed_dataset_without_masks_is_not_a_packed_dataset(tmp_path: Path) -> None:
     data = write(tmp_path / "data", "binidx")
     (data / "shard_000000.loss.bin").unlink()
     with pytest.raises(FormatError, match=r"lacks shard_000000\.loss\.bin"):
@@ -164,7 +164,7 @@ DOCUMENTS = np.arange(4, dtype="<i8").tobytes()
         ),
     ],
 )
-def test_an_index_that_claims_what_is_not_there_is_an_error(tmp_path: Path, data: bytes, problem: str) -> None:
+def test_an_index_that_claims_missing_data_is_an_error(tmp_path: Path, data: bytes, problem: str) -> None:
     path = write(tmp_path / "data", "binidx")
     (path / "shard_000000.idx").write_bytes(data)
     with pytest.raises(FormatError, match=problem):
@@ -238,7 +238,7 @@ LINE = json.loads(line_of_pack(PACKS[0]))
         (json.dumps({**LINE, "input_ids": [[1], 2, 300, 2, 5]}).encode(), "not all whole numbers"),
     ],
 )
-def test_a_line_that_does_not_add_up_is_an_error(line: bytes, problem: str) -> None:
+def test_an_inconsistent_line_is_an_error(line: bytes, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         pack_of_line(line)
 

@@ -1,4 +1,4 @@
-"""Parquet: files of other tools, single files, row groups, and what damaged footers claim."""
+"""Parquet: files of other tools, single files, row groups, and damaged footers."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1" + b"\xff\xff\xff\x7fPAR1", b"no parquet at all" * 10])
-def test_what_is_not_parquet_is_an_error(tmp_path: Path, data: bytes) -> None:
+def test_files_that_are_not_parquet_are_errors(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "data.parquet").write_bytes(data)
     with pytest.raises(FormatError, match="not a Parquet file"):
         open_dataset(tmp_path / "data.parquet")

@@ -1,4 +1,4 @@
-"""Open files of a reader: few, and each process its own."""
+"""Open files of a reader: few, and separate for each process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Handle:
         self.closed = True
 
 
-def test_the_longest_unused_handle_is_closed_first() -> None:
+def test_the_least_recently_used_handle_is_closed_first() -> None:
     cache: HandleCache[Handle] = HandleCache(2)
     first, second = cache.get(1, Handle), cache.get(2, Handle)
     assert cache.get(1, Handle) is first

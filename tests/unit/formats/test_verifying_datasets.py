@@ -1,4 +1,4 @@
-"""All that is wrong with a dataset, and the first difference between two."""
+"""All problems of a dataset, and the first difference between two."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
     assert "fingerprint 000" in whats[2]
 
 
-def test_what_is_no_dataset_is_one_problem(tmp_path: Path) -> None:
+def test_a_path_without_a_dataset_is_one_problem(tmp_path: Path) -> None:
     assert verify_dataset(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"))]
     path = write(tmp_path / "a")
     (path / "manifest.json").write_text("{")
     assert len(verify_dataset(path)) == 1
 
 
-def test_bare_files_are_held_to_the_invariants(tmp_path: Path) -> None:
+def test_bare_files_are_checked_for_the_invariants(tmp_path: Path) -> None:
     row = {"input_ids": [1, 2], "loss_mask": [0, 0], "seq_start_id": [0]}
     np.save(tmp_path / "a.npy", [row, row], allow_pickle=True)  # type: ignore[arg-type]
     assert verify_dataset(tmp_path / "a.npy") == []
@@ -142,7 +142,7 @@ def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: Di
     assert text in str(found)
 
 
-def test_a_dataset_that_goes_on_longer_differs_in_its_number_of_packs(tmp_path: Path) -> None:
+def test_a_longer_dataset_differs_in_its_number_of_packs(tmp_path: Path) -> None:
     found = diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", packs=PACKS[:5]))
     assert found == Difference(None, "num_packs", None, 7, 5)
     assert str(found) == "num_packs: 7 and 5"

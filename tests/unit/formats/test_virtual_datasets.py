@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +53,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def materialise(path: Path, *, pack_size: int, seed: int = 0, format: str = "parquet") -> Path:
-    """What `prepare` writes of the same sequences with the same settings."""
+    """Write the same sequences like `prepare` with the same settings."""
     plan = plan_packs([len(one) for one in SEQUENCES], pack_size=pack_size, seed=seed)
     with open_writer(path, format=format, pack_size=pack_size) as writer:
         for index in range(plan.num_packs):
@@ -63,7 +62,7 @@ def materialise(path: Path, *, pack_size: int, seed: int = 0, format: str = "par
 
 
 @pytest.mark.parametrize(("pack_size", "seed"), [(8, 0), (8, 1), (16, 0), (100, 7)])
-def test_a_plan_reads_as_the_packs_that_it_stands_for(tmp_path: Path, store: Path, pack_size: int, seed: int) -> None:
+def test_a_plan_reads_like_the_materialized_packs(tmp_path: Path, store: Path, pack_size: int, seed: int) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=pack_size, seed=seed)
     written = materialise(tmp_path / "written", pack_size=pack_size, seed=seed)
     plan, packs = open_dataset(tmp_path / "plan"), open_dataset(written)
@@ -94,7 +93,7 @@ def test_a_plan_copies_no_token(tmp_path: Path, store: Path) -> None:
     ]
 
 
-def test_a_plan_is_planned_again_over_its_store(tmp_path: Path, store: Path) -> None:
+def test_a_plan_of_a_plan_uses_the_same_store(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "first"), pack_size=8)
     repack_store(str(tmp_path / "first"), str(tmp_path / "deep" / "second"), pack_size=16, seed=3)
     assert diff_datasets(tmp_path / "deep" / "second", materialise(tmp_path / "w", pack_size=16, seed=3)) is None
@@ -115,14 +114,14 @@ def test_any_dataset_becomes_a_store_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["npy", "parquet", "memmap", "binidx", "jsonl", "virtual"])
-def test_a_plan_becomes_every_format(tmp_path: Path, store: Path, format: str) -> None:
+def test_a_plan_converts_to_every_format(tmp_path: Path, store: Path, format: str) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     manifest = convert_dataset(tmp_path / "plan", tmp_path / "out", format=format)
     assert manifest.fingerprint == open_dataset(tmp_path / "plan").fingerprint
     assert verify_dataset(tmp_path / "out") == []
 
 
-def test_the_fingerprint_is_taken_once_and_kept(tmp_path: Path, store: Path) -> None:
+def test_the_fingerprint_is_computed_once_and_kept(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "plan"
     repack_store(str(store), str(path), pack_size=8)
     fingerprint = open_dataset(path).fingerprint
@@ -138,30 +137,36 @@ def test_the_fingerprint_is_taken_once_and_kept(tmp_path: Path, store: Path) -> 
         _ = open_dataset(path).fingerprint
 
 
-def test_of_several_processes_one_takes_the_fingerprint(tmp_path: Path, store: Path) -> None:
+def test_one_of_several_processes_computes_the_fingerprint(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     kept = KeptFingerprint(tmp_path / "plan")
+    started_out, started_in = os.pipe()
+    all_started_out, all_started_in = os.pipe()
 
-    def take(number: int) -> str:
+    def compute(number: int) -> str:
         with (tmp_path / "computed").open("a") as file:
             file.write("x")
-        time.sleep(0.2)
+        os.read(all_started_out, 1)
         return f"{number:032x}"
 
     children = []
     for number in range(4):
         child = os.fork()
         if child == 0:
-            kept.take(lambda number=number: take(number))
+            os.write(started_in, b".")
+            kept.take(lambda number=number: compute(number))
             os._exit(0)
         children.append(child)
+    for _ in children:
+        os.read(started_out, 1)
+    os.write(all_started_in, b"....")
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / "computed").read_text() == "x"
     assert kept.load() is not None
 
 
-def test_a_fingerprint_that_is_not_that_of_the_packs_is_reported(tmp_path: Path, store: Path) -> None:
+def test_a_kept_fingerprint_of_other_packs_is_reported(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "plan"
     repack_store(str(store), str(path), pack_size=8)
     _ = open_dataset(path).fingerprint
@@ -170,7 +175,7 @@ def test_a_fingerprint_that_is_not_that_of_the_packs_is_reported(tmp_path: Path,
     assert ["has the fingerprint 000" in one.what for one in verify_dataset(path)] == [True]
 
 
-def test_plan_and_store_are_moved_together(tmp_path: Path, store: Path) -> None:
+def test_a_plan_finds_its_store_after_both_move(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     packs = list(open_dataset(tmp_path / "plan"))
     (tmp_path / "elsewhere").mkdir()
@@ -182,7 +187,7 @@ def test_plan_and_store_are_moved_together(tmp_path: Path, store: Path) -> None:
     assert list(open_dataset(tmp_path / "link")) == packs
 
 
-def test_a_store_that_is_gone_or_another_one_is_named(tmp_path: Path, store: Path) -> None:
+def test_a_missing_or_different_store_is_an_error_with_its_path(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     store.rename(tmp_path / "moved")
     with pytest.raises(FormatError, match="sequence store cannot be read: No such file") as caught:
@@ -220,7 +225,7 @@ def test_every_changed_byte_of_store_or_plan_is_an_error_or_changes_nothing(tmp_
     assert list(open_dataset(path)) == packs
 
 
-def test_a_changed_token_is_named_with_its_sequence(tmp_path: Path, store: Path) -> None:
+def test_a_changed_token_is_an_error_with_the_number_of_its_sequence(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     file = store / "shard_000001" / "input_ids.npy"
     data = bytearray(file.read_bytes())
@@ -260,7 +265,7 @@ def test_a_plan_must_hold_each_sequence_once(tmp_path: Path, store: Path) -> Non
     assert not (tmp_path / "plan").exists()
 
 
-def test_what_cannot_be_planned_leaves_nothing(tmp_path: Path, store: Path) -> None:
+def test_a_failed_plan_leaves_nothing(tmp_path: Path, store: Path) -> None:
     with pytest.raises(PrepError, match="longer than pack_size 4"):
         repack_store(str(store), str(tmp_path / "plan"), pack_size=4)
     with pytest.raises(ConfigError, match="the store itself"):
@@ -282,7 +287,7 @@ def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path
     assert "harness convert" in caught.value.fix
 
 
-def test_a_child_process_reads_with_files_of_its_own(tmp_path: Path, store: Path) -> None:
+def test_a_child_process_reads_with_its_own_files(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     reader = open_dataset(tmp_path / "plan")
     packs = list(reader)

@@ -1,4 +1,4 @@
-"""A writer that dies, or that the disk refuses, at every one of its operations in turn."""
+"""A writer that is killed, or refused by the disk, at each of its operations in turn."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Disk:
             try:
                 yield
             finally:
-                # The system closes what a killed process had open, and with it lets go of its locks.
+                # The system closes the files of a killed process, which releases its locks.
                 if self.dead:
                     for descriptor in self._opened:
                         with suppress(OSError):
@@ -97,7 +97,7 @@ class Disk:
 
 
 class KilledError(BaseException):
-    """Ends the attempt; after it the disk takes nothing more, so that no cleaning can be what saves the dataset."""
+    """Ends the attempt; afterwards the disk accepts nothing, so that no cleanup can save the dataset."""
 
 
 def die(partly: Callable[[], object] | None) -> None:
@@ -135,7 +135,7 @@ def attempt(source: Path, destination: Path, format: str, disk: Disk) -> None:
 
 
 def check(source: Path, destination: Path, format: str, point: int) -> None:
-    """No dataset or a whole one, and the same command finishes it."""
+    """Assert that there is no dataset or a whole one, and that the same command finishes it."""
     try:
         reader = open_dataset(destination)
     except FormatError:
@@ -154,7 +154,7 @@ def check(source: Path, destination: Path, format: str, point: int) -> None:
 
 def destinations(tmp_path: Path, format: str) -> list[Path]:
     single = load_format(format).single_file_suffix
-    # A bare .npy has no manifest, so that a second run cannot tell it from another's file.
+    # A bare .npy has no manifest, so that a second run cannot distinguish it from a foreign file.
     return [tmp_path / "out", *([tmp_path / f"out{single}"] if single == ".parquet" else [])]
 
 
