@@ -38,7 +38,7 @@ SMALL = (
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 packs of up to 256 tokens with a pattern that can be learnt, and 5 for validation."""
+    """40 packs of up to 256 tokens with a learnable pattern, and 5 for validation."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     for split, count in (("train", 40), ("validation", 5)):
@@ -82,14 +82,14 @@ def command(dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> lis
 
 
 def environment() -> dict[str, str]:
-    # A bare one: the test process may carry a launcher's variables.
+    # A clean environment: the test process may have a launcher's variables.
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    # Of a run that goes on, the last line may be half written.
+    # The last line of an active run may be half written.
     return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
 
@@ -101,7 +101,7 @@ def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, s
 
 
 def run_here(recipe: Any, schema: type[Any], overrides: list[str]) -> None:
-    """A run of one rank in this process, which spares it the seconds of its imports."""
+    """Run one rank in this process, which saves the seconds of its imports."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

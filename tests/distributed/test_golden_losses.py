@@ -1,4 +1,4 @@
-"""Losses of today are those that were written down, with either version of Megatron-Core."""
+"""Losses equal the recorded ones, with either version of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import read_metrics, run_command
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses_cpu.json"
 
 
-def test_a_small_run_has_the_losses_that_were_written_down(tmp_path) -> None:
+def test_a_small_run_has_the_recorded_losses(tmp_path) -> None:
     """Largest relative differences: loss 1e-5, gradient norm 1e-4; a change of the model, the data order, the schedule
     or the optimizer is larger."""
     golden = json.loads(GOLDEN.read_text())
@@ -25,8 +25,8 @@ def test_a_small_run_has_the_losses_that_were_written_down(tmp_path) -> None:
     assert code == 0, output
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == len(golden["loss"]) == 8
-    assert [one["trained_tokens"] for one in steps] == golden["trained_tokens"]
-    assert [one["loss"] for one in steps] == pytest.approx(golden["loss"], rel=1e-5)
-    assert [one["grad_norm"] for one in steps] == pytest.approx(golden["grad_norm"], rel=1e-4)
-    validated = [one["validation_loss"] for one in steps if one["validation_loss"] is not None]
+    assert [step["trained_tokens"] for step in steps] == golden["trained_tokens"]
+    assert [step["loss"] for step in steps] == pytest.approx(golden["loss"], rel=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(golden["grad_norm"], rel=1e-4)
+    validated = [step["validation_loss"] for step in steps if step["validation_loss"] is not None]
     assert validated == pytest.approx(golden["validation_loss"], rel=1e-5)

@@ -37,7 +37,7 @@ def parity(folder: Path, *overrides: str) -> tuple[int, str, dict[str, CellResul
     return code, output, {cell.name: cell for cell in read_report(path).cells} if path.exists() else {}
 
 
-def test_layouts_of_two_ranks_train_as_one_does_and_another_setting_is_named(tmp_path) -> None:
+def test_layouts_of_two_ranks_train_like_one_rank_and_a_differing_setting_is_named(tmp_path) -> None:
     cases = json.dumps(["1 parallel=data", *FAST, PLANTED])
     code, output, cells = parity(tmp_path / "parity", "steps=3", f"sft_more={json.dumps(SMALLER)}", f"layouts={cases}")
     assert code == 1, output
@@ -61,7 +61,7 @@ def test_layouts_of_two_ranks_train_as_one_does_and_another_setting_is_named(tmp
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_every_layout_of_up_to_eight_ranks_trains_twenty_steps_to_the_losses_of_one(tmp_path) -> None:
+def test_every_layout_of_up_to_eight_ranks_trains_twenty_steps_to_the_losses_of_one_rank(tmp_path) -> None:
     code, output, cells = parity(tmp_path / "parity")
     assert code == 0, output
     assert len(cells) >= 17

@@ -1,4 +1,4 @@
-"""LoRA: the same adapters on every layout, and what is exported is what was trained."""
+"""LoRA trains the same adapters on every layout, and the export has the trained ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.tensor([SEQUENCE])).logits[0]
 
 
-def test_peft_loads_the_adapters_and_they_are_what_is_merged(base: Path, trained: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_adapters_and_merges_to_the_same_weights(base: Path, trained: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -75,12 +75,12 @@ def test_peft_loads_the_adapters_and_they_are_what_is_merged(base: Path, trained
     assert losses[-1] < losses[0] - 0.2
     adapter = exported(trained, tmp_path / "adapter", adapters_only=True)
     merged = exported(trained, tmp_path / "merged")
-    told = json.loads((adapter / "adapter_config.json").read_text())
-    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (RANK, 16.0, str(base))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (RANK, 16.0, str(base))
     original = AutoModelForCausalLM.from_pretrained(base).eval()
     plain = logits(original)
     adapted = peft.PeftModel.from_pretrained(original, adapter).eval()
-    # Every tensor of ours has its place there, and none there is left as it was drawn.
+    # PEFT loads every exported tensor, and none of its own stays at its initial values.
     held = tensors(adapter)
     places = {name.replace(".default", "") for name, _ in adapted.named_parameters() if "lora_" in name}
     assert set(held) == places
@@ -90,7 +90,7 @@ def test_peft_loads_the_adapters_and_they_are_what_is_merged(base: Path, trained
     torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
 
 
-def test_only_what_stands_beside_a_linear_layer_is_trained(base: Path, trained: Path, tmp_path: Path) -> None:
+def test_only_the_adapters_of_linear_layers_are_trained(base: Path, trained: Path, tmp_path: Path) -> None:
     before, after = tensors(base), tensors(exported(trained, tmp_path / "merged"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith("proj.weight")}
@@ -110,14 +110,14 @@ def test_only_what_stands_beside_a_linear_layer_is_trained(base: Path, trained: 
         ("tp2_pp2", 4, ()),
     ],
 )
-def test_every_layout_trains_the_same_adapters_and_goes_on_from_those_of_another(
+def test_every_layout_trains_the_same_adapters_and_resumes_from_those_of_another(
     base: Path, dataset: Path, trained: Path, tmp_path: Path, parallel: str, ranks: int, more: tuple[str, ...]
 ) -> None:
     expected = read_metrics(trained)
     found = train(base, dataset, tmp_path / "new", f"parallel={parallel}", *more, "trainer.steps=3", ranks=ranks)
-    for one, other in zip(found, expected, strict=False):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    for step, other in zip(found, expected, strict=False):
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     again = tmp_path / "again"
     shutil.copytree(trained, again)
     shutil.rmtree(again / "checkpoints" / "step-00000006")
@@ -126,8 +126,8 @@ def test_every_layout_trains_the_same_adapters_and_goes_on_from_those_of_another
     assert [line["loss"] for line in went_on] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
 
 
-def test_two_ranks_go_on_with_adapters_of_one(base: Path, dataset: Path, trained: Path, tmp_path: Path) -> None:
-    """A cheap one of those below that every night runs."""
+def test_two_ranks_resume_with_the_adapters_of_one(base: Path, dataset: Path, trained: Path, tmp_path: Path) -> None:
+    """A cheap case of the nightly test below."""
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
@@ -138,22 +138,22 @@ def test_two_ranks_go_on_with_adapters_of_one(base: Path, dataset: Path, trained
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("model.lora_targets=[linear_qkv]", "model.lora_targets was"),
         ("model.lora_alpha=300", "model.lora_alpha was 16.0 and is 300.0"),
         ("model.lora_rank=0", "model.lora_rank was 4 and is 0"),
     ],
 )
-def test_a_run_does_not_go_on_with_other_adapters(base, dataset, trained, tmp_path, change, told) -> None:
+def test_a_run_does_not_resume_with_other_adapters(base, dataset, trained, tmp_path, change, message) -> None:
     shutil.copytree(trained, tmp_path / "run")
     with pytest.raises(ConfigError) as refused:
         train(base, dataset, tmp_path / "run", change, "trainer.steps=7", "resume=true")
-    assert told in refused.value.what
+    assert message in refused.value.what
     assert len(read_metrics(tmp_path / "run")) == 6
 
 
-def test_adapters_that_are_not_there_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
+def test_missing_adapters_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
     train(base, dataset, tmp_path / "run", "model.lora_rank=0", "trainer.steps=1")
     with pytest.raises(ConfigError, match="the run trained all weights") as refused:
         export_checkpoint(tmp_path / "run", tmp_path / "out", adapters_only=True)

@@ -1,4 +1,4 @@
-"""A checkpoint of the plain or the distributed optimizer goes on under the other, and on other layouts."""
+"""A checkpoint of the plain or the distributed optimizer resumes under the other, and on other layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.parity.running import free_ports
 from .conftest import SMALL, launcher, read_metrics, run_command
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
-# name: run that it goes on from, its last step, its settings.
+# name: run that it resumes from, its last step, its settings.
 RUNS = {
     dtype: {
         "undisturbed": (None, 6, PLAIN),
@@ -46,8 +46,8 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
     for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
         expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
         changed = read_metrics(tmp_path / f"{dtype}-split-tensor-from-plain")
-        assert [one["step"] for one in changed] == [1, 2, 3, 4, 5, 6]
+        assert [step["step"] for step in changed] == [1, 2, 3, 4, 5, 6]
         for column in ("loss", "grad_norm", "learning_rate"):
-            assert [one[column] for one in changed] == pytest.approx(
-                [one[column] for one in expected], rel=nearness * (10 if column == "grad_norm" else 1)
+            assert [step[column] for step in changed] == pytest.approx(
+                [step[column] for step in expected], rel=nearness * (10 if column == "grad_norm" else 1)
             ), (dtype, column)

@@ -1,4 +1,4 @@
-"""Real runs of `recipes.pretrain`: the same on every layout, over a stop, and of a corpus blended with SFT data."""
+"""Real runs of `recipes.pretrain`: the same on every layout, over a stop, and with a corpus blended with SFT data."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def digests(folder: Path) -> list[str]:
     return [json.loads(line)["digest"] for line in (folder / "digests.jsonl").read_text().splitlines()]
 
 
-def begun(whole: Path, folder: Path, step: int) -> Path:
-    """A copy of a run that had been stopped after `step`. Layouts are compared from one checkpoint, not from a seed."""
+def stopped_after(whole: Path, folder: Path, step: int) -> Path:
+    """Copy a run as if it had been stopped after `step`. Layouts are compared from one checkpoint, not from a seed."""
     shutil.copytree(whole, folder)
     for path in (folder / "checkpoints").iterdir():
         if path.name != f"step-{step:08d}":
@@ -76,7 +76,7 @@ def begun(whole: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-def test_a_stopped_run_goes_on_with_other_ranks_and_trains_the_same_samples(pretrain, tmp_path) -> None:
+def test_a_stopped_run_resumes_with_other_ranks_and_trains_the_same_samples(pretrain, tmp_path) -> None:
     whole = pretrain(tmp_path / "whole", "trainer.steps=6")
     assert whole.code == 0, whole.output
     assert whole.column("packs_consumed") == [6, 12, 18, 24, 30, 36]
@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_trains_the_same_samples(pret
     assert whole.column("loss")[-1] < whole.column("loss")[0]
     assert (tmp_path / "whole" / "report.md").exists()
 
-    folder = begun(tmp_path / "whole", tmp_path / "parts", 3)
+    folder = stopped_after(tmp_path / "whole", tmp_path / "parts", 3)
     rest = pretrain(folder, "trainer.steps=6", "resume=true", "parallel=tp2_sp", "loader.num_workers=0", ranks=2)
     assert rest.code == 0, rest.output
     assert rest.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
@@ -100,7 +100,7 @@ def test_an_order_that_more_steps_would_change_is_refused_and_not_trained(pretra
 
 
 @pytest.mark.parametrize(("size", "samples"), [(3, 24), (12, 42)])
-def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain, tmp_path, size, samples) -> None:
+def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretrain, tmp_path, size, samples) -> None:
     pretrain(tmp_path / "run", "trainer.steps=3")
     more = pretrain(tmp_path / "run", "trainer.steps=5", "resume=true", f"loader.global_batch_size={size}")
     assert more.column("step") == [1, 2, 3, 4, 5]
@@ -109,7 +109,7 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (("data.eod=300",), "data.eod is 300, and the model has 300"),
         (("data.reset_attention_mask=false",), "reset_position_ids alone would change nothing"),
@@ -135,10 +135,10 @@ def test_a_run_goes_on_behind_what_it_consumed_with_another_batch_size(pretrain,
         (("+data.blend_per_split.training=[{path:a}]",), "'training' is not a split"),
     ],
 )
-def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, settings, told) -> None:
+def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, settings, message) -> None:
     with pytest.raises(HarnessError) as refused:
         pretrain(tmp_path / "run", *settings)
-    assert told in refused.value.what
+    assert message in refused.value.what
     assert refused.value.fix
 
 
@@ -150,14 +150,14 @@ def test_a_corpus_and_sft_data_train_in_one_run(pretrain, corpus, dataset, tmp_p
         "data.micro_batch_size=3",
         "trainer.steps=4",
     ]
-    one = pretrain(tmp_path / "one", *blend)
-    assert one.code == 0, one.output
-    folder = begun(tmp_path / "one", tmp_path / "two", 3)
+    first = pretrain(tmp_path / "one", *blend)
+    assert first.code == 0, first.output
+    folder = stopped_after(tmp_path / "one", tmp_path / "two", 3)
     two = pretrain(folder, *blend, "resume=true", "parallel=pp2", ranks=2)
     assert two.code == 0, two.output
-    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
-    # Packs have prompts that are not trained, and are shorter than samples of the corpus.
-    assert all(line["trained_tokens"] < line["tokens"] < 6 * 256 for line in one.metrics)
+    assert two.column("loss") == pytest.approx(first.column("loss"), rel=1e-5)
+    # Packs have prompts, which are not trained, and are shorter than samples of the corpus.
+    assert all(line["trained_tokens"] < line["tokens"] < 6 * 256 for line in first.metrics)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
@@ -165,17 +165,17 @@ def test_a_corpus_and_sft_data_train_in_one_run(pretrain, corpus, dataset, tmp_p
 @pytest.mark.parametrize("parallel", ["cp2", "tp2", "pp2_cp2", "data_distributed"])
 def test_every_layout_pretrains_to_the_same_losses(pretrain, tmp_path, parallel) -> None:
     ranks = 4 if parallel == "pp2_cp2" else 2
-    one = pretrain(tmp_path / "one", "trainer.steps=6")
-    folder = begun(tmp_path / "one", tmp_path / "other", 3)
+    first = pretrain(tmp_path / "one", "trainer.steps=6")
+    folder = stopped_after(tmp_path / "one", tmp_path / "other", 3)
     other = pretrain(folder, "trainer.steps=6", "resume=true", f"parallel={parallel}", ranks=ranks)
-    assert (one.code, other.code) == (0, 0), other.output
-    assert other.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
-    assert other.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+    assert (first.code, other.code) == (0, 0), other.output
+    assert other.column("loss") == pytest.approx(first.column("loss"), rel=1e-5)
+    assert other.column("grad_norm") == pytest.approx(first.column("grad_norm"), rel=1e-4)
     assert digests(tmp_path / "one") == digests(tmp_path / "other")
 
 
 @pytest.mark.nightly
-def test_ranks_that_find_a_pair_damaged_all_end_with_the_reason(pretrain, tmp_path) -> None:
+def test_all_ranks_end_with_the_reason_if_a_pair_is_damaged(pretrain, tmp_path) -> None:
     Path(f"{tmp_path}/x.bin").write_bytes(b"\0\0")
     Path(f"{tmp_path}/x.idx").write_bytes(b"nonsense" * 9)
     done = pretrain(tmp_path / "run", f"data.path={tmp_path}/x", ranks=2)

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if it had not been."""
+"""A run that was killed resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from .conftest import command, kill_after, read_metrics, run_command
 
-# Cheaper tests of the same by default: test_stopping, and tests/unit/megatron/test_checkpoints.
+# Cheaper tests of the same run by default: test_stopping, and tests/unit/megatron/test_checkpoints.
 pytestmark = pytest.mark.nightly
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
@@ -31,7 +31,7 @@ def undisturbed(dataset, tmp_path_factory):
     return [{name: line[name] for name in SAME} for line in read_metrics(folder / "run")]
 
 
-# Before the first checkpoint; as one is written; with trained steps that no checkpoint holds; as the last is written.
+# Before the first checkpoint; during its writing; with trained steps after it; during the writing of the last one.
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 3, 9))])
 def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
     dataset, sft, undisturbed, tmp_path, step
@@ -65,6 +65,6 @@ def test_a_checkpoint_cut_short_is_passed_over_and_other_data_is_refused(sft, un
     resumed = sft(folder, *SETTINGS, "resume=true")
     assert resumed.code == 0, resumed.output
     assert resumed.column("step") == list(range(1, 10))
-    # What a run that was killed was writing or removing is gone.
+    # Leftovers of writing or removing in the killed run are gone.
     assert [path.name for path in checkpoints.iterdir() if path.suffix] == []
     assert resumed.column("loss") == pytest.approx([line["loss"] for line in undisturbed], rel=1e-5)

@@ -1,4 +1,4 @@
-"""What a run's model answers at its evaluations is what transformers generates from the exported checkpoint."""
+"""A model's answers at evaluations equal the text that transformers generates from the exported checkpoint."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> 
     return samples(folder)
 
 
-def test_answers_are_those_of_transformers_and_a_run_that_goes_on_repeats_none(
+def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     found = train(model, data, tmp_path / "run")
@@ -100,12 +100,12 @@ def test_answers_are_those_of_transformers_and_a_run_that_goes_on_repeats_none(
     assert any(len(line["tokens"]) == TOKENS for line in found)
     assert [line["tokens"] for line in found[:3]] != [line["tokens"] for line in found[3:]]
     export_checkpoint(tmp_path / "run", tmp_path / "out")
-    # The run's data does not lie beside its tokenizer here.
+    # Here the tokenizer is not beside the data of the run.
     for path in model.glob("*token*"):
         (tmp_path / "out" / path.name).write_bytes(path.read_bytes())
     assert [line["tokens"] for line in found[3:]] == [of_transformers(tmp_path / "out", prompt) for prompt in PROMPTS]
     with (tmp_path / "run" / "samples.jsonl").open("a") as file:
-        file.write(json.dumps({**found[0], "step": 4}) + "\n")  # of a step that no checkpoint holds
+        file.write(json.dumps({**found[0], "step": 4}) + "\n")  # of a step after the last checkpoint
     more = train(model, data, tmp_path / "run", "trainer.steps=4", "resume=true")
     assert [line["step"] for line in more] == [2] * 3 + [3] * 3 + [4] * 3
     assert more[:6] == found

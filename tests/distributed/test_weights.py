@@ -1,4 +1,4 @@
-"""Weights from Hugging Face: the same logits at any layout, and the same bits back."""
+"""Weights from Hugging Face give the same logits on any layout, and come back bit by bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
-    # Megatron pads it to 384, of which a second rank holds padding and words.
+    # Megatron pads it to 384: a second rank has both tokens and padding.
     "vocab_size": 300,
     "initializer_range": 0.2,
 }
@@ -60,13 +60,13 @@ MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
-# Of one row; what is asked of each is the logits of all but its last token.
+# Sequences of one row; the test compares the logits of all but the last token of each.
 SEQUENCES = [list(range(3, 40)), [299, 5, 7, 11], list(range(280, 260, -1))]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each kind, saved as transformers saves it."""
+    """A small random model of each kind, saved by transformers."""
     import transformers
 
     place = tmp_path_factory.mktemp("models")
@@ -77,8 +77,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if "norm" in parameter_name or "bias" in parameter_name:
-                    parameter.add_(0.3 * torch.randn_like(parameter))  # drawn as ones and zeros, which hide a mistake
-        # Several files, with an index, as large models have.
+                    parameter.add_(0.3 * torch.randn_like(parameter))  # initially ones and zeros, which hide a mistake
+        # Several files with an index, as for large models.
         model.save_pretrained(place / name, max_shard_size="40KB")
     return {name: place / name for name in MODELS}
 
@@ -137,7 +137,7 @@ def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
         fill_model(chunks, weights, model, Shard())
         parameters = dict(global_parameters(chunks[0]))
         back = {k: v for ours, p in parameters.items() for k, v in to_hf(ours, p.detach(), model, 300).items()}
-        # No row of another tensor, and no word: what pads the vocabulary is zero.
+        # No row of another tensor, and no token: the padding of the vocabulary is zero.
         assert not parameters["embedding.word_embeddings.weight"][300:].any()
     right = tensors(models[name])
     assert set(back) == set(right) == set(expected_shapes(model, 300))
@@ -154,7 +154,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    # So small a learning rate that no weight moves: the loss, the optimizer and the checkpoint are real.
+    # The learning rate is too small to move a weight: loss, optimizer and checkpoint are real.
     still = ["optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer.weight_decay=0", "optimizer.warmup_steps=0"]
     code, output = run_command(
         [
@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
     model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "init_from": str(models["qwen3"])})
     model.max_sequence_length = 512
     assert find_pretrained(model) is not None
-    for name, value, told in (
+    for name, value, message in (
         ("num_layers", 3, "num_layers 3 (the weights have 2)"),
         ("head_dim", None, "head_dim None (the weights have 16)"),
         ("rotary_base", 500, "rotary_base 500 (the weights have 10000)"),
@@ -194,7 +194,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
     ):
         with pytest.raises(HarnessError) as refused:
             find_pretrained(ModelConfig(**{**to_plain(model), name: value}))
-        assert told in str(refused.value)
+        assert message in str(refused.value)
 
     pretrained = find_pretrained(model)
     assert pretrained is not None
@@ -213,7 +213,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"model_type": "gemma"}, "models of type 'gemma' are not supported"),
         ({"attention_bias": True}, "attention_bias is set"),
@@ -221,20 +221,20 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope scaling 'yarn'"),
         (
             {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
-            "with low_freq_factor 2.0: Megatron-Core has it with 1",
+            "with low_freq_factor 2.0 is not supported: Megatron-Core has 1",
         ),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"hidden_act": "gelu"}, "the activation 'gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_models_that_cannot_be_trained_here_are_refused_by_name(models, tmp_path, change, told) -> None:
+def test_unsupported_models_are_refused_by_name(models, tmp_path, change, message) -> None:
     config = json.loads((models["qwen3"] / "config.json").read_text())
     config.update(change)
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     with pytest.raises(HarnessError) as refused:
         read_hf_config(tmp_path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) -> None:

@@ -32,7 +32,7 @@ from harness.thd import ThdBatch, build_thd_batch
 
 
 def logits(folder: str, *, tp: int, pp: int, sequences: list[list[int]]) -> np.ndarray | None:
-    """Logits of every model token of a row on the first rank of the last stage, None elsewhere."""
+    """Return the logits of every model token of a row on the first rank of the last stage, None elsewhere."""
     found = read_hf_config(Path(folder))
     model = replace(ModelConfig(), max_sequence_length=64, init_from=folder, **found.settings)
     parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)

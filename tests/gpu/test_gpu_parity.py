@@ -1,4 +1,4 @@
-"""On GPUs, in bfloat16 and with Transformer Engine where it is there: the same losses, isolation, slices."""
+"""GPU runs, in bfloat16 and with Transformer Engine if installed: the same losses, isolation, slices."""
 
 from __future__ import annotations
 
@@ -53,10 +53,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize(("dtype", "nearness"), [("float32", 2e-3), ("bfloat16", 2e-2)])
-def test_each_attention_trains_near_the_next_one_from_one_checkpoint(
-    tmp_path, data, attention, dtype, nearness
-) -> None:
-    """Kernels and TF32 round differently, so a GPU is near its other kernels, not equal to them."""
+def test_all_attentions_train_to_similar_losses_from_one_checkpoint(tmp_path, data, attention, dtype, nearness) -> None:
+    """Kernels and TF32 round differently, so the losses of a GPU's kernels are close, not equal."""
     start = tmp_path / "start"
     run(start, data, f"model.dtype={dtype}", "model.attention=torch", "trainer.steps=1")
     losses = {}
@@ -75,7 +73,7 @@ def test_each_attention_trains_near_the_next_one_from_one_checkpoint(
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
 )
-def test_layouts_train_in_bfloat16_as_one_gpu_does(tmp_path, data, attention, ranks, layout) -> None:
+def test_layouts_train_in_bfloat16_like_one_gpu(tmp_path, data, attention, ranks, layout) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     if attention == "torch" and "cp" in layout:

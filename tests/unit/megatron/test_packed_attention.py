@@ -76,16 +76,16 @@ def test_changing_one_sequence_leaves_the_logits_of_all_others_bit_identical(chu
     before = sequences()
     after = list(before)
     after[changed] = SequenceView((before[changed].input_ids + 1) % VOCAB, before[changed].loss_mask)
-    one, other = build_thd_batch(before, pad_to_multiple=4), build_thd_batch(after, pad_to_multiple=4)
+    first, other = build_thd_batch(before, pad_to_multiple=4), build_thd_batch(after, pad_to_multiple=4)
     with torch.no_grad():
-        left, right = logits_of(chunks, to_device(one, CPU)), logits_of(chunks, to_device(other, CPU))
-    bounds = one.cu_seqlens_padded
+        left, right = logits_of(chunks, to_device(first, CPU)), logits_of(chunks, to_device(other, CPU))
+    bounds = first.cu_seqlens_padded
     for index in range(len(LENGTHS)):
         same = torch.equal(left[bounds[index] : bounds[index + 1]], right[bounds[index] : bounds[index + 1]])
         assert same == (index != changed)
 
 
-def test_what_stands_at_padding_changes_no_real_token(chunks) -> None:
+def test_padding_changes_no_real_token(chunks) -> None:
     batch = build_thd_batch(sequences(), pad_to_multiple=16)
     row = to_device(batch, CPU)
     padding = torch.from_numpy(batch.padding_mask)
@@ -99,7 +99,7 @@ def test_what_stands_at_padding_changes_no_real_token(chunks) -> None:
 
 
 def test_without_boundaries_sequences_see_each_other(chunks) -> None:
-    """The defect that the tests above look for, planted: it has to show."""
+    """A planted defect of the kind that the tests above detect."""
     batch = build_thd_batch(sequences())
     row = to_device(batch, CPU)
     end = int(batch.cu_seqlens[-1])
@@ -115,7 +115,7 @@ def test_without_boundaries_sequences_see_each_other(chunks) -> None:
     assert (good[first:] - bad[first:]).abs().max() > 1e-2
 
 
-def test_a_row_tells_padded_bounds_only_where_something_is_padded() -> None:
+def test_a_row_has_padded_bounds_only_if_something_is_padded() -> None:
     exact, padded = build_thd_batch(sequences()), build_thd_batch(sequences(), pad_to_multiple=16)
     assert to_device(exact, CPU).packed_seq_params.cu_seqlens_q_padded is None
     params = to_device(padded, CPU).packed_seq_params

@@ -1,4 +1,4 @@
-"""Activations that are computed again change no gradient."""
+"""Recomputed activations change no gradient."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_gradients_are_bit_identical_where_each_layers_attention_is_computed_twi
     assert all(torch.equal(same[name], gradients[name]) for name in gradients)
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_recomputation_is_refused() -> None:
     with pytest.raises(ConfigError, match="'some' is not known"):
         ModelConfig(recompute="some")

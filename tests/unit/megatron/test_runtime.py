@@ -1,4 +1,4 @@
-"""A CPU stands in for CUDA while a job runs, and not a moment longer."""
+"""A CPU replaces CUDA while a job runs, and only then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_job_ends_cleanly_after_an_error_and_another_can_start() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_asking_for_cuda_without_a_gpu_is_refused() -> None:
+def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="sees no GPU"):
         runtime.choose_device("cuda")
 
@@ -52,20 +52,20 @@ def test_a_launcher_environment_with_parts_missing_is_refused(monkeypatch) -> No
 
 
 @pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("RANK", "-1")])
-def test_a_launcher_environment_without_sense_is_refused(monkeypatch, name, text) -> None:
+def test_an_invalid_launcher_environment_is_refused(monkeypatch, name, text) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=f"{name} is '{text}'"), runtime.start("cpu"):
         pass
 
 
-def test_what_the_file_system_refuses_on_rank_0_is_one_clear_error(tmp_path) -> None:
+def test_an_error_of_the_file_system_on_rank_0_is_one_clear_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the folder cannot be used") as error, runtime.start("cpu"):
         runtime.on_rank_0(lambda: (tmp_path / "file" / "run").mkdir(parents=True))
     assert "file" in error.value.where
 
 
-def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
+def test_an_error_on_rank_0_is_raised_by_the_call() -> None:
     def fails() -> None:
         raise ConfigError("planted on rank 0")
 
@@ -76,7 +76,7 @@ def test_an_error_on_rank_0_is_raised_where_it_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("rank", "message"), [(0, "rank 1 (and 1 more) of 3 did not connect"), (1, "rank 0 cannot be reached")]
 )
-def test_ranks_that_have_not_come_are_named(monkeypatch, rank, message) -> None:
+def test_missing_ranks_are_named(monkeypatch, rank, message) -> None:
     place = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))

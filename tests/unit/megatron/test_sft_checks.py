@@ -154,7 +154,7 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
     made.schedule.name = "dp_balanced"
     with pytest.raises(ConfigError, match="plans with lengths, which are not known in advance"):
         main(made)
-    with pytest.raises(ConfigError, match="live chunks are not blended"):
+    with pytest.raises(ConfigError, match="live chunks cannot be blended"):
         DataConfig(live=LiveConfig(path="somewhere"), blend=[BlendSource("a", 1.0)])
     write_stream(tmp_path / "live", some_chats(3), [3])
     with pytest.raises(ConfigError, match="the chunk holds conversations, and no tokenizer is named"):

@@ -1,4 +1,4 @@
-"""The recipes for H100 nodes: what their files say of memory and speed is what the plan says."""
+"""The experiments for H100 nodes: their files quote the memory and speed of the plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EXPECTED = {
 NAMES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*node*.yaml"))
 
 
-def test_every_recipe_is_held_against_its_plan() -> None:
+def test_every_experiment_is_compared_with_its_plan() -> None:
     assert sorted(EXPECTED) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_fits_and_its_file_says_what_the_plan_says(name: str) -> None:
+def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     config = compose_config("sft", SftConfig, [f"experiment={name}"])
     planned = plan_run(to_plain(config), packs=AssumedPacks(100_000, pack_size=8192, sequence_tokens=1024))
     gib, dp_size, microbatches, mfu = EXPECTED[name]
@@ -39,14 +39,14 @@ def test_a_recipe_fits_and_its_file_says_what_the_plan_says(name: str) -> None:
     assert planned.work is not None
     assert (planned.dp_size, planned.work.microbatches) == (dp_size, microbatches)
     assert planned.mfu == pytest.approx(mfu, abs=0.005)
-    told = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
-    assert f"{planned.memory.total / 2**30:.1f} GiB of 80" in told
-    assert f"{microbatches} microbatches, {planned.work.tokens:,.0f} tokens a step" in told
-    assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s a step)" in told
+    text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
+    assert f"{planned.memory.total / 2**30:.1f} GiB of 80" in text
+    assert f"{microbatches} microbatches, {planned.work.tokens:,.0f} tokens a step" in text
+    assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s a step)" in text
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_on_its_number_of_ranks_and_on_no_other(name: str, tmp_path) -> None:
+def test_an_experiment_trains_on_its_number_of_ranks_only(name: str, tmp_path) -> None:
     with open_writer(tmp_path / "data", format="parquet", pack_size=8192) as writer:
         writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
     config = compose_config("sft", SftConfig, [f"experiment={name}", f"data.path={tmp_path / 'data'}"])

@@ -10,19 +10,19 @@ from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size is 2 with 1 pipeline stages"),
         ({"sequence_parallel": True}, "has one rank"),
     ],
 )
-def test_parallel_sizes_that_contradict_each_other_are_refused(settings, said) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         ParallelConfig(**settings)
 
 
-def test_ranks_that_do_not_hold_whole_models_are_refused_with_the_arithmetic() -> None:
+def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(
         ConfigError, match=r"6 ranks cannot hold whole copies of a model on 4 ranks \(tensor 2 x pipeline 2"
     ):
@@ -31,7 +31,7 @@ def test_ranks_that_do_not_hold_whole_models_are_refused_with_the_arithmetic() -
 
 
 @pytest.mark.parametrize(
-    ("parallel", "ranks", "packs", "tokens", "said"),
+    ("parallel", "ranks", "packs", "tokens", "message"),
     [
         ({}, 8, 4, 4096, r"8 data-parallel ranks \(8 ranks / 1 .*\) cannot each train a part of 4 packs"),
         ({"tensor_parallel_size": 2}, 8, 3, 4096, r"4 data-parallel ranks \(8 ranks / 2 .* part of 3 packs"),
@@ -52,20 +52,20 @@ def test_ranks_that_do_not_hold_whole_models_are_refused_with_the_arithmetic() -
     ],
 )
 def test_ranks_and_rows_that_do_not_fit_a_layout_are_refused_with_the_arithmetic(
-    parallel, ranks, packs, tokens, said
+    parallel, ranks, packs, tokens, message
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         ParallelConfig(**parallel).check(ranks, global_batch_size=packs, max_tokens_per_rank=tokens)
 
 
-def test_the_least_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
+def test_the_smallest_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
     layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
     layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
     ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "said"),
+    ("model", "parallel", "message"),
     [
         (
             {"num_attention_heads": 4, "num_query_groups": 2},
@@ -80,13 +80,13 @@ def test_the_least_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
         ),
     ],
 )
-def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, said) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         ModelConfig(**model).check(ParallelConfig(**parallel))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"hidden_size": 100, "num_attention_heads": 3}, "100 is not a multiple of 3"),
         ({"num_attention_heads": 4, "num_query_groups": 3}, "cannot share 3 query groups"),
@@ -95,12 +95,12 @@ def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, said) -
         ({"num_layers": 0}, "num_layers is 0"),
     ],
 )
-def test_a_model_that_cannot_exist_is_refused(settings, said) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_that_cannot_exist_is_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         ModelConfig(**settings)
 
 
-def test_the_vocabulary_is_padded_to_a_multiple_of_128_whatever_the_layout() -> None:
+def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None:
     assert padded_vocab_size(8192) == 8192
     assert padded_vocab_size(8193) == 8320
     with pytest.raises(ConfigError, match="3 tensor-parallel ranks"):

@@ -1,4 +1,4 @@
-"""What a run is said to take is what PyTorch takes."""
+"""The planned memory of a run is the memory that PyTorch uses."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         assert planned.optimizer == moments + copies
 
 
-def test_a_divided_models_parts_are_counted_once_but_for_what_each_rank_holds() -> None:
+def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> None:
     whole = model_of(num_layers=4, num_attention_heads=4, head_dim=None, tie_embeddings=False)
     words = 384 * 64
     total = count_weights(whole, ONE, stage=0, vocab_size=VOCAB)
@@ -126,7 +126,7 @@ def test_a_divided_models_parts_are_counted_once_but_for_what_each_rank_holds() 
     assert sum(ends) == total
 
 
-def test_an_8b_model_on_a_node_of_eight_is_known_to_the_weight() -> None:
+def test_the_weights_of_an_8b_model_on_eight_ranks_are_exact() -> None:
     model = ModelConfig(
         num_layers=32,
         hidden_size=4096,
@@ -136,7 +136,7 @@ def test_an_8b_model_on_a_node_of_eight_is_known_to_the_weight() -> None:
         tie_embeddings=False,
         dtype="bfloat16",
     )
-    assert count_weights(model, ONE, stage=0, vocab_size=128256) == 8_030_261_248  # as Llama 3 8B's card says
+    assert count_weights(model, ONE, stage=0, vocab_size=128256) == 8_030_261_248  # from the model card of Llama 3 8B
     layout = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, distributed_optimizer=True)
     memory = plan_memory(model, layout, vocab_size=128256, dp_size=4, max_tokens_per_rank=8192)
     half = count_weights(model, layout, stage=0, vocab_size=128256)
@@ -184,7 +184,7 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
         plan_run(settings, ranks=2)
 
 
-def test_data_that_is_not_made_yet_is_planned_by_its_packs() -> None:
+def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
     settings = to_plain(compose_config("sft", SftConfig, ["model.vocab_size=300", "schedule.max_tokens_per_rank=1024"]))
     planned = plan_run(settings, packs=AssumedPacks(32, pack_size=1024, sequence_tokens=100))
     assert planned.ranks == 8

@@ -1,4 +1,4 @@
-"""Work and time of a step are sums that can be done by hand."""
+"""Work and time of a step equal sums done by hand."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def seconds(parallel: ParallelConfig | None = None, *, ranks: int = 1, model: Mo
 def test_an_epochs_work_is_the_sum_over_its_sequences() -> None:
     work = plan_work(MODEL, np.array([100, 300, 50, 50]), num_packs=5, global_batch_size=2, dp_size=2, row_tokens=60)
     assert (work.steps, work.tokens) == (3, 500 / 3)
-    assert work.microbatches == 2  # 167 tokens a step, 120 of them in a microbatch of both ranks
+    assert work.microbatches == 2  # 167 tokens per step, 120 of them in a microbatch of both ranks
     assert work.linear_flops == pytest.approx(500 / 3 * LINEAR)
-    # Of the L x L scores half are there: 2 layers, 2 heads of 4, and 2 FLOPs for a score and for its value.
+    # Half of the L x L scores: 2 layers, 2 heads of 4, and 2 FLOPs for a score and for its value.
     assert work.attention_flops == pytest.approx(2 * 2 * 8 * (100**2 + 300**2 + 2 * 50**2) / 3)
     assert work.model_flops == pytest.approx(3 * (work.linear_flops + work.attention_flops))
     assert work.mfu(2.0, ranks=4, peak_flops=1e6) == pytest.approx(work.model_flops / 8e6)
@@ -57,7 +57,7 @@ def test_a_rank_alone_multiplies_moves_memory_and_updates_its_weights() -> None:
     )
 
 
-def test_what_is_computed_again_takes_its_time() -> None:
+def test_recomputation_takes_time() -> None:
     none, selective, full = (
         seconds(model=ModelConfig(**{**vars(MODEL), "recompute": how})) for how in ("none", "selective", "full")
     )
@@ -73,20 +73,20 @@ def test_ranks_that_share_a_layer_send_its_hidden_states() -> None:
     )
 
 
-def test_a_pipeline_waits_for_its_first_microbatch_to_come_through() -> None:
+def test_a_pipeline_waits_for_its_first_microbatch() -> None:
     parts = seconds(ParallelConfig(pipeline_parallel_size=2), ranks=2)
     busy = parts["matrix products"] + parts["attention"] + parts["memory"]
     assert parts["pipeline"] == pytest.approx(busy / 4 + 2 * 4000 * 8 * 4 / 1e5)
 
 
-def test_gradients_hide_behind_the_last_microbatch_and_weights_behind_nothing() -> None:
+def test_gradients_overlap_the_last_microbatch_and_weights_overlap_nothing() -> None:
     split = seconds(ParallelConfig(distributed_optimizer=True), ranks=4)
     assert split["data"] == pytest.approx(4 * 1000 * 3 / 4 / 1e5)
     assert split["optimizer"] == pytest.approx(30 * 1000 / 4 / 1e6)
-    assert seconds(ranks=4)["data"] == 0  # all of it behind the backward pass
+    assert seconds(ranks=4)["data"] == 0  # all of it overlaps the backward pass
 
 
-def test_a_ring_over_nodes_has_the_ports_of_its_ranks_there() -> None:
+def test_a_ring_over_nodes_uses_the_ports_of_its_ranks() -> None:
     assert MACHINE.link(4, 1) == 1e5  # within the node
     assert MACHINE.link(8, 1) == 4e4
     assert MACHINE.link(4, 2) == 2e4  # every second rank

@@ -1,4 +1,4 @@
-"""A run's metrics are written a line a step, survive a kill, and end in a plot and a page."""
+"""Metrics of a run are written one line per step, survive a kill, and end in a plot and a report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(folder, steps, *, first_step=1) -> None:
     writer.close()
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_metrics_are_read_back(tmp_path):
     steps = [metrics(1), metrics(2, validation_loss=1.5)]
     write(tmp_path, steps)
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
@@ -58,7 +58,7 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
 
 
-def test_steps_that_are_trained_again_replace_those_that_no_checkpoint_holds(tmp_path):
+def test_steps_that_are_trained_again_replace_those_after_the_checkpoint(tmp_path):
     write(tmp_path, [metrics(1, 5.0), metrics(2, 4.0), metrics(3, 3.0)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed in the middle of a line
