@@ -20,11 +20,10 @@ from harness.bench.workspace import Workspace, make_packs
 from harness.checks import require_numbers
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch
-from harness.megatron.batch import RowTensors, to_device
+from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
-from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord, train
