@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: setup sft prepare test test-install test-container test-slurm lint format bench clean
+.PHONY: setup setup-ray sft prepare test test-install test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,tokenize,dev]'
 	@touch $@
+
+# For engine=ray: its nightly tests, and the one of slurm/prepare.sbatch.
+setup-ray: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 
 prepare: setup
 	$(BIN)/python -m recipes.prepare $(PREPARE)

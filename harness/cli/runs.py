@@ -59,8 +59,15 @@ def train(
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
-    require_choice(recipe, ("sft", "pretrain"), setting="harness train")
-    is_shown = {"--cfg", "--info", "--help"} & {argument.partition("=")[0] for argument in arguments or []}
+    from harness.config import TRAINING, hydra_entry
+    from harness.launch import become_rank_of_slurm
+
+    require_choice(recipe, TRAINING, setting="harness train")
+    if {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}:
+        # Settings are printed on any machine: the recipe itself would import torch.
+        sys.argv[1:] = arguments or []
+        hydra_entry(recipe, TRAINING[recipe])(lambda config: None)()
+        return
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing:
         raise HarnessError(
@@ -68,9 +75,7 @@ def train(
             where=sys.executable,
             fix="install the package with the extra `train`",
         )
-    if ranks is None or is_shown:
-        from harness.launch import become_rank_of_slurm
-
+    if ranks is None:
         become_rank_of_slurm()
         run_recipe(recipe, arguments or [])
         return

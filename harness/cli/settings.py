@@ -45,36 +45,9 @@ class SettingsCommand(TyperCommand):
     is_composed = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        keys = [setting.key for setting in explain_settings(self.schema)]
-        flags = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in reversed(keys)} | dict(self.flags)
-        declared = {name for param in self.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
-        roots = {key.partition(".")[0] for key in keys}
-        settings: list[str] = []
-        own: list[str] = []
-        recipe: list[str] = []
-        places: dict[int, str] = {}
-        has_name, rest = False, list(args)
-        while rest:
-            argument = rest.pop(0)
-            name, equals, value = argument.partition("=")
-            if name.startswith("--") and name in flags and name not in declared:
-                value = value if equals else (rest.pop(0) if rest else "")
-                key = flags[name]
-                if isinstance(key, int):
-                    places[key] = value
-                else:
-                    _add(settings, f"{key}{value}" if key.endswith(".") else f"{key}={value}", is_map=key.endswith("."))
-            elif is_assignment(argument) and (not self.takes_recipe or name.partition(".")[0] in roots):
-                settings.append(argument)
-            elif not self.takes_recipe or argument in declared or not (has_name or "=" in argument or name[:1] == "-"):
-                has_name = has_name or not argument.startswith("-")
-                own.append(argument)
-            else:
-                recipe.append(argument)
-                recipe += [rest.pop(0)] if argument in _WITH_VALUE and rest else []
-        for place, value in sorted(places.items(), key=lambda item: (item[0] < 0, item[0])):
-            own.insert(place if place >= 0 else len(own), value)
-        if "--cfg" in own or ("--cfg" in recipe and not has_name):
+        own, settings, recipe = self._divide(args)
+        # A recipe prints its settings itself, together with those of the command.
+        if "--cfg" in own or ("--cfg" in recipe and not _names(own)):
             Console(soft_wrap=True).print(self._settings_table(settings))
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, own)
@@ -85,6 +58,42 @@ class SettingsCommand(TyperCommand):
             ctx.obj = (filled, recipe) if self.takes_recipe else filled
         return unparsed
 
+    def _divide(self, arguments: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """Divide a command line into names and switches, the command's settings, and arguments of the recipe."""
+        keys = [setting.key for setting in explain_settings(self.schema)]
+        roots = {key.partition(".")[0] for key in keys}
+        switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
+        flags = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in reversed(keys)} | dict(self.flags)
+        own: list[str] = []
+        settings: list[str] = []
+        recipe: list[str] = []
+        places: dict[int, str] = {}
+        rest = list(arguments)
+        while rest:
+            argument = rest.pop(0)
+            name, equals, value = argument.partition("=")
+            if argument in switches:
+                own.append(argument)
+            elif name.startswith("--") and name in flags:
+                value = value if equals else (rest.pop(0) if rest else "")
+                key = flags[name]
+                if isinstance(key, int):
+                    places[key] = value
+                elif key.endswith("."):
+                    _add_entry(settings, f"{key}{value}")
+                else:
+                    settings.append(f"{key}={value}")
+            elif is_assignment(argument) and (not self.takes_recipe or name.partition(".")[0] in roots):
+                settings.append(argument)
+            elif self.takes_recipe and (_names(own) or equals or name.startswith("-")):
+                recipe.append(argument)
+                recipe += [rest.pop(0)] if argument in _WITH_VALUE and rest else []
+            else:
+                own.append(argument)
+        for place, value in sorted(places.items(), key=lambda item: (item[0] < 0, item[0])):
+            own.insert(place if place >= 0 else len(own), value)
+        return own, settings, recipe
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[KEY=VALUE]..."]
 
@@ -92,7 +101,7 @@ class SettingsCommand(TyperCommand):
         super().format_help(ctx, formatter)
         Console().print(self._settings_table([]))
         if self.takes_recipe:
-            print("Settings of the recipe keep their names: `python -m recipes.sft --cfg` prints them.")
+            print("Settings of the recipe keep their names; `--cfg` after the name of an experiment prints all.")
 
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
@@ -116,11 +125,15 @@ def class_of(
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
 
 
-def _add(settings: list[str], text: str, *, is_map: bool) -> None:
-    """Add a setting; further values of a map's entry, which were flags given again, extend its list."""
+def _names(arguments: list[str]) -> list[str]:
+    return [argument for argument in arguments if not argument.startswith("-")]
+
+
+def _add_entry(settings: list[str], text: str) -> None:
+    """Add an entry of a map; the values of a flag that was given again extend its list."""
     name, _, value = text.partition("=")
     for index, other in enumerate(settings):
-        if is_map and other.startswith(f"{name}="):
+        if other.startswith(f"{name}="):
             settings[index] = f"{other},{value}"
             return
     settings.append(text)

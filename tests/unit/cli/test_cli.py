@@ -183,10 +183,20 @@ def test_cfg_with_an_experiment_prints_the_settings_of_the_command_and_of_the_re
     assert (code, settings["nodes"], settings["trainer"]["steps"], settings["name"]) == (0, 3, 5, "sft_tiny")
 
 
-def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe():
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None; from harness.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_settings_of_a_training_run_are_printed_without_torch():
+    done = without_torch("train", "pretrain", "trainer.steps=3", "--cfg")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["trainer"]["steps"] == 3
+
+
+def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe():
     arguments = ["plan", "sft_tiny", "packs=100", "--sequence-tokens", "256", "ranks=4", "model.vocab_size=512"]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    done = without_torch(*arguments)
     assert done.returncode == 0, done.stderr
     assert "sft_tiny on 4 ranks" in done.stdout
     assert "time of an epoch" in done.stdout
