@@ -139,8 +139,8 @@ fi
 # Close to the time limit there is little time and nothing to decide: the next attempt records how this one ended. Not
 # where Slurm has begun to end the job, as in a preemption: it would be requeued twice.
 if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
-  made=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
-  echo "stopped as asked after step $made: the job resumes from its checkpoint"
+  stopped_at=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
+  echo "stopped as asked after step $stopped_at: the job resumes from its checkpoint"
   run_again
 fi
 timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\

@@ -75,17 +75,17 @@ def test_a_node_with_another_version_another_dataset_and_little_shared_memory_is
     ) as writer:
         for number in range(len(reader) - 1):
             writer.append(reader[number])
-    found = importlib.metadata.distribution("megatron-core")
-    stored = Path(str(found.locate_file(f"megatron_core-{found.version}.dist-info/METADATA")))
+    package = importlib.metadata.distribution("megatron-core")
+    stored = Path(str(package.locate_file(f"megatron_core-{package.version}.dist-info/METADATA")))
     other = tmp_path / "METADATA"
-    other.write_text(stored.read_text().replace(f"\nVersion: {found.version}", "\nVersion: 0.15.0", 1))
+    other.write_text(stored.read_text().replace(f"\nVersion: {package.version}", "\nVersion: 0.15.0", 1))
     with (
         mounted(slurm, "node2", tmp_path / "other", data),
         mounted(slurm, "node2", other, stored),
         mounted(slurm, "node2", "tmpfs", "/dev/shm", "-t", "tmpfs", "-o", "size=64m,mode=1777"),
     ):
         log = refused()
-    assert f"preflight: node2: versions: megatron-core is 0.15.0, on node1 it is {found.version}" in log
+    assert f"preflight: node2: versions: megatron-core is 0.15.0, on node1 it is {package.version}" in log
     assert "fix:   install the same environment on every node" in log
     assert f"preflight: node2: dataset {data}: fingerprint is " in log
     assert f"on node1 it is {reader.fingerprint}" in log
