@@ -20,7 +20,7 @@ from .conftest import SlurmJob
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 TESTS = (
     "tests/nightly/test_matrix.py::test_every_schedule_trains_the_same_on_one_rank_and_on_two",
-    "tests/nightly/test_resume_and_baseline.py::test_tonights_run_is_that_of_the_baseline",
+    "tests/nightly/test_resume_and_baseline.py::test_tonights_run_agrees_with_the_baseline",
 )
 
 
