@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.digest import dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
 from harness.formats.reader import PackReader
@@ -119,12 +119,7 @@ def _compare(
     """Read the destination and compare its content with the source's fingerprint."""
     written = open_dataset(destination)
     try:
-        digests = np.zeros(len(written), np.uint64)
-        for number, pack in enumerate(written):
-            digests[number] = pack_digest(pack)
-            if progress is not None and (number + 1) % _CHUNK == 0:
-                progress("compare", number + 1, len(written))
-        fingerprint = dataset_fingerprint([digests])
+        fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
         if fingerprint == reader.fingerprint:
             return
         difference = diff_readers(reader, written)

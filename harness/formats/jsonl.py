@@ -93,21 +93,27 @@ def pack_of_line(line: bytes) -> Pack:
         if not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):
             raise FormatError("has position_ids that do not restart with each sequence")
     trained = labels != IGNORED_LABEL
-    wrong = trained & (labels != ids)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise FormatError(
-            f"has the label {int(labels[at])} at position {at:,}, expected its token {int(ids[at])} or -100"
-        )
+    check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
     if trained[starts].any():
         at = int(starts[int(np.argmax(trained[starts]))])
         raise FormatError(f"trains position {at:,}, the first of its sequence, which no position predicts")
     mask = np.zeros(n, np.uint8)
     mask[:-1] = trained[1:]
-    return Pack(input_ids=_to_int32(ids), loss_mask=mask, seq_start_id=_to_int32(starts))
+    return Pack(input_ids=to_int32(ids), loss_mask=mask, seq_start_id=to_int32(starts))
 
 
-def _to_int32(values: Int64Array) -> Int32Array:
+def check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) -> None:
+    """Raise FormatError unless each label is the token that it must be; `positions` are for the error."""
+    wrong = labels != tokens
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise FormatError(
+            f"has the label {int(labels[at])} at position {int(positions[at]):,}, expected the token {int(tokens[at])}"
+        )
+
+
+def to_int32(values: Int64Array) -> Int32Array:
+    """Convert token ids or positions; raises FormatError for numbers below 0 or beyond int32."""
     if values.shape[0] and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID:
         raise FormatError(f"holds numbers from {values.min()} to {values.max()}, which are not token ids")
     return values.astype(np.int32)

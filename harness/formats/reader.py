@@ -146,11 +146,18 @@ class PackReader:
         """
         if self._fingerprint is None:
             kept = self._kept_fingerprint
-            self._fingerprint = self._digest_packs() if kept is None else kept.take(self._digest_packs)
+            self._fingerprint = self.digest_packs() if kept is None else kept.take(self.digest_packs)
         return self._fingerprint
 
-    def _digest_packs(self) -> str:
-        return dataset_fingerprint(np.array([pack_digest(pack)], np.uint64) for pack in self)
+    def digest_packs(self, progress: Callable[[int, int], None] | None = None) -> str:
+        """Compute the fingerprint from all packs; `progress` is called with packs read and packs in total."""
+        # Eight bytes a pack; a list of digests would take a hundred.
+        digests = np.zeros(len(self), np.uint64)
+        for number, pack in enumerate(self):
+            digests[number] = pack_digest(pack)
+            if progress is not None and (number + 1) % _CHUNK == 0:
+                progress(number + 1, len(self))
+        return dataset_fingerprint([digests])
 
     def __getitem__(self, index: int) -> Pack:
         """Read the pack at `index`, counted from the end if negative.

@@ -23,7 +23,6 @@ from harness.storage.files import (
     StoredFile,
     file_digest,
     sync_folder,
-    write_atomically,
 )
 from harness.storage.uris import ObjectPath, Place, is_uri
 
@@ -180,9 +179,6 @@ class LocalFolder(Folder):
         if path.parent != self.place:
             path.parent.mkdir(exist_ok=True)
         return AtomicFile(path)
-
-    def write(self, name: str, data: bytes) -> None:
-        write_atomically(self.place / name, data)
 
     def sync(self, names: Sequence[str]) -> None:
         for folder in {(self.place / name).parent for name in names} | {self.place}:

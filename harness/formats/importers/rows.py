@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.jsonl import IGNORED_LABEL, whole_numbers
-from harness.records import Int32Array, Int64Array, Pack, UInt8Array
+from harness.formats.jsonl import IGNORED_LABEL, check_labels, to_int32, whole_numbers
+from harness.records import Int32Array, Pack
 
 # Changes of an import, as counted in the manifest's provenance.
 CLEARED_LAST = "import_cleared_last_positions"
@@ -65,12 +65,12 @@ def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
     ids, labels = ids[:real], labels[:real]
     starts = np.cumsum(lengths) - lengths
     trained = labels != IGNORED_LABEL
-    _check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
+    check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
     counts[CLEARED_FIRST] += int(np.count_nonzero(trained[starts]))
     trained[starts] = False
     mask = np.zeros(real, np.uint8)
     mask[:-1] = trained[1:]
-    return _make(ids, mask, starts)
+    return Pack(to_int32(ids), mask, to_int32(starts))
 
 
 def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:
@@ -103,21 +103,5 @@ def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:
         trained = np.append(trained, False)
         labels = np.append(labels, IGNORED_LABEL)
     at = np.flatnonzero(trained)
-    _check_labels(labels[at], ids[at + 1], at)
-    return _make(ids, trained.astype(np.uint8), bounds[:-1])
-
-
-def _check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) -> None:
-    wrong = labels != tokens
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise FormatError(
-            f"has the label {int(labels[at])} at position {int(positions[at]):,}, expected the token {int(tokens[at])}"
-        )
-
-
-def _make(ids: Int64Array, mask: UInt8Array, starts: Int64Array) -> Pack:
-    limit = np.iinfo(np.int32).max
-    if ids.min() < 0 or ids.max() > limit:
-        raise FormatError(f"has token ids from {int(ids.min())} to {int(ids.max())}")
-    return Pack(ids.astype(np.int32), mask, starts.astype(np.int32))
+    check_labels(labels[at], ids[at + 1], at)
+    return Pack(to_int32(ids), trained.astype(np.uint8), to_int32(bounds[:-1]))
