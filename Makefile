@@ -11,13 +11,14 @@ RANKS ?= 2
 help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
 	@echo "make test    run the tests"
+	@echo "make test-install, test-slurm, test-container   run the tests that need the package index, Slurm or podman"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
 	@echo "make bench   measure this machine, write BENCHMARKS.md"
 
 setup: $(VENV)/installed
 
-# The mark is newer than what it was made from only once everything is installed.
+# Touched after everything is installed, so that an interrupted installation starts again.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,7 +32,7 @@ setup-ray: setup
 prepare: setup
 	$(BIN)/python -m recipes.prepare $(PREPARE)
 
-# OMP_NUM_THREADS: one thread a rank, so that ranks on one machine do not fight over its cores.
+# OMP_NUM_THREADS: one thread a rank, because ranks share the cores of the machine.
 sft: prepare
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m recipes.sft $(SFT)
 
@@ -43,13 +44,13 @@ test: setup
 test-install: setup
 	$(BIN)/python -m pytest -n 0 -m install tests/install
 
-# Builds the image on a base that stands for NVIDIA's and runs the main job in it. Root, and the Debian packages
+# Builds the image on a stand-in for NVIDIA's base image and runs the main job in it. Needs root and the Debian packages
 # buildah podman runc mmdebstrap; about five minutes.
 test-container: setup
 	$(BIN)/python -m pytest -n 0 -m container tests/container
 
-# Starts a Slurm cluster of two nodes on this machine and runs jobs on it. Root, and the Debian packages slurm-wlm munge
-# iproute2; ten minutes or less.
+# Starts a Slurm cluster of two nodes on this machine and runs jobs on it. Needs root and the Debian packages slurm-wlm
+# munge iproute2, and `make setup-ray` for slurm/prepare.sbatch; ten minutes or less.
 test-slurm: setup
 	$(BIN)/python -m pytest -n 0 -m slurm tests/slurm
 

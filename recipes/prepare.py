@@ -2,7 +2,7 @@
 
     python -m recipes.prepare source.path=chats/ data.path=data/chats
 
-Without arguments it prepares questions and answers from the documentation of Python's standard library.
+Without arguments it prepares questions and answers about Python's standard library, made from its documentation.
 """
 
 from __future__ import annotations

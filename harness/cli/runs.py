@@ -59,23 +59,20 @@ def train(
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
-    from harness.config import TRAINING, hydra_entry
+    from harness.config import TRAINING
     from harness.launch import become_rank_of_slurm
 
     require_choice(recipe, TRAINING, setting="harness train")
-    if {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}:
-        # Settings are printed on any machine: the recipe itself would import torch.
-        sys.argv[1:] = arguments or []
-        hydra_entry(recipe, TRAINING[recipe])(lambda config: None)()
-        return
+    # Settings are printed on any machine.
+    is_shown = {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing and not is_shown:
         raise HarnessError(
             f"training needs {' and '.join(missing)}, not installed here",
             where=sys.executable,
             fix="install the package with the extra `train`",
         )
-    if ranks is None:
+    if ranks is None or is_shown:
         become_rank_of_slurm()
         run_recipe(recipe, arguments or [])
         return

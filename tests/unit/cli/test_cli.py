@@ -154,6 +154,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["parity", "check=nothing"], "check 'nothing' is unknown"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # recipes are imported by other tests
 def test_a_mistake_in_an_argument_is_one_clear_error_with_code_2(harness, dataset, arguments, message):
     code, _, error = harness(*(str(dataset) if argument == "a" else argument for argument in arguments))
     assert code == 2

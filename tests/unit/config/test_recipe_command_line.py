@@ -103,3 +103,17 @@ def test_help_names_groups_and_flags(own):
     done = run("--help", "--config-dir", own)
     assert "mine" in done.stdout
     assert "--config-dir DIR" in done.stdout
+
+
+def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path):
+    program = (
+        "from harness.config import hydra_entry; from harness.plan import SftConfig; "
+        "hydra_entry('sft', SftConfig)(lambda config: print('run', config.trainer.steps, config.run_dir))()"
+    )
+    arguments = ["--multirun", "trainer.steps=3,4", "hydra.sweep.dir=sweep"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("run ")]
+    assert lines == [f"run {steps} {tmp_path}/sweep/{number}/run" for number, steps in enumerate((3, 4))]
