@@ -83,24 +83,17 @@ __all__ = [
     "train_bpe",
 ]
 
-# Imported when first used: pyarrow and rich take 0.2 s, which a training run that only needs a tokenizer must not pay.
+# Imported when first used: pyarrow and rich take 0.3 s, which a training run that only needs a tokenizer must not pay.
 _LAZY = {
-    "PrepareConfig": "pipeline",
-    "Receipt": "shards",
-    "ShardJob": "shards",
-    "SourceConfig": "sources",
-    "check_messages_column": "sources",
-    "cut_shards": "sources",
-    "do_shard": "shards",
-    "list_files": "sources",
-    "prepare": "pipeline",
-    "read_chunks": "sources",
-    "read_shard": "sources",
-    "repack_store": "write",
+    "pipeline": ("PrepareConfig", "prepare"),
+    "shards": ("Receipt", "ShardJob", "do_shard"),
+    "sources": ("SourceConfig", "check_messages_column", "cut_shards", "list_files", "read_chunks", "read_shard"),
+    "write": ("repack_store",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
