@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,10 +279,13 @@ def test_output_that_differs_from_the_page_fails() -> None:
         check_output(block, "loss 1.5\n", "README.md")
 
 
-def test_the_page_of_tests_names_every_folder_of_tests() -> None:
+def test_the_page_of_tests_names_every_folder_and_marker() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
     page = (ROOT / "tests/README.md").read_text()
     assert {name for name in folders if f"`{name}/`" not in page} == set()
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = {line.partition(":")[0] for line in options["markers"]}
+    assert {name for name in markers if f"| `{name}` |" not in page} == set()
 
 
 def test_the_first_page_is_a_screen_and_a_half() -> None:
