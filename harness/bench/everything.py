@@ -258,7 +258,7 @@ def _summary(reports: Sequence[BenchReport]) -> str:
 def _not_faster(reports: Sequence[BenchReport]) -> str:
     lines = [_NOT_FASTER.rstrip()]
     for report in reports:
-        # A ratio with a ceiling is a cost, and one without is a speed.
+        # A ratio with an upper target is a cost, a ratio without is a speed.
         slower = [
             figure
             for figure in report.figures

@@ -85,54 +85,46 @@ def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
         lost = next((step.step for step in records.steps if step.step not in recorded), None)
         if lost is not None:
             return Difference(f"step {lost}: {name} recorded no digests of it", step=lost, field="digests")
-    for one, other in _common_steps(reference, run):
-        disagreements = [f"the reference's {text}" for text in one.disagreements] + other.disagreements
+    for expected, actual in _common_steps(reference, run):
+        disagreements = [f"the reference's {text}" for text in expected.disagreements] + actual.disagreements
         if disagreements:
-            return Difference(f"step {one.step}: {disagreements[0]}", step=one.step, field="ranks")
-        if one.digest == other.digest and one.epoch == other.epoch:
+            return Difference(f"step {expected.step}: {disagreements[0]}", step=expected.step, field="ranks")
+        if expected.digest == actual.digest and expected.epoch == actual.epoch:
             continue
-        difference = (
-            _compare_packs(one, other) or _compare_sequences(one, other) or _compare_values(one, other, reference, run)
-        )
+        difference = _compare_packs(expected, actual) or _compare_sequences(expected, actual)
+        difference = difference or _compare_values(expected, actual, reference, run)
         # The digest covers nothing else, so one of these found the difference.
-        return difference or Difference(f"step {one.step}: the digests differ", step=one.step, field="digest")
+        return difference or Difference(f"step {expected.step}: the digests differ", step=expected.step, field="digest")
     return None
 
 
 def placement_difference(reference: Recorded, run: Recorded) -> Difference | None:
     """Return the first row that holds other sequences, or the same ones in another order."""
-    for one, other in _common_steps(reference, run):
-        rows = {(row.microbatch, row.rank): row for row in other.rows}
-        for row in one.rows:
-            there = rows.pop((row.microbatch, row.rank), None)
-            ids = np.zeros(0, np.int64) if there is None else there.sequences
+    for expected, actual in _common_steps(reference, run):
+        rows = {(row.microbatch, row.rank): row for row in actual.rows}
+        for row in expected.rows:
+            other = rows.pop((row.microbatch, row.rank), None)
+            ids = np.zeros(0, np.int64) if other is None else other.sequences
             if not np.array_equal(row.sequences, ids):
                 at = _first_difference(row.sequences, ids)
                 wanted, got = _at(row.sequences, at), _at(ids, at)
-                return Difference(
-                    f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}: place {at} of the row holds "
-                    f"{'no sequence' if got is None else f'sequence {got}'}, not "
-                    f"{'none' if wanted is None else f'sequence {wanted}'}",
-                    step=one.step,
-                    microbatch=row.microbatch,
-                    rank=row.rank,
-                    sequence=wanted,
-                    field="placement",
-                    position=at,
-                    expected=wanted,
-                    found=got,
+                holds = "no sequence" if got is None else f"sequence {got}"
+                message = (
+                    f"place {at} of the row holds {holds}, not {'none' if wanted is None else f'sequence {wanted}'}"
                 )
+                details: dict[str, Any] = {"position": at, "expected": wanted, "found": got}
+                return _difference_in(row, expected.step, "placement", message, sequence=wanted, **details)
         if rows:
-            microbatch, rank = min(rows)
-            return Difference(
-                f"step {one.step}: there is a row in microbatch {microbatch} of rank {rank}, where the reference has "
-                "none",
-                step=one.step,
-                microbatch=microbatch,
-                rank=rank,
-                field="placement",
-            )
+            extra = rows[min(rows)]
+            return _difference_in(extra, expected.step, "placement", "the reference has no such row")
     return None
+
+
+def _difference_in(row: RowDigests, step: int, field: str, message: str, place: str = "", **details: Any) -> Difference:
+    where = f"step {step}, microbatch {row.microbatch}, rank {row.rank}{place}"
+    return Difference(
+        f"{where}: {message}", step=step, microbatch=row.microbatch, rank=row.rank, field=field, **details
+    )
 
 
 def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:
@@ -142,106 +134,93 @@ def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDige
             yield step, made[step.step]
 
 
-def _compare_packs(one: StepDigests, other: StepDigests) -> Difference | None:
-    if one.packs == other.packs and one.epoch == other.epoch:
+def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | None:
+    if expected.packs == actual.packs and expected.epoch == actual.epoch:
         return None
-    wanted, got = np.asarray(one.packs), np.asarray(other.packs)
-    at = _first_difference(wanted, got) if one.packs != other.packs else 0
-    expected, found = _at(wanted, at), _at(got, at)
-    message = f"pack {at} of the global batch is {'missing' if found is None else found}, not {expected}"
-    if expected is None:
-        message = f"the global batch has pack {found} more than the {wanted.shape[0]} of the reference"
-    if one.epoch != other.epoch:
-        message = f"epoch {other.epoch} is trained, not {one.epoch}"
-    lost = _place_of_first(one, set(_ids(one)) - set(_ids(other)))
+    field, at = "epoch", 0
+    wanted: int | None = expected.epoch
+    got: int | None = actual.epoch
+    message = f"epoch {got} is trained, not {wanted}"
+    if expected.packs != actual.packs:
+        packs, other = np.asarray(expected.packs), np.asarray(actual.packs)
+        field, at = "packs", _first_difference(packs, other)
+        wanted, got = _at(packs, at), _at(other, at)
+        if expected.epoch == actual.epoch:
+            message = f"pack {at} of the global batch is {'missing' if got is None else got}, not {wanted}"
+            if wanted is None:
+                message = f"the global batch has pack {got} more than the {packs.shape[0]} of the reference"
+    place: dict[str, int] = {}
+    lost = _place_of_first(expected, set(_ids(expected)) - set(_ids(actual)))
     if lost is not None:
         row, index = lost
+        place = {"microbatch": row.microbatch, "rank": row.rank, "sequence": int(row.sequences[index])}
         message += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
     return Difference(
-        f"step {one.step}: {message}",
-        step=one.step,
-        microbatch=lost[0].microbatch if lost else None,
-        rank=lost[0].rank if lost else None,
-        sequence=int(lost[0].sequences[lost[1]]) if lost else None,
-        field="packs" if one.packs != other.packs else "epoch",
+        f"step {expected.step}: {message}",
+        step=expected.step,
+        field=field,
         position=at,
-        expected=expected if one.packs != other.packs else one.epoch,
-        found=found if one.packs != other.packs else other.epoch,
+        expected=wanted,
+        found=got,
+        **place,
     )
 
 
-def _compare_sequences(one: StepDigests, other: StepDigests) -> Difference | None:
-    wanted, got = Counter(_ids(one)), Counter(_ids(other))
+def _compare_sequences(expected: StepDigests, actual: StepDigests) -> Difference | None:
+    wanted, got = Counter(_ids(expected)), Counter(_ids(actual))
     if wanted == got:
         return None
     changed = {sequence for sequence in wanted | got if wanted[sequence] != got[sequence]}
     # A sequence that should not be there has no place in the reference, only in the run.
-    placed = _place_of_first(one, changed) or _place_of_first(other, changed)
-    assert placed is not None
-    row, index = placed
+    place = _place_of_first(expected, changed) or _place_of_first(actual, changed)
+    assert place is not None
+    row, index = place
     sequence = int(row.sequences[index])
-    what = f"sequence {sequence}" if sequence >= 0 else "a run of tokens that is no sequence of the dataset"
-    return Difference(
-        f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}: {what} is trained {got[sequence]} times, not "
-        f"{wanted[sequence]}",
-        step=one.step,
-        microbatch=row.microbatch,
-        rank=row.rank,
-        sequence=sequence,
-        field="sequences",
-        expected=wanted[sequence],
-        found=got[sequence],
-    )
+    name = f"sequence {sequence}" if sequence >= 0 else "a run of tokens that is no sequence of the dataset"
+    message = f"{name} is trained {got[sequence]} times, not {wanted[sequence]}"
+    details: dict[str, Any] = {"sequence": sequence, "expected": wanted[sequence], "found": got[sequence]}
+    return _difference_in(row, expected.step, "sequences", message, **details)
 
 
-def _compare_values(one: StepDigests, other: StepDigests, reference: Recorded, run: Recorded) -> Difference | None:
+def _compare_values(
+    expected: StepDigests, actual: StepDigests, reference: Recorded, run: Recorded
+) -> Difference | None:
     places: dict[int, list[tuple[RowDigests, int]]] = {}
-    for row, index in _places(other):
+    for row, index in _places(actual):
         places.setdefault(int(row.sequences[index]), []).append((row, index))
-    for row, index in _places(one):
-        there, place = places[int(row.sequences[index])].pop(0)
-        name = _differing_field(row, index, there, place)
-        if name is None:
+    for row, index in _places(expected):
+        other, place = places[int(row.sequences[index])].pop(0)
+        field = _differing_field(row, index, other, place)
+        if field is None:
             continue
-        where = f"step {one.step}, microbatch {row.microbatch}, rank {row.rank}, sequence {row.sequences[index]}"
         at: int | None = None
         wanted: float | int | str | None
         got: float | int | str | None
-        if name == "boundaries":
-            wanted, got = int(row.lengths[index]), int(there.lengths[place])
+        if field == "boundaries":
+            wanted, got = int(row.lengths[index]), int(other.lengths[place])
             at = min(wanted, got)
             message = f"the boundaries hold {got} tokens, not {wanted}"
         else:
-            a = reference.arrays(one.step, row, index).get(name)
-            b = run.arrays(one.step, there, place).get(name)
-            column = FIELDS.index(name)
-            if a is not None and b is not None:
-                at = _first_difference(a, b)
-                wanted, got = _number(a, at), _number(b, at)
-                message = f"{name} at position {at} is {got}, not {wanted}"
+            values = reference.arrays(expected.step, row, index).get(field)
+            others = run.arrays(expected.step, other, place).get(field)
+            if values is not None and others is not None:
+                at = _first_difference(values, others)
+                wanted, got = _number(values, at), _number(others, at)
+                message = f"{field} at position {at} is {got}, not {wanted}"
             else:
-                wanted, got = f"{row.digests[index, column]:016x}", f"{there.digests[place, column]:016x}"
-                message = (
-                    f"{name} has the digest {got}, not {wanted} (its position is known where batches were recorded)"
-                )
-        return Difference(
-            f"{where}: {message}",
-            step=one.step,
-            microbatch=row.microbatch,
-            rank=row.rank,
-            sequence=int(row.sequences[index]),
-            field=name,
-            position=at,
-            expected=wanted,
-            found=got,
-        )
+                column = FIELDS.index(field)
+                wanted, got = f"{row.digests[index, column]:016x}", f"{other.digests[place, column]:016x}"
+                message = f"{field} has the digest {got}, not {wanted} (recorded batches would have its position)"
+        sequence = int(row.sequences[index])
+        details: dict[str, Any] = {"sequence": sequence, "position": at, "expected": wanted, "found": got}
+        return _difference_in(row, expected.step, field, message, place=f", sequence {sequence}", **details)
     return None
 
 
-def _differing_field(one: RowDigests, index: int, other: RowDigests, place: int) -> str | None:
-    if one.lengths[index] != other.lengths[place]:
+def _differing_field(row: RowDigests, index: int, other: RowDigests, place: int) -> str | None:
+    if row.lengths[index] != other.lengths[place]:
         return "boundaries"
-    differs = one.digests[index] != other.digests[place]
+    differs = row.digests[index] != other.digests[place]
     return FIELDS[int(np.argmax(differs))] if differs.any() else None
 
 
@@ -259,10 +238,10 @@ def _ids(step: StepDigests) -> list[int]:
     return [sequence for row in step.rows for sequence in row.sequences.tolist()]
 
 
-def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+def _first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     """Return the index of the first difference; the end of the shorter array where all before it is equal."""
-    count = min(one.shape[0], other.shape[0])
-    differs = one[:count] != other[:count]
+    count = min(values.shape[0], other.shape[0])
+    differs = values[:count] != other[:count]
     return int(np.argmax(differs)) if differs.any() else count
 
 

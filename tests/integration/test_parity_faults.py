@@ -1,7 +1,7 @@
 """Every check of a parity report can fail: a deliberate defect is planted, and the report names its place.
 
-One real run of `recipes.sft` is the reference. A defect of the data goes through real writers, readers and loaders; one
-of the training is put into what the run recorded.
+A real run of `recipes.sft` is the reference. A defect of the data goes through real writers, readers and loaders; a
+defect of the training is written into the records of the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference") / "run"
-    model = [f"model.{one}" for one in MODEL]
+    model = [f"model.{setting}" for setting in MODEL]
     code, output = run_command(
         [
             *(sys.executable, "-m", "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *model),
@@ -63,7 +63,7 @@ def copy(reference: Path, tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, source: Path, plant: Plant = list, loading: LoaderConfig = LOADING) -> None:
-    """Put into `folder` what a run on `source` would have recorded of its data."""
+    """Put the data records of a run on `source` into `folder`."""
     loader = Loader(open_dataset(source), loading, schedule=ScheduleConfig("dp_balanced", 256), num_steps=STEPS)
     record(folder, plant(list(loader)))
 
@@ -79,7 +79,7 @@ def record(folder: Path, batches: Iterable[RankBatch]) -> None:
 
 
 def failed(reference: Path, found: Path) -> dict[str, Check]:
-    """The checks that did not pass, in order."""
+    """Return the checks that did not pass, in order."""
     made = compare_runs(recorded_run(reference), recorded_run(found), IDENTICAL, same_layout=True)
     return {check.name: check for check in made if not check.passed}
 
@@ -93,7 +93,7 @@ def first(reference: Path, found: Path) -> Difference:
 
 
 def rewritten(data: Path, target: Path, change: Callable[[int, Pack], Iterable[Pack]], format: str = "parquet") -> Path:
-    """The training set written again, each pack as `change(number, pack)` has it."""
+    """Write the training set again with the packs that `change(number, pack)` returns."""
     reader = open_dataset(data / "train")
     with open_writer(target, format=format, pack_size=256, provenance=Provenance(counts={"vocab_size": 300})) as writer:
         for number in range(len(reader)):
@@ -108,7 +108,7 @@ def third_batch(data: Path) -> RankBatch:
 
 
 def victim(data: Path) -> tuple[int, int, int, int]:
-    """A sequence of step 3 with more than 20 tokens that lies after another: microbatch, sequence id, pack, start."""
+    """Find a sequence of step 3 with more than 20 tokens: microbatch, sequence id, pack, first sequence of the pack."""
     offsets = open_dataset(data / "train").pack_offsets
     batch = third_batch(data)
     for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
@@ -120,7 +120,7 @@ def victim(data: Path) -> tuple[int, int, int, int]:
 
 
 def changed(data: Path, edit: Callable[[Pack, int], Pack]) -> Callable[[int, Pack], Iterator[Pack]]:
-    """`edit(pack, start)` of the pack that holds the victim, which begins at `start` in it."""
+    """Return a change that applies `edit(pack, start)` to the pack where the victim begins at `start`."""
     _, sequence, wanted, offset = victim(data)
 
     def change(number: int, pack: Pack) -> Iterator[Pack]:
@@ -173,7 +173,7 @@ def test_positions_are_found_in_the_datasets_where_only_digests_were_recorded(re
     difference = first(bare, copy)
     assert (difference.step, difference.sequence, difference.position) == (3, victim(data)[1], 7)
     assert difference.found == 298
-    shutil.rmtree(other)  # what is gone cannot tell, and the place is still known
+    shutil.rmtree(other)  # without the dataset the position is unknown, and the sequence is still named
     difference = first(bare, copy)
     assert (difference.step, difference.sequence, difference.field, difference.position) == (
         *(3, victim(data)[1], "tokens"),
@@ -194,7 +194,7 @@ def test_a_mask_off_by_one_is_named(reference, copy, data, tmp_path) -> None:
     assert (difference.position, difference.expected) == (0, 1 - difference.found)
 
 
-def test_a_pack_that_is_dropped_is_named(reference, copy, data) -> None:
+def test_a_dropped_pack_is_named(reference, copy, data) -> None:
     lost = third_batch(data)
 
     def drop(batches: list[RankBatch]) -> list[RankBatch]:
@@ -211,17 +211,17 @@ def test_a_pack_that_is_dropped_is_named(reference, copy, data) -> None:
     assert "is not trained" in difference.message
 
 
-def test_two_packs_that_changed_places_in_the_dataset_are_named(reference, copy, data, tmp_path) -> None:
+def test_two_packs_swapped_in_the_dataset_are_named(reference, copy, data, tmp_path) -> None:
     reader = open_dataset(data / "train")
-    one, other = third_batch(data).pack_ids[[1, 5]].tolist()
-    swap = {one: other, other: one}
+    second, sixth = third_batch(data).pack_ids[[1, 5]].tolist()
+    swap = {second: sixth, sixth: second}
     trained(copy, rewritten(data, tmp_path / "other", lambda number, pack: [reader[swap.get(number, number)]]))
     difference = first(reference, copy)
     assert (difference.step, difference.field) == (3, "boundaries")
     assert difference.sequence is not None
 
 
-def test_two_packs_that_changed_places_in_a_global_batch_are_named(reference, copy, data) -> None:
+def test_two_packs_swapped_in_a_global_batch_are_named(reference, copy, data) -> None:
     def swap(batches: list[RankBatch]) -> list[RankBatch]:
         ids = batches[1].pack_ids.copy()
         ids[[2, 5]] = ids[[5, 2]]
@@ -241,14 +241,14 @@ def test_a_worker_that_repeats_its_last_item_is_named(reference, copy, data) -> 
     assert difference.message.startswith("step 5: pack 0 of the global batch is")
 
 
-def test_a_seed_that_is_ignored_is_named(reference, copy, data) -> None:
+def test_an_ignored_seed_is_named(reference, copy, data) -> None:
     trained(copy, data / "train", loading=replace(LOADING, seed=1))
     difference = first(reference, copy)
     assert (difference.step, difference.field) == (1, "packs")
 
 
 def test_a_stale_shard_is_named(reference, copy, data, tmp_path) -> None:
-    """Files without a manifest, as other tools write them; one is of an older tokenizer."""
+    """The files have no manifest, like those of other tools; one comes from an older tokenizer."""
     shards = tmp_path / "shards"
     shards.mkdir()
     reader = open_dataset(data / "train")
@@ -269,7 +269,7 @@ def test_a_stale_shard_is_named(reference, copy, data, tmp_path) -> None:
 
 
 def edited_rows(step: int, edit: Callable[[RankBatch], RankBatch]) -> Plant:
-    return lambda batches: [edit(one) if number == step else one for number, one in enumerate(batches, start=1)]
+    return lambda batches: [edit(batch) if number == step else batch for number, batch in enumerate(batches, start=1)]
 
 
 def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named(reference, copy, data) -> None:
@@ -290,7 +290,7 @@ def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named
     assert (difference.step, difference.microbatch, difference.field) == (2, 0, "labels")
 
 
-def test_a_boundary_that_is_lost_is_named(reference, copy, data) -> None:
+def test_a_lost_boundary_is_named(reference, copy, data) -> None:
     def lose(batch: RankBatch) -> RankBatch:
         row = batch.rows[1]
         kept = [np.delete(bounds, 1) for bounds in (row.cu_seqlens, row.cu_seqlens_padded)]
@@ -359,14 +359,14 @@ def edit_metrics(folder: Path, edit: Callable[[dict], dict | None]) -> None:
         ("validation_loss", lambda value: 1.0, "validation_loss"),
     ],
 )
-def test_a_number_of_one_step_that_drifted_is_named(reference, copy, column, change, check) -> None:
+def test_a_metric_that_drifted_at_one_step_is_named(reference, copy, column, change, check) -> None:
     edit_metrics(copy, lambda line: {**line, column: change(line[column])} if line["step"] == 4 else line)
     checks = failed(reference, copy)
     assert list(checks) == [check]
     assert (checks[check].difference.step, checks[check].difference.field) == (4, column)
 
 
-def test_a_step_that_is_missing_and_digests_that_are_missing_are_named(reference, copy) -> None:
+def test_missing_steps_and_missing_digests_are_named(reference, copy) -> None:
     edit_metrics(copy, lambda line: None if line["step"] == 4 else line)
     checks = failed(reference, copy)
     assert checks["steps"].difference.message == f"{STEPS - 1} of {STEPS} steps were made, step 4 is missing"
@@ -380,7 +380,7 @@ def test_a_step_that_is_missing_and_digests_that_are_missing_are_named(reference
     assert "recorded no digests" in failed(reference, copy)["data"].difference.message
 
 
-def test_a_rank_that_trained_other_rows_than_the_ranks_beside_it_is_named(reference, copy, data) -> None:
+def test_a_rank_whose_rows_differ_from_those_of_its_group_is_named(reference, copy, data) -> None:
     batches = list(
         Loader(open_dataset(data / "train"), LOADING, schedule=ScheduleConfig("dp_balanced", 256), num_steps=STEPS)
     )

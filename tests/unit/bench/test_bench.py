@@ -1,4 +1,4 @@
-"""Benches report what they measured: figures from samples, ratios from figures, data that is gone afterwards."""
+"""Benches report medians of samples and ratios of figures, and remove their data afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of all benches has every figure with its command, and does not hide what is slow."""
+"""The page of all benches has every figure with its command, and lists what is slow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_figure_is_on_the_page_with_its_range_target_and_command():
 def test_what_is_slower_and_what_is_missed_is_listed():
     listed = render_benchmarks([a_report()]).split("## What is not faster")[1].split("## Formats")[0]
     assert "104.7 s against 103.8 s" in listed
-    # A ratio with a ceiling is a cost, whose share above 1 is lost; one without is a speed.
+    # A ratio with an upper target is a cost, which should be low; a ratio without is a speed.
     assert "**Formats: reading**: ours to theirs 0.500 x, time of theirs to ours 2.000 x." in listed
     assert "theirs to ours 2.000 x, " not in listed.replace("time of theirs to ours", "")
     assert "Targets missed, Formats: reading: ours 3.000 packs/s (at least 5.000)." in listed
