@@ -129,7 +129,7 @@ def test_a_signal_to_every_process_ends_the_run_after_a_checkpoint_and_it_resume
         [port, overrides_of(dataset, place, *SETTINGS, f"trainer.steps={done + 3}", "resume=auto"), str(place), None]
         for port, place in zip(free_ports(3), (folder, tmp_path / "killed", tmp_path / "whole"), strict=True)
     ]
-    (tmp_path / "runs.json").write_text(json.dumps(jobs))
+    (tmp_path / "runs.json").write_text(json.dumps({"program": "recipes.sft", "runs": jobs}))
     kept = checkpoints_in(tmp_path / "killed")[-1]
     code, output = run_command([*launcher(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output

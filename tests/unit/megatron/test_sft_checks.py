@@ -123,8 +123,8 @@ def test_a_run_on_live_chunks_ends_with_them_and_marks_them_once_a_checkpoint_is
         "step-00000005",
     ]
     assert sorted(LiveFolder(tmp_path / "live").look().completed) == [0, 1, 2]
-    told = LiveFolder(tmp_path / "live").told("_consumer")
-    assert (told["state"], told["rows"], told["read_below"]) == ("ended", 18, 3)
+    status = LiveFolder(tmp_path / "live").status("_consumer")
+    assert (status["state"], status["rows"], status["read_below"]) == ("ended", 18, 3)
     assert "live chunks in" in (tmp_path / "run" / "report.md").read_text()
 
 
@@ -145,7 +145,7 @@ def test_a_new_run_on_chunks_that_another_run_used_up_is_refused_and_does_not_wa
     write_stream(tmp_path / "live", some_packs(18), [7, 7, 4])
     for left in tmp_path.glob("live/chunk_00000*"):
         left.unlink()
-    with pytest.raises(LoaderError, match="chunk_00000 is not there any more"):
+    with pytest.raises(LoaderError, match="chunk_00000 was deleted"):
         main(live_config(tmp_path))
 
 
