@@ -114,20 +114,20 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
 
 
 def thd_from_arrays(
-    input_ids: Int32Array, loss_mask: UInt8Array, stored_lengths: Int64Array, *, pad_to_multiple: int = 1
+    input_ids: Int32Array, loss_mask: UInt8Array, lengths: Int64Array, *, pad_to_multiple: int = 1
 ) -> ThdBatch:
     """Do the same as `build_thd_batch` for sequences that already lie end to end.
 
     Args:
         input_ids: int32 [n].
         loss_mask: uint8 [n], label-aligned inside each sequence.
-        stored_lengths: int64 [S], each at least 2; their sum is n.
+        lengths: int64 [S], stored tokens of each sequence, at least 2; their sum is n.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Raises:
         ScheduleError: a sequence of a single token, or lengths that do not match the arrays.
     """
-    stored = stored_lengths
+    stored = lengths
     if stored.min() < 2:
         at = int(np.argmin(stored))
         raise ScheduleError(

@@ -189,7 +189,7 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    from harness.loader.live import live_status, now, render_status
+    from harness.loader.live import live_status, render_status
 
     console = stdout_console(width=120)
     if as_json:
@@ -199,7 +199,7 @@ def status(
     else:
 
         def look() -> Group:
-            return Group(f"{folder} at {now()}", render_status(live_status(folder)))
+            return Group(f"{folder} at {time.strftime('%H:%M:%S')}", render_status(live_status(folder)))
 
         with Live(look(), console=console, auto_refresh=False) as live:
             while True:

@@ -17,6 +17,7 @@ from harness.loader.datasets import (
     BlendSource,
     DataConfig,
     JoinedReader,
+    LiveConfig,
     LiveData,
     RunData,
     open_datasets,
@@ -34,7 +35,7 @@ from harness.loader.order import (
     steps_from,
     steps_per_epoch,
 )
-from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch, build_rows
+from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.loader.workers import BatchStream
 
@@ -52,6 +53,7 @@ __all__ = [
     "DataConfig",
     "EpochOrder",
     "JoinedReader",
+    "LiveConfig",
     "LiveData",
     "Loader",
     "LoaderConfig",
@@ -64,7 +66,6 @@ __all__ = [
     "RunData",
     "SplitSources",
     "build_batch",
-    "build_rows",
     "corpus_paths",
     "open_datasets",
     "open_live",

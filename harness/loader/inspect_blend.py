@@ -6,11 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from harness.errors import ConfigError
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
 
@@ -25,8 +20,7 @@ class SourceSummary:
     Attributes:
         path, format, packs, tokens: of the dataset.
         weight: as configured; None where packs are drawn in proportion to sizes.
-        pack_share: share of the trained packs.
-        token_share: share of the trained tokens, as stored, on average.
+        pack_share, token_share: of the trained packs, and on average of the trained tokens, as stored.
         drawn: its packs among the blend's first `BlendSummary.packs`.
         passes: drawn packs over all packs of the source.
     """
@@ -49,7 +43,7 @@ class BlendSummary:
     Attributes:
         path: of the settings.
         packs: of the run; without one, of an epoch, or with weights as many as all sources hold.
-        of_run: `packs` is the number that the steps of the settings train.
+        of_run: True where `packs` is what the steps of the settings train.
         ends_after: packs after which a source's epochs are used up; None where none are limited.
         sources: in order.
     """
@@ -61,7 +55,6 @@ class BlendSummary:
     sources: list[SourceSummary]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
 
@@ -74,14 +67,14 @@ def summarize_blend(path: str) -> BlendSummary:
     """
     settings = _read(path)
     data = settings.get("data", settings)
-    listed = data.get("blend") if isinstance(data, dict) else None
-    if not listed or not isinstance(listed, list):
+    blend_settings = data.get("blend") if isinstance(data, dict) else None
+    if not blend_settings or not isinstance(blend_settings, list):
         raise ConfigError("the file configures no blend", where=path, fix=_FIX)
     known = {field.name for field in fields(BlendSource)}
-    for source in listed:
+    for source in blend_settings:
         if not isinstance(source, dict) or not set(source) <= known:
             raise ConfigError(f"{str(source)[:100]} is not a source", where=path, fix=f"keys are {', '.join(known)}")
-    opened = open_datasets(DataConfig(path="", blend=[BlendSource(**source) for source in listed]))
+    opened = open_datasets(DataConfig(path="", blend=[BlendSource(**source) for source in blend_settings]))
     blend, train = opened.blend, opened.train
     assert blend is not None
     assert isinstance(train, JoinedReader)
@@ -91,7 +84,7 @@ def summarize_blend(path: str) -> BlendSummary:
         packs = 0
     counts = blend.counts_after(packs or blend.num_packs or len(train))
     tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
-    each = [share * some / size for share, some, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
+    drawn_tokens = [share * total / size for share, total, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
     sources = [
         SourceSummary(
             path=blend.names[number],
@@ -100,7 +93,7 @@ def summarize_blend(path: str) -> BlendSummary:
             tokens=tokens[number],
             weight=None if blend.weights is None else blend.weights[number],
             pack_share=blend.shares[number],
-            token_share=each[number] / sum(each),
+            token_share=drawn_tokens[number] / sum(drawn_tokens),
             drawn=counts[number],
             passes=counts[number] / len(reader),
         )
@@ -109,40 +102,37 @@ def summarize_blend(path: str) -> BlendSummary:
     return BlendSummary(path, packs or sum(counts), bool(packs), blend.ends_after(), sources)
 
 
-def render_blend(summary: BlendSummary) -> RenderableType:
+def render_blend(summary: BlendSummary) -> Any:
     """Return a table of the sources of a blend, and the packs until it ends."""
+    from rich.box import SIMPLE
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=SIMPLE, padding=(0, 1))
     for name in ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"):
         table.add_column(name, justify="right", no_wrap=True)
-    # Paths are long: in the table they would be cut or folded to a letter a line, and a wrapped path cannot be copied.
+    # Paths are long: in the table they would be cut or folded, and a wrapped path cannot be copied.
     paths = []
     for number, source in enumerate(summary.sources, start=1):
         paths.append(Text(f"{number}  {source.format}  {source.path}", no_wrap=True, overflow="ignore"))
-        table.add_row(
-            str(number),
-            f"{source.packs:,}",
-            f"{source.tokens:,}",
-            "by size" if source.weight is None else f"{source.weight:g}",
-            f"{source.pack_share:.2%}",
-            f"{source.token_share:.2%}",
-            f"{source.drawn:,}",
-            f"{source.passes:.2f}",
-        )
+        weight = "by size" if source.weight is None else f"{source.weight:g}"
+        shares = (f"{source.pack_share:.2%}", f"{source.token_share:.2%}")
+        counts = (f"{source.packs:,}", f"{source.tokens:,}")
+        table.add_row(str(number), *counts, weight, *shares, f"{source.drawn:,}", f"{source.passes:.2f}")
     reach = "packs that the run trains" if summary.of_run else "packs"
-    note = f"drawn, and times read: in the first {summary.packs:,} {reach}"
-    lines: list[RenderableType] = [Text(summary.path, style="bold"), *paths, table, Text(note)]
+    note = Text(f"drawn, and times read: in the first {summary.packs:,} {reach}")
+    ending = []
     if summary.ends_after is not None:
         is_short = summary.of_run and summary.ends_after < summary.packs
-        ends = f"a source's epochs are used up after {summary.ends_after:,} packs"
-        lines.append(Text(ends + (": too few for the run" if is_short else ""), style="bold red" if is_short else ""))
-    return Group(*lines)
+        text = f"a source's epochs are used up after {summary.ends_after:,} packs"
+        ending = [Text(f"{text}: too few for the run", style="bold red") if is_short else Text(text)]
+    return Group(Text(summary.path, style="bold"), *paths, table, note, *ending)
 
 
 def _read(path: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError("settings are read with PyYAML", where=path, fix="pip install pyyaml") from error
+    import yaml
+
     try:
         settings = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from harness.errors import LoaderError, ScheduleError
@@ -16,7 +17,7 @@ from harness.loader.order import BatchRange, EpochOrder, OrderConfig
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
-from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, zero_loss_row
+from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
 
 
 class PackSource(Protocol):
@@ -79,19 +80,18 @@ class RankBatch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RawBatch:
-    """The message of a worker: 5 bytes a token instead of the 29 of finished rows.
+    """The message of a worker: small integers of stored tokens instead of the 29 bytes a token of finished rows.
 
     Attributes:
-        input_ids: int32 [n], stored tokens of this rank's rows end to end.
-        loss_mask: uint8 [n].
-        row_lengths: int64, one array per microbatch: stored tokens of each sequence; empty for a row of zero loss.
+        tokens: [n] arrays, this rank's rows end to end: `input_ids` and `loss_mask` as stored (5 bytes a token); or
+            `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
+        row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
         step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
     step: BatchRange
     pack_ids: Int64Array
-    input_ids: Int32Array
-    loss_mask: UInt8Array
+    tokens: dict[str, npt.NDArray[Any]]
     row_lengths: list[Int64Array]
     sequence_ids: list[Int64Array]
     num_sequences: int
@@ -131,39 +131,40 @@ class BatchReader:
 
     def check(self) -> None:
         """Raise ScheduleError if a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
-        lengths = padded_lengths(self._source.sequence_lengths, self._layout.pad_to_multiple)
-        offsets = self._source.pack_offsets
-        if lengths.max() > self.row_tokens:
-            sequence = int(np.argmax(lengths > self.row_tokens))
+        layout, offsets, row_tokens = self._layout, self._source.pack_offsets, self.row_tokens
+        lengths = padded_lengths(self._source.sequence_lengths, layout.pad_to_multiple)
+
+        def place(sequence: int) -> str:
             pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
+            return f"pack {pack}, its sequence {sequence - int(offsets[pack])}"
+
+        if lengths.max() > row_tokens:
+            sequence = int(np.argmax(lengths > row_tokens))
             raise ScheduleError(
                 f"sequence {sequence} of the dataset has {lengths[sequence]:,} model tokens after padding to "
-                f"{self._layout.pad_to_multiple}, more than the {self.row_tokens:,} of a row "
-                f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {self._layout.cp_size}); "
-                f"{np.count_nonzero(lengths > self.row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
-                where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
-                fix=f"set schedule.max_tokens_per_rank to at least "
-                f"{-(-int(lengths.max()) // self._layout.cp_size):,}, or prepare the data with a smaller limit",
+                f"{layout.pad_to_multiple}, more than the {row_tokens:,} of a row "
+                f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {layout.cp_size}); "
+                f"{np.count_nonzero(lengths > row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
+                where=place(sequence),
+                fix=f"set schedule.max_tokens_per_rank to at least {-(-int(lengths.max()) // layout.cp_size):,}, "
+                "or prepare the data with a smaller limit",
             )
         if lengths.min() < 1:
             sequence = int(np.argmin(lengths))
-            pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
             raise ScheduleError(
                 f"sequence {sequence} of the dataset has a single stored token; training needs two",
-                where=f"pack {pack}, its sequence {sequence - int(offsets[pack])}",
+                where=place(sequence),
                 fix="prepare the dataset again; sequences of one token are refused there",
             )
-        if self._schedule.name != "as_packed":
-            return
         tokens = np.add.reduceat(lengths, offsets[:-1])
-        if tokens.max() > self.row_tokens:
-            pack = int(np.argmax(tokens > self.row_tokens))
+        if self._schedule.name == "as_packed" and tokens.max() > row_tokens:
+            pack = int(np.argmax(tokens > row_tokens))
             raise ScheduleError(
                 f"pack {pack} of the dataset takes {tokens[pack]:,} tokens with its sequences padded to "
-                f"{self._layout.pad_to_multiple}, more than the {self.row_tokens:,} of a row; "
-                f"{np.count_nonzero(tokens > self.row_tokens):,} of {tokens.shape[0]:,} packs do",
+                f"{layout.pad_to_multiple}, more than the {row_tokens:,} of a row; "
+                f"{np.count_nonzero(tokens > row_tokens):,} of {tokens.shape[0]:,} packs do",
                 where="schedule.max_tokens_per_rank",
-                fix=f"set it to at least {-(-int(tokens.max()) // self._layout.cp_size):,}, prepare smaller packs, "
+                fix=f"set it to at least {-(-int(tokens.max()) // layout.cp_size):,}, prepare smaller packs, "
                 "or choose the dp_balanced schedule",
             )
 
@@ -211,8 +212,10 @@ class BatchReader:
         return RawBatch(
             step=step,
             pack_ids=pack_ids,
-            input_ids=np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32),
-            loss_mask=np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, dtype=np.uint8),
+            tokens={
+                "input_ids": np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in parts)]),
+                "loss_mask": np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in parts)]),
+            },
             row_lengths=np.split(stored, np.cumsum([row.shape[0] for row in rows])[:-1]),
             sequence_ids=rows,
             num_sequences=int(sequences.shape[0]),
@@ -261,37 +264,25 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """
-
-    def row(tokens: slice, lengths: Int64Array) -> ThdBatch:
-        multiple = layout.pad_to_multiple
-        return thd_from_arrays(raw.input_ids[tokens], raw.loss_mask[tokens], lengths, pad_to_multiple=multiple)
-
+    build = thd_from_arrays if "input_ids" in raw.tokens else thd_from_model_tokens
+    rows, start = [], 0
+    for lengths in raw.row_lengths:
+        stop = start + int(lengths.sum())
+        tokens = {name: values[start:stop] for name, values in raw.tokens.items()}
+        if lengths.shape[0]:
+            rows.append(build(**tokens, lengths=lengths, pad_to_multiple=layout.pad_to_multiple))
+        else:
+            rows.append(zero_loss_row(layout.pad_to_multiple))
+        start = stop
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,
         step_in_epoch=raw.step.index,
         pack_ids=raw.pack_ids,
-        rows=build_rows(raw.row_lengths, row, pad_to_multiple=layout.pad_to_multiple),
+        rows=rows,
         sequence_ids=raw.sequence_ids,
         num_sequences=raw.num_sequences,
         num_tokens=raw.num_tokens,
         imbalance=raw.imbalance,
         state=position.advance(raw.step.stop - raw.step.start, of=num_packs),
     )
-
-
-def build_rows(
-    row_lengths: Sequence[Int64Array], build: Callable[[slice, Int64Array], ThdBatch], *, pad_to_multiple: int
-) -> list[ThdBatch]:
-    """Cut tokens that lie end to end into rows; a row without sequences becomes one of zero loss.
-
-    Args:
-        row_lengths: int64, one array per microbatch: tokens of each sequence of the row.
-        build: makes a row of a slice of the tokens and the lengths of its sequences.
-    """
-    rows, start = [], 0
-    for lengths in row_lengths:
-        stop = start + int(lengths.sum())
-        rows.append(build(slice(start, stop), lengths) if lengths.shape[0] else zero_loss_row(pad_to_multiple))
-        start = stop
-    return rows

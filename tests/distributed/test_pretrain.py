@@ -131,7 +131,7 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
             ("data.blend_per_split.train=[{path:a,weight:1.0},{path:b,weight:2.0}]", "trainer.eval_batches=null"),
             "its validation needs one",
         ),
-        (("data.blend_per_split.train=[{path:a}]",), "there is no a.bin"),
+        (("data.blend_per_split.train=[{path:a}]",), "a.bin is missing"),
         (("+data.blend_per_split.training=[{path:a}]",), "'training' is not a split"),
     ],
 )

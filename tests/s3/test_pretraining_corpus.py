@@ -86,6 +86,6 @@ def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_ke
     assert len(asked) > 4
     assert all(0 < line.received < 2048 for line in asked)
 
-    with pytest.raises(ConfigError, match=r"gone.idx in the bucket") as refused:
+    with pytest.raises(ConfigError, match=r"gone.idx is not in the bucket") as refused:
         pretrain(tmp_path / "gone", f"data.path={place}/gone", kept)
     assert refused.value.where == f"{place}/gone.idx"

@@ -7,41 +7,14 @@ files or a pipe. A rank reads its own chunks (`rank`); ranks exchange what they 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from harness.loader.live.config import LiveConfig
+from harness.loader.datasets import LiveConfig
+from harness.loader.live.consumer import ORDER, LiveLoader
+from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.position import LivePosition
-
-if TYPE_CHECKING:
-    from harness.loader.live.consumer import ORDER, LiveLoader
-    from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
-    from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
-    from harness.loader.live.producer import LiveProducer
-    from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
-    from harness.loader.live.status import live_status, now, render_status
-
-# Imported when first used: settings need neither pyarrow nor rich.
-_LAZY = {
-    "CONSUMER_FILE": "folder",
-    "ORDER": "consumer",
-    "STDIN": "produce",
-    "BatchPlan": "rank",
-    "LiveFolder": "folder",
-    "LiveLoader": "consumer",
-    "LivePack": "rank",
-    "LiveProducer": "producer",
-    "Offer": "rank",
-    "Packing": "produce",
-    "RankStream": "rank",
-    "chunk_name": "folder",
-    "live_status": "status",
-    "now": "status",
-    "produce_chunks": "produce",
-    "read_conversations": "produce",
-    "read_packs": "produce",
-    "render_status": "status",
-}
+from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
+from harness.loader.live.producer import LiveProducer
+from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
+from harness.loader.live.status import live_status, render_status
 
 __all__ = [
     "CONSUMER_FILE",
@@ -59,15 +32,8 @@ __all__ = [
     "RankStream",
     "chunk_name",
     "live_status",
-    "now",
     "produce_chunks",
     "read_conversations",
     "read_packs",
     "render_status",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

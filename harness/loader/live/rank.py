@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
+from harness.loader.datasets import LiveConfig
 from harness.loader.layout import RankLayout
-from harness.loader.live.config import LiveConfig
 from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place, RankPosition
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +162,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # just deleted
         return 0
-
-
-def now() -> str:
-    """Return the time of day, for a display that is refreshed."""
-    return time.strftime("%H:%M:%S")

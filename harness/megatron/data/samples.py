@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +12,19 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from harness.errors import LoaderError
-from harness.loader import BatchRange, BatchStream, LoaderConfig, LoaderState, RankBatch, RankLayout, build_rows
-from harness.records import Int32Array, Int64Array, Schedule, UInt8Array
+from harness.loader import (
+    BatchRange,
+    BatchStream,
+    LoaderConfig,
+    LoaderState,
+    RankBatch,
+    RankLayout,
+    RawBatch,
+    build_batch,
+)
+from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance
-from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens
+from harness.thd import padded_lengths, thd_from_arrays
 
 
 def missing_index(error: FileNotFoundError) -> LoaderError:
@@ -92,29 +100,6 @@ class BlendPart(MegatronDataset):  # type: ignore[misc]
         return cast(dict[str, Any], self.inner[index])
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RawSamples:
-    """The message of a worker: 13 bytes a token.
-
-    Attributes:
-        tokens, labels, position_ids: int32 [n], this rank's rows end to end.
-        loss_mask: uint8 [n].
-        row_lengths: int64, one array per microbatch: tokens between bounds that attention does not cross; empty for a
-            row of zero loss.
-        sample_ids: int64, one array per microbatch, parallel to row_lengths.
-    """
-
-    step: BatchRange
-    tokens: Int32Array
-    labels: Int32Array
-    position_ids: Int32Array
-    loss_mask: UInt8Array
-    row_lengths: list[Int64Array]
-    sample_ids: list[Int64Array]
-    num_tokens: int
-    imbalance: Imbalance
-
-
 class SampleReader:
     """Reads the samples of one rank in a step. Sent to every worker.
 
@@ -146,7 +131,7 @@ class SampleReader:
         starts = range(step.start, step.start + -(-needed // rows_per_round) * rows_per_round * self._size, self._size)
         return [range(min(at, step.stop), min(at + self._size, step.stop)) for at in starts]
 
-    def read(self, step: BatchRange) -> RawSamples:
+    def read(self, step: BatchRange) -> RawBatch:
         """Read this rank's rows of `step`.
 
         Raises:
@@ -155,19 +140,21 @@ class SampleReader:
         rows = self.rows(step)
         mine = rows[self._layout.dp_rank :: self._layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
-        parts = list(samples.values())
         lengths = [[self.lengths_of(index) for index in row] for row in rows]
-        return RawSamples(
+        dtypes = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
+        return RawBatch(
             step=step,
-            tokens=_joined(parts, "tokens", np.int32),
-            labels=_joined(parts, "labels", np.int32),
-            position_ids=_joined(parts, "position_ids", np.int32),
-            loss_mask=_joined(parts, "loss_mask", np.uint8),
+            pack_ids=np.arange(step.start, step.stop, dtype=np.int64),
+            tokens={
+                name: np.concatenate([np.zeros(0, dtype), *(sample[name].astype(dtype) for sample in samples.values())])
+                for name, dtype in dtypes.items()
+            },
             row_lengths=[_end_to_end([samples[index]["lengths"] for index in row]) for row in mine],
-            sample_ids=[
+            sequence_ids=[
                 np.repeat(np.asarray(row, np.int64), [samples[index]["lengths"].shape[0] for index in row])
                 for row in mine
             ],
+            num_sequences=step.stop - step.start,
             num_tokens=int(sum(sample.sum() for row in lengths for sample in row)),
             imbalance=self._imbalance(lengths),
         )
@@ -224,7 +211,7 @@ class SampleReader:
         )
 
 
-class SampleLoader(BatchStream[RawSamples]):
+class SampleLoader(BatchStream[RawBatch]):
     """Global batches of samples in Megatron's order, from a state on to the last sample.
 
     Args:
@@ -242,37 +229,12 @@ class SampleLoader(BatchStream[RawSamples]):
 
     def __iter__(self) -> Iterator[RankBatch]:
         for raw in self.read(self._steps()):
-            yield self._build(raw)
+            yield build_batch(raw, layout=self._layout, before=self.state, num_packs=None)
 
     def _steps(self) -> Iterator[BatchRange]:
         first = self.state.packs_consumed
         for start in range(first, self._num_samples, self._size):
             yield BatchRange(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
-
-    def _build(self, raw: RawSamples) -> RankBatch:
-        multiple = self._layout.pad_to_multiple
-
-        def row(part: slice, lengths: Int64Array) -> ThdBatch:
-            values = (raw.tokens[part], raw.labels[part], raw.loss_mask[part])
-            return thd_from_model_tokens(
-                *values, lengths, position_ids=raw.position_ids[part], pad_to_multiple=multiple
-            )
-
-        return RankBatch(
-            epoch=0,
-            step_in_epoch=raw.step.index,
-            pack_ids=np.arange(raw.step.start, raw.step.stop, dtype=np.int64),
-            rows=build_rows(raw.row_lengths, row, pad_to_multiple=multiple),
-            sequence_ids=raw.sample_ids,
-            num_sequences=raw.step.stop - raw.step.start,
-            num_tokens=raw.num_tokens,
-            imbalance=raw.imbalance,
-            state=replace(self.state, packs_consumed=raw.step.stop),
-        )
-
-
-def _joined(parts: list[dict[str, npt.NDArray[Any]]], name: str, dtype: type[np.generic]) -> Any:
-    return np.concatenate([part[name] for part in parts]).astype(dtype) if parts else np.zeros(0, dtype)
 
 
 def _end_to_end(lengths: list[Int64Array]) -> Int64Array:

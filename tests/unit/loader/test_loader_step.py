@@ -179,7 +179,7 @@ def test_a_reader_reads_the_same_after_pickling() -> None:
     step = BatchRange(0, 1, 4, 8)
     before = made.read(step)
     after = pickle.loads(pickle.dumps(made)).read(step)
-    assert before.input_ids.tolist() == after.input_ids.tolist()
+    assert before.tokens["input_ids"].tolist() == after.tokens["input_ids"].tolist()
     assert [row.tolist() for row in before.sequence_ids] == [row.tolist() for row in after.sequence_ids]
 
 
