@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import xxhash
 import harness
 from harness.errors import ConfigError, FormatError
 from harness.parity.cells import Cell
+from harness.settings import CONFIGS
 from harness.storage import Marker
 from harness.train import whole_lines
 
@@ -114,7 +115,8 @@ def run_cells(
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
-    code = _digest_files(_ROOT, ("harness/**/*.py", "recipes/*.py", "configs/**/*.yaml"))
+    folders = {_ROOT / "harness": "*.py", _ROOT / "recipes": "*.py", CONFIGS: "*.yaml"}
+    code = _digest_files(sorted(path for folder, pattern in folders.items() for path in folder.rglob(pattern)))
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
@@ -126,9 +128,9 @@ def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     return digests
 
 
-def _digest_files(root: Path, patterns: Sequence[str]) -> str:
+def _digest_files(paths: Iterable[Path]) -> str:
     total = xxhash.xxh3_128()
-    for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
+    for path in paths:
         total.update(path.read_bytes())
     return str(total.hexdigest())
 
@@ -350,7 +352,10 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Every interpreter runs the code of this checkout; an installed package is left to each of them, because the folder
+    # around it has other packages too.
+    is_checkout = CONFIGS.parent == _ROOT
+    paths = [*([str(_ROOT)] if is_checkout else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread a rank: more would compete for the cores, and add in another order on another machine.
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
 
