@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.bench import bench
+from harness.cli.bench import run_bench
 from harness.cli.data import data_app
 from harness.cli.indexed import indexed_app
 from harness.cli.launch import launch_app, preflight_app
@@ -38,7 +38,7 @@ app.add_typer(live_app, name="live")
 app.add_typer(indexed_app, name="indexed")
 app.add_typer(preflight_app, name="preflight")
 app.add_typer(parity_app, name="parity")
-app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=True)(bench)
+app.command(name="bench", context_settings={"ignore_unknown_options": True}, no_args_is_help=True)(run_bench)
 
 
 def installed_version() -> str:

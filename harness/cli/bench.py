@@ -38,7 +38,7 @@ HELP = f"""Measure this machine: ratios within one run, as tables and as JSON.
 `harness bench NAME --cfg` prints the settings of a bench."""
 
 
-def bench(
+def run_bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(BENCHES), show_default=False)],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="sizes of the bench")] = None,
     quick: Annotated[

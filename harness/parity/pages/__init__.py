@@ -18,6 +18,8 @@ from harness.parity.pages.nights import render_nights
 from harness.parity.pages.page import render_page
 from harness.parity.result import ParityReport
 
+__all__ = ["HTML_FILE", "render_all", "render_history"]
+
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
 HISTORY_FILE = "history.html"
 

@@ -11,7 +11,7 @@ from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader import BlendSource, DataConfig, open_datasets
 from harness.loader.live import LiveConfig, LiveFolder
-from harness.megatron.run.sft import check
+from harness.megatron.run.fine_tuning import check
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig

@@ -8,7 +8,7 @@ from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader import open_datasets
-from harness.megatron.run.sft import check
+from harness.megatron.run.fine_tuning import check
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
 from harness.records import Pack
