@@ -91,7 +91,7 @@ def run_bench(
         raise typer.Exit(1)
 
 
-bench.__doc__ = HELP
+run_bench.__doc__ = HELP
 
 
 def _translate_flags(words: Sequence[str], known: Container[str]) -> list[str]:

@@ -37,7 +37,7 @@ Format = Annotated[str, typer.Argument(metavar="FORMAT", help=f"one of {', '.joi
 
 @dataclass
 class StoredPacks:
-    """How packs are written.
+    """Settings of the packs that are written.
 
     Attributes:
         pack_size: pack size of the result, if the source does not record one.

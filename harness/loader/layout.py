@@ -1,4 +1,4 @@
-"""Where one rank stands in the parallel layout: the record that loaders, live streams and Megatron's loop share."""
+"""The place of one rank in the parallel layout: the record that loaders, live streams and Megatron's loop share."""
 
 from __future__ import annotations
 

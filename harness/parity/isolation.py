@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from harness.loader.layout import RankLayout
+from harness.loader import RankLayout
 from harness.megatron import RowTensors, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model

@@ -1,4 +1,4 @@
-"""How each attempt of a run ended, and whether a scheduler should start the run again.
+"""Record how each attempt of a run ended, and decide whether a scheduler should start the run again.
 
 A run that ends early leaves `_stopped.json` in its folder (unless it is killed). `decide` turns that file and the exit
 code into a line of `attempts.jsonl` and an answer; the batch script asks through `harness requeue`. If the node dies

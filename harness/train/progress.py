@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar in a terminal, a line now and then in a log."""
+"""Show the progress of a run: a live bar in a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 

@@ -1,0 +1,98 @@
+"""The shape of the code: small folders, one name for one thing, and the words of the field.
+
+Layers, doors and cycles are import-linter's (`make lint`); this is what it cannot see.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(path for folder in ("harness", "recipes") for path in (ROOT / folder).rglob("*.py"))
+MAX_FILES_IN_A_FOLDER = 16
+# `from harness.schedule import schedule` is relied on by other code.
+SHARED_NAMES = {"harness/schedule/__init__.py: schedule"}
+RIDDLES = re.compile(r"(What|How|Whether|Where|Who)\b")
+VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def definitions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from definitions(node.body)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_no_folder_holds_more_files_than_a_reader_keeps_in_mind() -> None:
+    counts = Counter(relative(path.parent) for path in MODULES)
+
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES_IN_A_FOLDER} == {}
+
+
+def test_a_module_and_a_function_share_no_name() -> None:
+    shared = {
+        f"{relative(path)}: {node.name}"
+        for path in MODULES
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name == (path.parent.name if path.name == "__init__.py" else path.stem)
+    }
+
+    assert shared == SHARED_NAMES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_docstrings_open_with_a_verb_or_a_noun_phrase(path: Path) -> None:
+    module = tree(path)
+    documented = [module, *definitions(module.body)]
+
+    assert [doc for node in documented if (doc := ast.get_docstring(node)) and RIDDLES.match(doc)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_names_say_what_they_hold(path: Path) -> None:
+    names = {
+        name
+        for node in ast.walk(tree(path))
+        for name in (
+            [node.id]
+            if isinstance(node, ast.Name)
+            else [node.arg]
+            if isinstance(node, ast.arg)
+            else [node.name]
+            if isinstance(node, ast.FunctionDef)
+            else []
+        )
+    }
+
+    assert {name for name in names if name.strip("_") in VAGUE_NAMES} == set()
+
+
+def test_every_package_has_a_door_that_says_what_is_behind_it() -> None:
+    doors = {relative(path): tree(path) for path in MODULES if path.name == "__init__.py"}
+    imports_own = {
+        name
+        for name, door in doors.items()
+        if any(isinstance(node, ast.ImportFrom) and (node.module or "").startswith("harness") for node in door.body)
+    }
+    names_exports = {
+        name for name, door in doors.items() if "__all__" in {n.id for n in ast.walk(door) if isinstance(n, ast.Name)}
+    }
+
+    assert [name for name, door in doors.items() if not ast.get_docstring(door)] == []
+    assert imports_own - names_exports == set()
