@@ -38,6 +38,7 @@ from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, explain_settings
 from recipes.parity import ParityConfig
+from recipes.reference import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".", "configs", "docker", "harness", "recipes", "slurm", "tests")
@@ -286,6 +287,11 @@ def test_the_page_of_tests_names_every_folder_and_marker() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = {line.partition(":")[0] for line in options["markers"]}
     assert {name for name in markers if f"| `{name}` |" not in page} == set()
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    page = (ROOT / "configs/README.md").read_text()
+    assert page == write_page(), "run: python -m recipes.reference > configs/README.md"
 
 
 def test_the_first_page_is_a_screen_and_a_half() -> None:
