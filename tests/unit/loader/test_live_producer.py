@@ -17,8 +17,7 @@ import pytest
 from live_streams import some_chats, some_packs, wait_until, write_stream
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import open_dataset
-from harness.formats.jsonl import line_of_pack
+from harness.formats import line_of_pack, open_dataset
 from harness.loader.live import LiveFolder, LiveProducer, chunk_name
 from harness.loader.live.folder import LiveChunk
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
