@@ -69,7 +69,7 @@ class ImportSettings:
 
 @dataclass
 class PlannedPacks:
-    """How sequences become packs.
+    """Settings that turn sequences into packs.
 
     Attributes:
         pack_size: maximum number of tokens of a pack.
