@@ -21,7 +21,6 @@ from harness.parity.result import CellResult, Check, ParityReport
 from harness.train import StepDigests, StepMetrics, from_json, read_digests, to_json
 
 SCHEMA = 1
-BASELINES = Path("tests/golden/baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Settings of a run that do not change what it trains.
 _OWN_SETTINGS = ("run_dir", "runs", "name", "resume")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.formats import FORMATS, convert_dataset
-from harness.parity.baselines import BASELINES, against
+from harness.parity.baselines import against
 from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, write_report
@@ -85,7 +85,7 @@ def test_tonights_run_agrees_with_the_baseline(device, reports, tmp_path) -> Non
     data = make_dataset(tmp_path / "data")
     code, output = run_command(command(data, folder, f"trainer.device={device}", "loader.num_workers=4"))
     assert code == 0, output
-    report = against("sft-cpu", folder, ROOT / BASELINES, command="pytest -m nightly")
+    report = against("sft-cpu", folder, ROOT / "tests/golden/baselines", command="pytest -m nightly")
     if reports is not None:
         (reports / "baseline").mkdir(parents=True, exist_ok=True)
         write_report(report, reports / "baseline" / REPORT_FILE)

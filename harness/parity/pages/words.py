@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields
 
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
@@ -119,9 +118,3 @@ def duration(seconds: float) -> str:
 def count_of(count: int, noun: str) -> str:
     """Format a count as `1 cell` or `2 cells`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def names_of(values: Sequence[str], most: int) -> str:
-    """Return the first names and how many more there are."""
-    shown = ", ".join(values[:most])
-    return shown if len(values) <= most else f"{shown} and {len(values) - most:,} more"

@@ -1,4 +1,4 @@
-"""Digests of a step's data are the same on every layout, and not when anything that is trained differs."""
+"""Digests of a step's data are equal on every layout, and differ when anything that is trained differs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def batch(data: Path, *, dp_rank: int = 0, dp_size: int = 1, pad_to_multiple: in
     return next(iter(made))
 
 
-def rows(one: RankBatch, *, process: int = 0, dp_rank: int = 0, first: bool = True, last: bool = True) -> RankRows:
-    return rank_rows(one, process=process, dp_rank=dp_rank, is_first_stage=first, is_last_stage=last, keep=True)
+def rows(original: RankBatch, *, process: int = 0, dp_rank: int = 0, first: bool = True, last: bool = True) -> RankRows:
+    return rank_rows(original, process=process, dp_rank=dp_rank, is_first_stage=first, is_last_stage=last, keep=True)
 
 
 def digests(data: Path, dp_size: int = 1, **layout) -> StepDigests:
     batches = [batch(data, dp_rank=rank, dp_size=dp_size, **layout) for rank in range(dp_size)]
-    parts = [rows(one, process=rank, dp_rank=rank) for rank, one in enumerate(batches)]
+    parts = [rows(batch, process=rank, dp_rank=rank) for rank, batch in enumerate(batches)]
     return merge_ranks(1, batches[0], parts)
 
 
-def test_a_global_batch_has_one_digest_wherever_its_sequences_lie_and_however_they_are_padded(data) -> None:
+def test_a_global_batch_has_one_digest_on_any_layout_and_with_any_padding(data) -> None:
     plain = digests(data)
     assert len(plain.rows) >= 2
     assert digests(data, pad_to_multiple=8).digest == plain.digest
@@ -62,48 +62,50 @@ def test_a_global_batch_has_one_digest_wherever_its_sequences_lie_and_however_th
 
 @pytest.mark.parametrize("field", ["tokens", "labels", "loss_mask", "position_ids"])
 def test_one_other_value_gives_another_digest(data, field) -> None:
-    one = batch(data)
-    values = getattr(one.rows[1], field).copy()
+    original = batch(data)
+    values = getattr(original.rows[1], field).copy()
     values[7] = 1 - values[7] if field == "loss_mask" else values[7] + 1
-    other = replace(one, rows=[one.rows[0], replace(one.rows[1], **{field: values}), *one.rows[2:]])
-    assert merge_ranks(1, other, [rows(other)]).digest != merge_ranks(1, one, [rows(one)]).digest
+    other = replace(original, rows=[original.rows[0], replace(original.rows[1], **{field: values}), *original.rows[2:]])
+    assert merge_ranks(1, other, [rows(other)]).digest != merge_ranks(1, original, [rows(original)]).digest
 
 
 def test_a_lost_boundary_and_two_swapped_packs_give_another_digest(data) -> None:
-    one = batch(data)
-    row = one.rows[0]
+    original = batch(data)
+    row = original.rows[0]
     merged = replace(
         row, cu_seqlens=np.delete(row.cu_seqlens, 1), cu_seqlens_padded=np.delete(row.cu_seqlens_padded, 1)
     )
-    lost = replace(one, rows=[merged, *one.rows[1:]])
-    swapped = replace(one, pack_ids=one.pack_ids[::-1])
-    found = [merge_ranks(1, each, [rows(each)]).digest for each in (one, lost, swapped)]
-    assert len(set(found)) == 3
+    lost = replace(original, rows=[merged, *original.rows[1:]])
+    swapped = replace(original, pack_ids=original.pack_ids[::-1])
+    results = [merge_ranks(1, each, [rows(each)]).digest for each in (original, lost, swapped)]
+    assert len(set(results)) == 3
 
 
-def test_stages_of_a_pipeline_give_what_they_read_and_a_rank_with_other_rows_is_named(data) -> None:
-    one = batch(data)
-    blank = replace(one, rows=[replace(row, tokens=row.tokens * 0, labels=row.labels * 0) for row in one.rows])
-    parts = [rows(one, process=0, last=False), rows(blank, process=1, first=False, last=False)]
-    whole = merge_ranks(1, one, [*parts, rows(one, process=2, first=False)])
-    assert (whole.digest, whole.disagreements) == (digests_of(one), [])
+def test_pipeline_stages_digest_the_fields_they_read_and_a_rank_with_other_rows_is_named(data) -> None:
+    original = batch(data)
+    blank = replace(
+        original, rows=[replace(row, tokens=row.tokens * 0, labels=row.labels * 0) for row in original.rows]
+    )
+    parts = [rows(original, process=0, last=False), rows(blank, process=1, first=False, last=False)]
+    whole = merge_ranks(1, original, [*parts, rows(original, process=2, first=False)])
+    assert (whole.digest, whole.disagreements) == (digests_of(original), [])
 
-    odd = replace(one, rows=[*one.rows[:-1], replace(one.rows[-1], tokens=one.rows[-1].tokens + 1)])
-    found = merge_ranks(1, one, [rows(one), rows(odd, process=1)]).disagreements
-    last = len(one.rows) - 1
-    assert found == [
+    odd = replace(original, rows=[*original.rows[:-1], replace(original.rows[-1], tokens=original.rows[-1].tokens + 1)])
+    results = merge_ranks(1, original, [rows(original), rows(odd, process=1)]).disagreements
+    last = len(original.rows) - 1
+    assert results == [
         f"process 1, microbatch {last}, data-parallel rank 0: other tokens of sequence "
-        f"{one.sequence_ids[-1][0]} than beside it"
+        f"{original.sequence_ids[-1][0]} than beside it"
     ]
-    short = merge_ranks(1, one, [rows(one), RankRows(1, ("position_ids",), rows(one).rows[1:])])
+    short = merge_ranks(1, original, [rows(original), RankRows(1, ("position_ids",), rows(original).rows[1:])])
     assert short.disagreements == ["processes of data-parallel rank 0 have different microbatches"]
 
 
-def digests_of(one: RankBatch) -> str:
-    return merge_ranks(1, one, [rows(one)]).digest
+def digests_of(original: RankBatch) -> str:
+    return merge_ranks(1, original, [rows(original)]).digest
 
 
-def test_what_is_written_is_read_and_a_resumed_run_replaces_the_steps_it_trains_again(data, tmp_path) -> None:
+def test_digests_round_trip_and_a_resumed_run_replaces_the_steps_it_repeats(data, tmp_path) -> None:
     step = digests(data)
     writer = DigestWriter(tmp_path)
     for number in (1, 2, 3):
@@ -113,7 +115,7 @@ def test_what_is_written_is_read_and_a_resumed_run_replaces_the_steps_it_trains_
         file.write('{"step": 4, "cut sho')
     DigestWriter(tmp_path, first_step=3).close()
     read = read_digests(tmp_path)
-    assert [(one.step, one.digest) for one in read] == [(1, step.digest), (2, step.digest)]
+    assert [(step_read.step, step_read.digest) for step_read in read] == [(1, step.digest), (2, step.digest)]
 
     row = step.rows[1]
     whole = batch(data).rows[1]
