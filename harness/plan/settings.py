@@ -1,8 +1,8 @@
 """Settings of a training run as plain dataclasses: `SftConfig` and `PretrainConfig`, and what both share.
 
-Each dataclass checks its own values when it is made and reads nothing from disk. What depends on the number of ranks is
-checked by `check_layout` (by sizes alone) and `check` (everything that needs no data), before any process group is
-made. Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harness submit` run without them.
+Each dataclass checks its own values when it is made and reads nothing from disk. `check_layout` (sizes alone) and
+`check` (everything that needs no data) refuse what does not fit a number of ranks, before any process group is made.
+Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harness submit` run without them.
 """
 
 from __future__ import annotations

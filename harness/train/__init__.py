@@ -1,8 +1,8 @@
-"""The trainer without a framework: the loop, and what a run leaves in its folder.
+"""The trainer without a framework: the loop, and the files of a run's folder.
 
 Read `loop.py` first. `folder.py` chooses and locks the run's folder, `metrics.py` and `digests.py` record each step,
 `trackers.py` feeds services from the metrics, `attempts.py` records how a run ended and decides about a restart, and
-`progress.py` is what a person sees. Nothing here imports torch or Megatron-Core.
+`progress.py` shows the run in a terminal. Nothing here imports torch or Megatron-Core.
 """
 
 from __future__ import annotations

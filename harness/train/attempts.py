@@ -83,7 +83,7 @@ def write_stop(folder: Path, stop: Stop) -> bool:
 
 
 def forget_stop(folder: Path) -> None:
-    """Remove the reason of the previous attempt, which says nothing about the one that begins."""
+    """Remove the reason of the previous attempt, which does not apply to the next one."""
     (folder / STOPPED_FILE).unlink(missing_ok=True)
 
 

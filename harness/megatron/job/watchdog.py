@@ -173,7 +173,7 @@ class Watchdog:
         is_first = self._leave_early(stop)
         with suppress(RuntimeError):
             # While the store answers it alone decides: of two ranks each may be first in one of store and folder.
-            is_first = int(self._store.add("told", 1)) == 1
+            is_first = int(self._store.add("reported", 1)) == 1
         return is_first
 
     def _leave_error(self, error: Exception, *, rank: int | None) -> bool:
