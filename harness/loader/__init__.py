@@ -31,7 +31,6 @@ from harness.loader.order import (
     BatchRange,
     EpochOrder,
     OrderConfig,
-    packs_of_global_batch,
     steps_from,
     steps_per_epoch,
 )
@@ -70,7 +69,6 @@ __all__ = [
     "open_datasets",
     "open_live",
     "open_train",
-    "packs_of_global_batch",
     "render_blend",
     "steps_from",
     "steps_per_epoch",

@@ -148,12 +148,6 @@ def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consume
         epoch, start = epoch + 1, 0
 
 
-def packs_of_global_batch(config: OrderConfig, num_packs: int, epoch: int, batch_index: int) -> Int64Array:
-    """Return the ids of the packs of global batch `batch_index` of `epoch` in training order, int64 [packs]."""
-    start = batch_index * config.global_batch_size
-    return EpochOrder(config, num_packs, epoch).packs(start, min(start + config.global_batch_size, num_packs))
-
-
 def derive_seed(seed: int, source: int) -> int:
     """Return the seed of source number `source` of a blend; the first keeps the seed of the blend."""
     return seed if source == 0 else _key(seed, source, _SOURCES)

@@ -11,7 +11,6 @@ from harness.errors import ConfigError
 from harness.loader import (
     EpochOrder,
     OrderConfig,
-    packs_of_global_batch,
     steps_from,
     steps_per_epoch,
 )
@@ -80,7 +79,7 @@ def test_epochs_and_seeds_differ_and_blocks_are_mixed() -> None:
 
 
 def test_without_shuffle_packs_come_as_stored() -> None:
-    assert packs_of_global_batch(config(4, shuffle=False), 10, 5, 2).tolist() == [8, 9]
+    assert EpochOrder(config(4, shuffle=False), 10, 5).packs(8, 10).tolist() == [8, 9]
 
 
 def test_the_ragged_end_is_kept_unless_dropped() -> None:
