@@ -14,7 +14,7 @@ import pytest
 from .test_prepare_shards import command, content, receipts, write_source
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
-cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs the extra ray: make setup-ray")
 
 
 @pytest.fixture
