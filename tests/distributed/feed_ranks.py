@@ -40,7 +40,7 @@ class Failing:
 
 def main(dataset: Path, out: Path) -> None:
     source = open_dataset(str(dataset))
-    told: dict[str, object] = {}
+    report: dict[str, object] = {}
     with runtime.start("cpu", timeout_s=60) as job:
         parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
         layout = join(parallel, job.world_size)
@@ -57,8 +57,8 @@ def main(dataset: Path, out: Path) -> None:
             )
 
         with Feed(lambda: make(source), layout, device=job.device) as feed:
-            told = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
-        told["opened"] = len(opened)
+            report = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
+        report["opened"] = len(opened)
 
         faulty = Failing(source) if job.rank == 2 else source
         got = 0
@@ -66,14 +66,14 @@ def main(dataset: Path, out: Path) -> None:
             for _ in Feed(lambda: make(faulty), layout, device=job.device):
                 got += 1
         except HarnessError as error:
-            told |= {"got": got, "error": error.what}
+            report |= {"got": got, "error": error.what}
         try:
             Feed(lambda: _refuse() if job.rank == 0 else make(source), layout, device=job.device)
         except HarnessError as error:
-            told["refused"] = error.what
-        told["sum"] = float(_sum(job.device))
-    with Path(f"{out}.{told['rank']}").open("w") as file:
-        json.dump(told, file)
+            report["refused"] = error.what
+        report["sum"] = float(_sum(job.device))
+    with Path(f"{out}.{report['rank']}").open("w") as file:
+        json.dump(report, file)
 
 
 def _refuse() -> Loader:

@@ -71,7 +71,7 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
         )
         has_tokens = layout.is_first_stage or layout.is_last_stage
         share = PACKS // layout.dp_size
-        told: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": 0}
+        report: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": 0}
 
         def wrap(packs_of_rank: Iterator[Pack] | None) -> Any:
             return wrap_data_iterator(packs_of_rank, schedule, share, layout=layout, device=job.device)
@@ -81,23 +81,23 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
             wrapped = wrap(mine)
             model_tokens = np.concatenate([pack.sequence_lengths - 1 for pack in reader.read(batch.pack_ids.tolist())])
             sums = (int(model_tokens.sum()), int((model_tokens.astype(np.int64) ** 2).sum()))
-            told["different"] += sums != (wrapped.seqlen_sum, wrapped.seqlen_squared_sum)
-            told["different"] += wrapped.num_microbatches != batch.num_microbatches
+            report["different"] += sums != (wrapped.seqlen_sum, wrapped.seqlen_squared_sum)
+            report["different"] += wrapped.num_microbatches != batch.num_microbatches
             virtual = parallel.virtual_pipeline_parallel_size
             for iterator in wrapped.data_iterator if virtual else [wrapped.data_iterator]:
                 for row in batch.rows:
                     got = get_batch_on_this_rank_for_sequence_packing(iterator, layout=layout, device=job.device)
                     expected = to_device(row, job.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
-                    told["rows"] += 1
-                    told["different"] += not same(got, expected, tokens=has_tokens)
-        told["ended"] = wrap(mine) is None
+                    report["rows"] += 1
+                    report["different"] += not same(got, expected, tokens=has_tokens)
+        report["ended"] = wrap(mine) is None
         broken = stream(packs, layout, steps=3, broken=job.rank == 0) if needs_data_iterator(layout) else None
         wrap(broken)
         try:
             wrap(broken)
         except HarnessError as error:
-            told["error"] = error.what
-    return told
+            report["error"] = error.what
+    return report
 
 
 if __name__ == "__main__":

@@ -24,19 +24,19 @@ def loader(source: object) -> Loader:
 
 
 def test_tensor_parallel_ranks_get_what_the_first_of_them_reads_and_fail_together(dataset, tmp_path) -> None:
-    out = tmp_path / "told"
+    out = tmp_path / "report"
     code, output = run_command([*launcher(4), "tests.distributed.feed_ranks", str(dataset / "train"), str(out)])
     assert code == 0, output
-    told = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in range(4)]
+    report = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(4)]
     expected = [batch.digest() for batch in loader(open_dataset(str(dataset / "train")))]
     assert len(expected) == 7
-    for rank, one in enumerate(told):
-        assert one["digests"] == expected
-        assert one["opened"] == (1 if one["tp"] == 0 else 0)
-        assert one["got"] == 2
-        assert one["error"] == ("planted" if rank == 2 else "rank 2: planted")
-        assert one["refused"] == ("planted while opening" if rank == 0 else "rank 0: planted while opening")
-        assert one["sum"] == 4.0
+    for rank, entry in enumerate(report):
+        assert entry["digests"] == expected
+        assert entry["opened"] == (1 if entry["tp"] == 0 else 0)
+        assert entry["got"] == 2
+        assert entry["error"] == ("planted" if rank == 2 else "rank 2: planted")
+        assert entry["refused"] == ("planted while opening" if rank == 0 else "rank 0: planted while opening")
+        assert entry["sum"] == 4.0
 
 
 def test_a_dataset_of_lengths_alone_gives_the_same_rows_but_for_their_tokens(dataset) -> None:

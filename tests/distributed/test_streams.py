@@ -38,16 +38,16 @@ FOUR_MORE = [
 def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
     dataset: Path, tmp_path: Path, ranks: int, layouts: list[tuple[dict[str, Any], str]]
 ) -> None:
-    jobs, out = tmp_path / "jobs.json", tmp_path / "told"
+    jobs, out = tmp_path / "jobs.json", tmp_path / "report"
     jobs.write_text(json.dumps([[port, *one] for port, one in zip(free_ports(len(layouts)), layouts, strict=True)]))
     code, output = run_command(
         [*launcher(ranks), "tests.distributed.stream_ranks", str(jobs), str(dataset / "train"), str(out)]
     )
     assert code == 0, output
     for rank in range(ranks):
-        told = [json.loads(line) for line in Path(f"{out}.{rank}").read_text().splitlines()]
-        assert [(one["layout"], one["schedule"]) for one in told] == layouts
-        for one in told:
+        report = [json.loads(line) for line in Path(f"{out}.{rank}").read_text().splitlines()]
+        assert [(one["layout"], one["schedule"]) for one in report] == layouts
+        for one in report:
             assert one["different"] == 0, one
             assert one["rows"] >= 3, one
             assert one["ended"], one

@@ -76,5 +76,5 @@ def main(
 
 if __name__ == "__main__":
     with exit_on_error():
-        place, told, every, seconds, name, limit, collective = sys.argv[1:]
-        main(place, Path(told), int(every), float(seconds), name, float(limit), float(collective))
+        place, report, every, seconds, name, limit, collective = sys.argv[1:]
+        main(place, Path(report), int(every), float(seconds), name, float(limit), float(collective))

@@ -59,7 +59,7 @@ class Side:
         until = time.monotonic() + timeout_s
         return [process.wait(until - time.monotonic()) for process in self.running]
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
 
@@ -139,8 +139,8 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
         assert begun == expected.digests[: len(begun)]
         producer.start()
         one.start()
-        assert one.wait() == [0], one.said()
-        assert producer.wait() == [0], producer.said()
+        assert one.wait() == [0], one.output()
+        assert producer.wait() == [0], producer.output()
     finally:
         for side in (two, one, producer):
             side.kill()
@@ -158,11 +158,11 @@ def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:
     second = Stream(stream.folder, tmp_path).producer(source)
     try:
         producer.start()
-        until(lambda: "paused" in producer.said())
+        until(lambda: "paused" in producer.output())
         second.start()
         assert second.wait() == [2]
-        assert "another process is writing here" in second.said()
-        assert "Traceback" not in second.said()
+        assert "another process is writing here" in second.output()
+        assert "Traceback" not in second.output()
         assert sorted(LiveFolder(stream.folder).look().ready) == [0, 1]
     finally:
         producer.kill()
@@ -181,9 +181,9 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_c
     try:
         producer = stream.producer(source, "--rows", "200", "--max-waiting", "100")
         producer.start()
-        assert producer.wait() == [2], producer.said()
-        assert "No space left on device" in producer.said()
-        assert "Traceback" not in producer.said()
+        assert producer.wait() == [2], producer.output()
+        assert "No space left on device" in producer.output()
+        assert "Traceback" not in producer.output()
         contents = LiveFolder(stream.folder).look()
         whole = sorted(contents.chunks)
         assert whole == sorted(contents.ready) == list(range(len(whole)))
@@ -191,7 +191,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_c
         assert not list(stream.folder.glob("*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=4m", stream.folder], check=True)
         producer.start()
-        assert producer.wait() == [0], producer.said()
+        assert producer.wait() == [0], producer.output()
         end = LiveFolder(stream.folder).end()
         assert end is not None
         assert (end.rows, end.chunks) == (2000, 10)

@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader(source: Path | PackReader, **settings: object) -> Loader:
-    """A loader of rank 1 of 2, over two epochs unless told otherwise."""
+    """Return a loader of rank 1 of 2, over two epochs by default."""
     own = {name: settings.pop(name) for name in ("num_epochs", "num_steps") if name in settings} or {"num_epochs": 2}
     reader = open_dataset(source) if isinstance(source, Path) else source
     config = LoaderConfig(

@@ -97,13 +97,13 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
         producer.start()
         training.start()
         kills = kill_at_random([producer, training], stream, random.Random(ranks))
-        assert training.wait(600) == [0] * ranks, training.said()[-3000:]
-        assert producer.wait() == [0], producer.said()[-3000:]
+        assert training.wait(600) == [0] * ranks, training.output()[-3000:]
+        assert producer.wait() == [0], producer.output()[-3000:]
     finally:
         producer.kill()
         training.kill()
     assert kills == KILLS
-    assert "Traceback" not in producer.said()
+    assert "Traceback" not in producer.output()
     assert [line["digests"] for line in stream.trained()] == expected.digests
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
     ends = [LiveFolder(folder).end() for folder in (stream.folder, tmp_path / "reference")]
@@ -131,8 +131,8 @@ def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
         producer.start()
         training.start()
         assert kill_at_random([producer, training], stream, draw, kills=20) == 20
-        assert set(training.wait(600)) == {0}, training.said()[-3000:]
-        assert producer.wait() == [0], producer.said()[-3000:]
+        assert set(training.wait(600)) == {0}, training.output()[-3000:]
+        assert producer.wait() == [0], producer.output()[-3000:]
     finally:
         producer.kill()
         training.kill()
@@ -151,11 +151,11 @@ def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_p
         for part in range(12):
             time.sleep(40 if part == 5 else 1)
             write_stream(stream.folder, rows[4 * part : 4 * part + 4], [4], end=part == 11)
-        assert training.wait() == [0] * 4, training.said()
+        assert training.wait() == [0] * 4, training.output()
     finally:
         training.kill()
     assert [line["digests"] for line in stream.trained()] == expected.digests
-    assert "has waited" in training.said()
+    assert "has waited" in training.output()
 
 
 @pytest.mark.parametrize("fault", ["corrupted", "gap", "late"])
@@ -173,14 +173,14 @@ def test_a_fault_ends_all_ranks_together_with_its_name(stream: Stream, fault: st
         assert training.wait() == [2] * 4
     finally:
         training.kill()
-    said = training.said()
+    output = training.output()
     expected = {
         "corrupted": "rank 1: the chunk is damaged",
         "gap": "data-parallel rank 1 waited 3 s for chunk_00005",
         "late": r"waited 3 s for chunk_000(08|09|10|11); its producer was last seen",
     }
-    assert re.search(expected[fault], said), said
-    assert "Traceback" not in said
+    assert re.search(expected[fault], output), output
+    assert "Traceback" not in output
 
 
 def test_another_run_on_the_same_chunks_is_refused(stream: Stream, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_another_run_on_the_same_chunks_is_refused(stream: Stream, tmp_path: Pat
         until(lambda: len(stream.trained()) > 0)
         second.start()
         assert second.wait() == [2, 2]
-        assert "another run trains on these chunks" in second.said()
+        assert "another run trains on these chunks" in second.output()
     finally:
         first.kill()
         second.kill()

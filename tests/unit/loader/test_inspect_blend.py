@@ -30,36 +30,38 @@ def inspect(monkeypatch, capsys, tmp_path, settings, *arguments):
     monkeypatch.setattr("sys.argv", ["harness", "inspect", str(path), *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
-    return ended.value.code, told.out, told.err
+    captured = capsys.readouterr()
+    return ended.value.code, captured.out, captured.err
 
 
 def test_shares_draws_and_the_end_of_a_run(monkeypatch, capsys, tmp_path, sources):
     blend = [{"path": sources[0], "weight": 3.0}, {"path": sources[1], "weight": 1.0, "epochs": 2}]
     settings = {"data": {"blend": blend}, "trainer": {"steps": 4}, "loader": {"global_batch_size": 3}}
-    _, told, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
-    found = json.loads(told)
-    assert (found["packs"], found["of_run"], found["ends_after"]) == (12, True, 17)
-    assert [(one["format"], one["drawn"], one["passes"], one["pack_share"]) for one in found["sources"]] == [
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    summary = json.loads(out)
+    assert (summary["packs"], summary["of_run"], summary["ends_after"]) == (12, True, 17)
+    assert [
+        (source["format"], source["drawn"], source["passes"], source["pack_share"]) for source in summary["sources"]
+    ] == [
         ("memmap", 9, 1.125, 0.75),
         ("jsonl", 3, 1.5, 0.25),
     ]
-    assert [one["token_share"] for one in found["sources"]] == pytest.approx([0.6, 0.4])
-    _, told, _ = inspect(monkeypatch, capsys, tmp_path, {**settings, "trainer": {"steps": 6}})
-    assert "used up after 17 packs: too few for the run" in told
-    assert all(path in told for path in sources)
+    assert [source["token_share"] for source in summary["sources"]] == pytest.approx([0.6, 0.4])
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, {**settings, "trainer": {"steps": 6}})
+    assert "used up after 17 packs: too few for the run" in out
+    assert all(path in out for path in sources)
 
 
 def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, sources):
     settings = {"blend": [{"path": sources[0]}, {"path": sources[1], "epochs": 3}]}
-    _, told, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
-    found = json.loads(told)
-    assert (found["packs"], found["ends_after"]) == (14, None)
-    assert [one["drawn"] for one in found["sources"]] == [8, 6]
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    summary = json.loads(out)
+    assert (summary["packs"], summary["ends_after"]) == (14, None)
+    assert [source["drawn"] for source in summary["sources"]] == [8, 6]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"data": {"path": "x"}}, "configures no blend"),
         ({"blend": [{"wieght": 1}]}, "is not a source"),
@@ -70,7 +72,7 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
         ({"blend": [{"path": 3}]}, "path is '3'"),
     ],
 )
-def test_settings_without_a_blend_are_refused(monkeypatch, capsys, tmp_path, settings, said):
-    code, _, told = inspect(monkeypatch, capsys, tmp_path, settings)
+def test_settings_without_a_blend_are_refused(monkeypatch, capsys, tmp_path, settings, message):
+    code, _, out = inspect(monkeypatch, capsys, tmp_path, settings)
     assert code == 2
-    assert said in told
+    assert message in out

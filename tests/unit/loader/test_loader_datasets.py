@@ -89,7 +89,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (("b", 0.0), "the weight is 0.0"),
         (("b", float("nan")), "the weight is nan"),
@@ -98,8 +98,8 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
         (("", 1.0), "the source has no path"),
     ],
 )
-def test_a_blend_that_cannot_be_drawn_is_refused_before_anything_is_opened(source, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_blend_that_cannot_be_drawn_is_refused_before_anything_is_opened(source, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         blend(("a", 1.0), source)
     assert caught.value.where in ("data.blend, b", "data.blend[1]")
     assert caught.value.fix
