@@ -45,7 +45,7 @@ def test_layouts_of_two_ranks_train_like_one_rank_and_a_differing_setting_is_nam
     assert planted.status == "different"
     assert planted.first_difference.field == "loss"
     assert "layouts: weight_decay=0.5: step 4: loss is" in output
-    assert f"{len(FAST)} of {len(FAST) + 1} cells train as their reference does: DIFFERENT" in output
+    assert f"{len(FAST)} of {len(FAST) + 1} compared cells are the same: DIFFERENT" in output
     reference = cells.pop("layouts: data")
     assert (reference.status, reference.reference) == ("same", None)
     assert len(cells) == len(FAST)
