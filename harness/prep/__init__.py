@@ -20,26 +20,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
-from harness.prep.packing import (
-    MIN_SEQUENCE_TOKENS,
-    PACKERS,
-    Member,
-    PackingConfig,
-    StreamPacker,
-    pack_of,
-    plan_packs,
-)
-from harness.prep.tokenize import (
-    ChatTokenizer,
-    TokenizerConfig,
-    end_tokens,
-    fit_to_pack,
-    tokenizer_hash,
-    train_bpe,
-)
+from harness.prep.packing import MIN_SEQUENCE_TOKENS, PACKERS, Member, PackingConfig, StreamPacker, pack_of, plan_packs
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, fit_to_pack, tokenizer_hash, train_bpe
 
 if TYPE_CHECKING:
-    from harness.prep.pipeline import PrepareConfig, prepare
+    from harness.prep.pipeline import PrepareConfig, prepare, repack_store
     from harness.prep.shards import Receipt, ShardJob, do_shard
     from harness.prep.sources import (
         SourceConfig,
@@ -49,7 +34,6 @@ if TYPE_CHECKING:
         read_chunks,
         read_shard,
     )
-    from harness.prep.write import repack_store
 
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
@@ -85,10 +69,9 @@ __all__ = [
 
 # Imported when first used: pyarrow and rich take 0.3 s, which a training run that only needs a tokenizer must not pay.
 _LAZY = {
-    "pipeline": ("PrepareConfig", "prepare"),
+    "pipeline": ("PrepareConfig", "prepare", "repack_store"),
     "shards": ("Receipt", "ShardJob", "do_shard"),
     "sources": ("SourceConfig", "check_messages_column", "cut_shards", "list_files", "read_chunks", "read_shard"),
-    "write": ("repack_store",),
 }
 
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from harness.checks import require_choice
 from harness.errors import PrepError
-from harness.formats import Provenance, load_manifest
+from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
 from harness.prep.engines import ENGINES, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.packing import PACKED_STORAGE, PackingConfig, plan_packs
+from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.shards import BAD_RECORDS, VERSION, Receipt, ShardJob, refuse
+from harness.prep.shards import BAD_RECORDS, VERSION, Receipt, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, cut_shards, list_files, list_skipped_files, read_chunks
-from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.write import write_packs
 from harness.storage import write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -261,7 +262,7 @@ class _Preparation:
             counts=self._report.provenance_counts(),
         )
         with self._stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
-            split.fingerprint = write_packs(
+            split.fingerprint = _write_packs(
                 self._path / name,
                 plan,
                 sequences,
@@ -292,3 +293,91 @@ def _remove_others(folder: Path, *, keep: list[Path]) -> None:
     folder.mkdir(exist_ok=True)
     for entry in set(folder.iterdir()) - set(keep):
         shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write_packs(
+    path: Path,
+    plan: PackPlan,
+    split: Split,
+    *,
+    format: str,
+    pack_size: int,
+    provenance: Provenance,
+    advance: Callable[[float], None],
+    store: Path,
+) -> str:
+    """Stream the packs of a plan into a new dataset, and return its fingerprint.
+
+    Args:
+        plan: refers to sequences by their number in `split`.
+        advance: called with a number of packs as they are written.
+        store: where the format `virtual` keeps the sequences.
+    """
+    if format != "virtual":
+        with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
+            for index in range(plan.num_packs):
+                writer.append(split.pack(plan.pack(index)))
+                if index % 64 == 63:
+                    advance(64)
+            advance(plan.num_packs % 64)
+        assert writer.manifest is not None
+        return writer.manifest.fingerprint
+    # The sequences in their own order, one per pack, and the plan beside them. The tokenizer's path is relative.
+    store.parent.mkdir(exist_ok=True)
+    tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
+    stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
+    with open_writer(store, format=format, pack_size=pack_size, provenance=stored) as writer:
+        for number in range(len(split)):
+            writer.append(split.pack(np.array([number])))
+            if number % 256 == 255:
+                advance(256 * plan.num_packs / len(split))
+    write_plan(
+        path,
+        open_store(store),
+        pack_offsets=plan.pack_offsets,
+        sequence_ids=plan.sequence_ids,
+        pack_size=pack_size,
+        packer=provenance.packer,
+        seed=provenance.seed or 0,
+    )
+    with closing(open_dataset(path)) as reader:
+        return reader.fingerprint
+
+
+def repack_store(
+    store: str,
+    destination: str,
+    *,
+    pack_size: int,
+    algorithm: str = "best_fit_decreasing",
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write a dataset with other packs over the sequences of a store, or of another plan; no token is copied.
+
+    Args:
+        store: a dataset in the format `virtual`.
+        destination: a new or empty folder, which will refer to the store by relative path.
+        pack_size, algorithm, seed: as for `plan_packs`.
+        overwrite: replace an existing dataset.
+
+    Returns:
+        the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
+
+    Raises:
+        FormatError: there is no store, or the destination cannot be written.
+        PrepError: a sequence is longer than a pack.
+        ConfigError: a setting is invalid.
+    """
+    sequences = open_store(store)
+    plan = plan_packs(sequences.lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)
+    return write_plan(
+        destination,
+        sequences,
+        pack_offsets=plan.pack_offsets,
+        sequence_ids=plan.sequence_ids,
+        pack_size=pack_size,
+        packer=algorithm,
+        seed=seed,
+        overwrite=overwrite,
+    )

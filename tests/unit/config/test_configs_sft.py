@@ -101,7 +101,7 @@ def test_library_modules_need_neither_torch_nor_hydra():
 import sys
 for name in {blocked!r}:
     sys.modules[name] = None
-import harness.cli.app, harness.formats, harness.prep.packing.plan, harness.thd
+import harness.cli.app, harness.formats, harness.prep.packing, harness.thd
 import harness.schedule.imbalance, harness.loader.order, harness.loader.state, harness.loader.live.produce
 from harness.formats import FORMATS, load_format
 for name in FORMATS:

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.packing import algorithms
-from harness.prep.packing.plan import PACKERS, PackingConfig, plan_packs, shuffled
+from harness.prep import placement
+from harness.prep.packing import PACKERS, PackingConfig, plan_packs, shuffled
 
 LENGTHS = st.integers(2, 40).flatmap(
     lambda pack_size: st.tuples(st.just(pack_size), st.lists(st.integers(2, pack_size), max_size=60))
@@ -156,8 +156,8 @@ def test_pack_sizes_above_16_bits_work():
 def test_a_million_sequences_are_planned_by_their_distinct_lengths_and_fill_the_packs(monkeypatch):
     lengths = lognormal_lengths(1_000_000, 4096)
     insertions = []
-    insort = algorithms.insort
-    monkeypatch.setattr(algorithms, "insort", lambda rooms, room: (insertions.append(room), insort(rooms, room)))
+    insort = placement.insort
+    monkeypatch.setattr(placement, "insort", lambda rooms, room: (insertions.append(room), insort(rooms, room)))
     plan = plan_packs(lengths, pack_size=4096)
     # A few steps for each of 4,095 lengths; item by item it would be a million.
     assert len(insertions) < 4 * 4096

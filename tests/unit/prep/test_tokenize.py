@@ -10,8 +10,15 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message
-from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
-from harness.prep.tokenize.tokenizer import ChatTokenizer, TokenizerConfig, fit_to_pack, mask_of_encoding, token_mask
+from harness.prep.tokenize import (
+    CHAT_TEMPLATE,
+    ChatTokenizer,
+    TokenizerConfig,
+    fit_to_pack,
+    mask_of_encoding,
+    token_mask,
+    train_bpe,
+)
 from harness.records import SequenceView
 
 TEXTS = [

@@ -1,4 +1,11 @@
-"""ChatTokenizer: renders conversations with a chat template, tokenizes them, and masks the tokens to train."""
+"""Conversations to sequences: chat template, token ids, and the mask of trained tokens.
+
+    tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
+    tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
+
+`train_bpe` trains a tokenizer on the conversations themselves. The libraries (transformers, tokenizers, jinja2) are
+imported when a tokenizer is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,13 +23,32 @@ from typing import Any
 import numpy as np
 
 from harness.checks import require_choice, require_numbers
-from harness.errors import ConfigError
+from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
-from harness.prep.tokenize.bpe import INSTALL_FIX, MIN_VOCAB_SIZE
 from harness.records import SequenceView, UInt8Array
 
 MASK_RULES = ("generation", "assistant_turns", "all")
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Every byte is a token of its own before any merge.
+MIN_VOCAB_SIZE = 256 + 3
+INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
+
+# The end of a turn is trained, so that the model learns to stop; the line break after it is not.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}"
+    "{{- message['content'] + '<|im_end|>' }}"
+    "{%- endif %}"
+    "{{- '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- endif %}"
+)
 # First and past-the-end character.
 Span = tuple[int, int]
 
@@ -289,6 +315,50 @@ def _tokens_of(encoding: Any, num_tokens: int, num_characters: int, start: int, 
     # Nor may there be a token without characters.
     last = encoding.token_to_chars(following - 1) if following > first else None
     return slice(first, following) if last is not None and last[0] < end else None
+
+
+def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int) -> None:
+    """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
+
+    Args:
+        texts: training text.
+        folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
+        vocab_size: number of tokens, including three special ones; a small text gives fewer.
+
+    Raises:
+        PrepError: there are no texts.
+        ConfigError: the `tokenizers` library is missing.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    except ImportError as error:
+        raise ConfigError("training a tokenizer needs the `tokenizers` library", fix=INSTALL_FIX) from error
+    remaining = iter(texts)
+    first = next(remaining, None)
+    if first is None:
+        raise PrepError("there is no text to train a tokenizer on", fix="check source.path and the bad records")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(chain([first], remaining), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [TURN_START],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
