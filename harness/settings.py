@@ -1,35 +1,28 @@
 """Settings as dataclasses: their keys, explanations and values, without Hydra and without torch.
 
 A settings dataclass explains its fields in the `Attributes:` section of its docstring. From there come `--cfg` of every
-command, the generated reference of all settings and the nearest-name hints; `parse_settings` fills a dataclass from
-`key=value` arguments for commands that do not compose YAML files.
+command, the generated reference of all settings and the nearest-name hints.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import difflib
 import inspect
+import json
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from harness.errors import ConfigError
-
-T = TypeVar("T")
 _PACKAGE = Path(__file__).resolve().parent
 # A wheel carries the folder inside the package; a checkout has it beside the package.
 CONFIGS = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_REQUIRED = "required"
+REQUIRED = "required"
 
 
 class Setting(NamedTuple):
@@ -56,7 +49,7 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             settings += explain_settings(hint, prefix=f"{key}.")
             continue
-        default = _REQUIRED
+        default = REQUIRED
         if field.default is not dataclasses.MISSING:
             default = to_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
@@ -94,53 +87,6 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def is_assignment(argument: str) -> bool:
-    """Return True if an argument has the form `key=value`."""
-    return _ASSIGNMENT.fullmatch(argument) is not None
-
-
-def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, base: T | None = None) -> T:
-    """Fill a dataclass from `key=value` arguments; of a key that is given twice the last one counts.
-
-    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting.
-
-    Args:
-        command: printed in errors, such as `harness repack`.
-        base: values of the settings that are not given; omit for the defaults of the dataclass.
-
-    Raises:
-        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
-            missing, or the dataclass refuses a value.
-    """
-    keys = {setting.key: setting for setting in explain_settings(schema)}
-    maps = [setting.key for setting in keys.values() if setting.type.startswith("map of")]
-    tree: dict[str, Any] = {}
-    for argument in arguments:
-        match = _ASSIGNMENT.fullmatch(argument)
-        if match is None:
-            raise ConfigError(f"{argument!r} is not a setting", where=command, fix="write settings as key=value")
-        key, value = match[1], match[2]
-        if key not in keys and not any(key.startswith(f"{name}.") for name in maps):
-            raise unknown_key(key, keys, command=command)
-        *parents, last = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    filled: T = _build(schema, tree, base, prefix="", command=command)
-    return filled
-
-
-def unknown_key(key: str, known: Iterable[str], *, command: str) -> ConfigError:
-    """Make the error for a key that no setting has, with the nearest name."""
-    near = nearest_name(key, known)
-    return ConfigError(
-        f"unknown setting {key!r}",
-        where=command,
-        fix=(f"did you mean {near}? " if near else "") + f"`{command} --cfg` prints every setting",
-    )
-
-
 def render_settings(config: Any) -> str:
     """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
     return "\n".join(_render(config, "")) + "\n"
@@ -148,20 +94,7 @@ def render_settings(config: Any) -> str:
 
 def to_plain(config: Any) -> Any:
     """Convert dataclasses to dicts, lists and scalars, as YAML and JSON hold them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, Path):
-            return str(value)
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return value
-
-    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    return plain(dataclasses.asdict(config) if is_record else config)
+    return json.loads(json.dumps(config, default=lambda value: str(value) if isinstance(value, Path) else vars(value)))
 
 
 def to_yaml(config: Any) -> str:
@@ -188,50 +121,6 @@ def _render(config: Any, indent: str) -> list[str]:
 def _summary(schema: type[Any]) -> str:
     """Return the first paragraph of a dataclass's docstring."""
     return inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
-
-
-def _build(schema: Any, tree: Mapping[str, Any], base: Any, *, prefix: str, command: str) -> Any:
-    hints, values = typing.get_type_hints(schema), {}
-    for field in dataclasses.fields(schema):
-        key, hint = prefix + field.name, hints[field.name]
-        default = None if base is None else getattr(base, field.name)
-        if dataclasses.is_dataclass(hint):
-            inner = tree.get(field.name, {})
-            values[field.name] = _build(hint, inner, default, prefix=f"{key}.", command=command)
-        elif field.name in tree:
-            values[field.name] = _convert(hint, tree[field.name], key)
-        elif base is not None:
-            values[field.name] = default
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{key} is not set", where=command, fix=f"add {key}={_type_name(hint).upper()}")
-    return schema(**values)
-
-
-def _convert(hint: Any, text: Any, key: str) -> Any:
-    """Convert the text of a value to the type of its field."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        kinds = [kind for kind in inner if kind is not type(None)]
-        return None if text == "null" and len(kinds) < len(inner) else _convert(kinds[0], text, key)
-    if origin is dict:
-        if isinstance(text, str):
-            raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={_type_name(inner[1]).upper()}")
-        return {name: _convert(inner[1], value, f"{key}.{name}") for name, value in text.items()}
-    if origin in (list, tuple):
-        between = text[1:-1] if text[:1] in "[(" and text[-1:] in "])" else text
-        items = [item.strip() for row in csv.reader([between], skipinitialspace=True) for item in row]
-        return origin(_convert(inner[0], item, key) for item in items)
-    if hint is bool and text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
-    if hint in (int, float, Path):
-        try:
-            return hint(text)
-        except ValueError:
-            pass
-    elif hint is str:
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
-    raise ConfigError(f"{text!r} is not of type {_type_name(hint)}", where=key, fix=f"{key}={_type_name(hint).upper()}")
 
 
 def _type_name(hint: Any) -> str:

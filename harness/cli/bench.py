@@ -13,8 +13,9 @@ import typer
 
 from harness.bench import BENCHES
 from harness.checks import require_choice
+from harness.cli.settings import parse_settings
 from harness.errors import ConfigError, HarnessError
-from harness.settings import explain_settings, parse_settings, render_settings
+from harness.settings import explain_settings, render_settings
 
 if TYPE_CHECKING:
     from rich.status import Status

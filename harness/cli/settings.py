@@ -7,11 +7,17 @@ translated, and are not shown in the help.
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import functools
 import json
+import re
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -19,10 +25,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperCommand
 
-from harness.settings import explain_settings, is_assignment, parse_settings
+from harness.errors import ConfigError
+from harness.settings import REQUIRED, explain_settings, nearest_name
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
+T = TypeVar("T")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_MAP = "map of "
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "path": Path,
+    "bool": lambda text: _BOOLEANS[text.lower()],
+    "str": lambda text: text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text,
+}
 # Flags of a recipe that take a value.
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn")
 
@@ -83,7 +101,7 @@ class SettingsCommand(TyperCommand):
                     _add_entry(settings, f"{key}{value}")
                 else:
                     settings.append(f"{key}={value}")
-            elif is_assignment(argument) and (not self.takes_recipe or name.partition(".")[0] in roots):
+            elif _ASSIGNMENT.fullmatch(argument) and (not self.takes_recipe or name.partition(".")[0] in roots):
                 settings.append(argument)
             elif self.takes_recipe and (_names(own) or equals or name.startswith("-")):
                 recipe.append(argument)
@@ -123,6 +141,69 @@ def class_of(
     """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`."""
     members = {"schema": schema, "flags": flags or {}, "takes_recipe": takes_recipe, "is_composed": is_composed}
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
+
+
+def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, base: T | None = None) -> T:
+    """Fill a dataclass from `key=value` arguments; of a key that is given twice the last one counts.
+
+    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting.
+
+    Args:
+        command: printed in errors, such as `harness repack`.
+        base: values of the settings that are not given; omit for the defaults of the dataclass.
+
+    Raises:
+        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
+            missing, or the dataclass refuses a value.
+    """
+    known = explain_settings(schema)
+    types = {setting.key: setting.type for setting in known}
+    missing = [key for key, _, default, _ in known if base is None and default == REQUIRED and "[]" not in key]
+    tree: dict[str, Any] = {}
+    for argument in arguments:
+        match = _ASSIGNMENT.fullmatch(argument)
+        if match is None:
+            raise ConfigError(f"{argument!r} is not a setting", where=command, fix="write settings as key=value")
+        key, text = match.groups()
+        name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
+        if name not in types:
+            near, fix = nearest_name(key, types), f"`{command} --cfg` prints every setting"
+            raise ConfigError(
+                f"unknown setting {key!r}", where=command, fix=f"did you mean {near}? {fix}" if near else fix
+            )
+        type = types[name].removeprefix(_MAP)
+        if name == key and types[name].startswith(_MAP):
+            raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={type.upper()}")
+        *parents, last = key.split(".")
+        node = functools.reduce(lambda inner, name: inner.setdefault(name, {}), parents, tree)
+        try:
+            node[last] = _convert(type, text)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{text!r} is not of type {type}", where=key, fix=f"{key}={type.upper()}") from None
+        missing = [name for name in missing if name != key]
+    if missing:
+        fix = f"add {missing[0]}={types[missing[0]].upper()}"
+        raise ConfigError(f"{missing[0]} is not set", where=command, fix=fix)
+    return cast(T, _fill(schema, tree, base))
+
+
+def _convert(type: str, text: str) -> Any:
+    if type.endswith(" or null"):
+        return None if text == "null" else _convert(type.removesuffix(" or null"), text)
+    if type.startswith("list of "):
+        between = text[1:-1] if text[:1] in "[(" and text[-1:] in "])" else text
+        items = [item.strip() for row in csv.reader([between], skipinitialspace=True) for item in row]
+        return [_convert(type.removeprefix("list of "), item) for item in items]
+    return _SCALARS[type](text)
+
+
+def _fill(schema: Any, tree: Mapping[str, Any], base: Any) -> Any:
+    hints = typing.get_type_hints(schema)
+    values = {
+        name: _fill(hints[name], value, getattr(base, name, None)) if dataclasses.is_dataclass(hints[name]) else value
+        for name, value in tree.items()
+    }
+    return schema(**values) if base is None else dataclasses.replace(base, **values)
 
 
 def _names(arguments: list[str]) -> list[str]:

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from harness.checks import require_numbers
+from harness.cli.settings import parse_settings
 from harness.errors import ConfigError
-from harness.settings import Setting, explain_settings, nearest_name, parse_settings, render_settings
+from harness.settings import Setting, explain_settings, nearest_name, render_settings
 
 
 @dataclass

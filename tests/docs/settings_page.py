@@ -1,6 +1,6 @@
 """Write `configs/README.md`: every setting of every recipe, from the dataclasses and the composed YAML files.
 
-python -m recipes.reference > configs/README.md
+python tests/docs/settings_page.py > configs/README.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recipes.parity import ParityConfig
 
 INTRODUCTION = """# Settings
 
-This page is generated from the dataclasses of the code: `python -m recipes.reference > configs/README.md`.
+This page is generated from the dataclasses of the code: `python tests/docs/settings_page.py > configs/README.md`.
 
 Every setting is `key=value` on the command line, with the same dotted name in every command. Choose a file of a group
 with `group=file`:
