@@ -25,7 +25,7 @@ from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.shards import BAD_RECORDS, VERSION, Receipt, ShardJob, Split, Spool, divide, refuse
+from harness.prep.shards import BAD_RECORDS, VERSION, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, cut_shards, list_files, list_skipped_files, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.storage import write_atomically
@@ -115,47 +115,44 @@ def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
     return settings
 
 
+@dataclass
 class _Preparation:
     """One run, stage by stage; fills in `report`."""
 
-    def __init__(
-        self, config: PrepareConfig, path: Path, files: list[Path], report: PrepareReport, stages: Stages
-    ) -> None:
-        self._config = config
-        self._path = path
-        self._files = files
-        self._report = report
-        self._stages = stages
+    config: PrepareConfig
+    path: Path
+    files: list[Path]
+    report: PrepareReport
+    stages: Stages
+    source_bytes: int = 0
 
     def run(self) -> None:
-        if self._config.source.kind == "pydoc":
-            self._write_corpus()
-        self._report.files = len(self._files)
+        if self.config.source.kind == "pydoc":
+            with self.stages.stage("source", "collecting Python's documentation") as stage:
+                corpus = self.path / layout.SOURCE / "pydoc.jsonl"
+                write_pydoc_corpus(corpus)
+                self.files = [corpus]
+                stage.summary = f"documentation of Python {sys.version_info.major}.{sys.version_info.minor} in {corpus}"
+        self.report.files = len(self.files)
+        self.source_bytes = sum(file.stat().st_size for file in self.files)
         tokenizer = self._make_tokenizer()
-        self._report.vocab_size = tokenizer.vocab_size
+        self.report.vocab_size = tokenizer.vocab_size
         splits = self._tokenize(tokenizer)
         for name, split in splits.items():
-            self._report.splits[name] = SplitReport(len(split), split.num_tokens, split.num_trained_tokens)
-        self._report.check_sums()
+            self.report.splits[name] = SplitReport(len(split), split.num_tokens, split.num_trained_tokens)
+        self.report.check_sums()
         for name, split in splits.items():
             self._pack(name, split, tokenizer)
 
-    def _write_corpus(self) -> None:
-        with self._stages.stage("source", "collecting Python's documentation") as stage:
-            corpus = self._path / layout.SOURCE / "pydoc.jsonl"
-            write_pydoc_corpus(corpus)
-            self._files = [corpus]
-            stage.summary = f"documentation of Python {sys.version_info.major}.{sys.version_info.minor} in {corpus}"
-
     def _make_tokenizer(self) -> ChatTokenizer:
-        config, folder = self._config.tokenizer, self._path / layout.TOKENIZER
+        config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
         if config.name:
-            with self._stages.stage("tokenizer", f"loading {config.name}") as stage:
+            with self.stages.stage("tokenizer", f"loading {config.name}") as stage:
                 tokenizer = ChatTokenizer(config)
                 tokenizer.save(folder)
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
-        with self._stages.stage("tokenizer", "training a tokenizer", total=self._source_bytes()) as stage:
+        with self.stages.stage("tokenizer", "training a tokenizer", total=self.source_bytes) as stage:
             train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size)
             tokenizer = ChatTokenizer(config, str(folder))
             if config.chat_template:
@@ -165,7 +162,7 @@ class _Preparation:
 
     def _texts(self, advance: Callable[[float], None]) -> Iterator[str]:
         left = _TRAIN_CHARACTERS
-        for chunk in read_chunks(self._files, limit=self._config.source.limit):
+        for chunk in read_chunks(self.files, limit=self.config.source.limit):
             bad = []
             for record in chunk.parse():
                 if isinstance(record, BadRecord):
@@ -174,7 +171,7 @@ class _Preparation:
                 for message in record.messages:
                     left -= len(message.content)
                     yield message.content
-            if self._config.source.on_bad == "refuse":
+            if self.config.source.on_bad == "refuse":
                 refuse(bad)
             advance(chunk.num_bytes)
             if left < 0:
@@ -182,74 +179,66 @@ class _Preparation:
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
         """Tokenize everything, and divide the sequences among the splits."""
-        config = self._config
+        source, data, report = self.config.source, self.config.data, self.report
         job = ShardJob(
-            folder=str(self._path / layout.SHARDS),
-            tokenizer=str(self._path / layout.TOKENIZER),
+            folder=str(self.path / layout.SHARDS),
+            tokenizer=str(self.path / layout.TOKENIZER),
             content=f"{tokenizer.tokenizer_hash} {tokenizer.chat_template_hash}",
-            mask=config.tokenizer.mask,
-            control_tokens=config.tokenizer.control_tokens,
-            pack_size=config.data.pack_size,
-            over_long=config.data.over_long,
-            on_bad=config.source.on_bad,
+            mask=self.config.tokenizer.mask,
+            control_tokens=self.config.tokenizer.control_tokens,
+            pack_size=data.pack_size,
+            over_long=data.over_long,
+            on_bad=source.on_bad,
         )
-        source_bytes = self._source_bytes()
-        with self._stages.stage("tokens", "tokenizing", total=source_bytes) as stage:
-            shard_bytes = max(config.source.shard_bytes, -(-source_bytes // _MAX_SHARDS))
-            shards = cut_shards(self._files, shard_bytes=shard_bytes, limit=config.source.limit)
+        with self.stages.stage("tokens", "tokenizing", total=self.source_bytes) as stage:
+            shard_bytes = max(source.shard_bytes, -(-self.source_bytes // _MAX_SHARDS))
+            shards = cut_shards(self.files, shard_bytes=shard_bytes, limit=source.limit)
             folders = [job.shard_folder(number) for number in range(len(shards))]
-            _remove_others(Path(job.folder), keep=folders)
-            made = do_shards(
-                job, shards, engine=config.engine, num_workers=config.data.num_workers, source_bytes=source_bytes
-            )
+            # Delete shards of other settings and remains of killed attempts.
+            Path(job.folder).mkdir(exist_ok=True)
+            for entry in set(Path(job.folder).iterdir()) - set(folders):
+                shutil.rmtree(entry, ignore_errors=True)
             receipts = []
+            made = do_shards(
+                job, shards, engine=self.config.engine, num_workers=data.num_workers, source_bytes=self.source_bytes
+            )
             for receipt, shard in zip(made, shards, strict=True):
                 receipts.append(receipt)
                 stage.advance(shard.num_bytes)
-            self._count(receipts, folders)
+            for receipt, folder in zip(receipts, folders, strict=True):
+                report.records += receipt.records
+                report.bad.update(receipt.bad)
+                report.dropped.update(receipt.dropped)
+                report.truncated += receipt.truncated
+                if receipt.bad:
+                    with (self.path / layout.BAD_RECORDS).open("ab") as file:
+                        file.write((folder / BAD_RECORDS).read_bytes())
             spool = Spool(
                 (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
             )
-            shares = {layout.VALIDATION: config.data.validation_fraction, layout.TEST: config.data.test_fraction}
-            splits, num_duplicates = divide(
-                spool, shares, rest=layout.TRAIN, drop_duplicates=config.data.drop_duplicates
-            )
-            self._report.dropped += Counter({"duplicate": num_duplicates})
+            shares = {layout.VALIDATION: data.validation_fraction, layout.TEST: data.test_fraction}
+            splits, num_duplicates = divide(spool, shares, rest=layout.TRAIN, drop_duplicates=data.drop_duplicates)
+            report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
             stage.summary = f"{tokens:,} tokens of {sum(map(len, splits.values())):,} conversations"
             reused = sum(receipt.was_there for receipt in receipts)
             if reused:
                 stage.summary += f"; {reused:,} of {len(shards):,} shards were already done"
-        self._check_not_empty(splits)
-        return splits
-
-    def _count(self, receipts: list[Receipt], folders: list[Path]) -> None:
-        report = self._report
-        for receipt, folder in zip(receipts, folders, strict=True):
-            report.records += receipt.records
-            report.bad.update(receipt.bad)
-            report.dropped.update(receipt.dropped)
-            report.truncated += receipt.truncated
-            if receipt.bad:
-                with (self._path / layout.BAD_RECORDS).open("ab") as file:
-                    file.write((folder / BAD_RECORDS).read_bytes())
-
-    def _check_not_empty(self, splits: dict[str, Split]) -> None:
-        for name, split in splits.items():
-            if len(split):
-                continue
-            left_out = self._report.left_out()
+        empty = [name for name, split in splits.items() if not len(split)]
+        if empty:
+            left_out = report.left_out()
             raise PrepError(
-                f"no conversation is left for {name}: {self._report.records:,} records were read"
+                f"no conversation is left for {empty[0]}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
-                where=self._config.source.path or self._config.source.kind,
-                fix=f"read more conversations, or set data.{name}_fraction=0"
-                if name != layout.TRAIN
+                where=source.path or source.kind,
+                fix=f"read more conversations, or set data.{empty[0]}_fraction=0"
+                if empty[0] != layout.TRAIN
                 else "read more conversations, or change data.pack_size or data.over_long",
             )
+        return splits
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
-        config, split = self._config.data, self._report.splits[name]
+        config, split, path = self.config.data, self.report.splits[name], self.path / name
         plan = plan_packs(sequences.lengths, pack_size=config.pack_size, algorithm=config.algorithm, seed=config.seed)
         provenance = Provenance(
             # Relative to the dataset, so that the folder can be moved.
@@ -258,90 +247,56 @@ class _Preparation:
             chat_template_hash=tokenizer.chat_template_hash,
             packer=config.algorithm,
             seed=config.seed,
-            settings_hash=self._report.settings_hash,
-            counts=self._report.provenance_counts(),
+            settings_hash=self.report.settings_hash,
+            counts=self.report.provenance_counts(),
         )
-        with self._stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
-            split.fingerprint = _write_packs(
-                self._path / name,
-                plan,
-                sequences,
-                format=PACKED_STORAGE[config.packed_storage],
-                pack_size=config.pack_size,
-                provenance=provenance,
-                advance=stage.advance,
-                store=self._path / layout.SEQUENCES / name,
-            )
-            manifest = load_manifest(self._path / name)
+        with self.stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
+            if config.packed_storage == "virtual":
+                self._write_virtual(name, plan, sequences, provenance, stage.advance)
+            else:
+                format = PACKED_STORAGE[config.packed_storage]
+                with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
+                    for index in range(plan.num_packs):
+                        writer.append(sequences.pack(plan.pack(index)))
+                        if index % 64 == 63:
+                            stage.advance(64)
+                    stage.advance(plan.num_packs % 64)
+            with closing(open_dataset(path)) as reader:
+                split.fingerprint = reader.fingerprint
+            manifest = load_manifest(path)
             stored = (manifest.num_sequences, manifest.num_tokens) if manifest else (0, 0)
             if stored != (split.conversations, split.tokens):
                 raise PrepError(
                     f"expected {split.conversations:,} conversations of {split.tokens:,} tokens in the dataset, "
                     f"found {stored[0]:,} of {stored[1]:,}",
-                    where=str(self._path / name),
+                    where=str(path),
                     fix="remove the folder and prepare again",
                 )
             split.describe_packs(sequences.lengths, plan, pack_size=config.pack_size)
             stage.summary = f"{plan.num_packs:,} packs of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
-    def _source_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self._files)
-
-
-def _remove_others(folder: Path, *, keep: list[Path]) -> None:
-    """Delete shards of other settings and remains of killed attempts."""
-    folder.mkdir(exist_ok=True)
-    for entry in set(folder.iterdir()) - set(keep):
-        shutil.rmtree(entry, ignore_errors=True)
-
-
-def _write_packs(
-    path: Path,
-    plan: PackPlan,
-    split: Split,
-    *,
-    format: str,
-    pack_size: int,
-    provenance: Provenance,
-    advance: Callable[[float], None],
-    store: Path,
-) -> str:
-    """Stream the packs of a plan into a new dataset, and return its fingerprint.
-
-    Args:
-        plan: refers to sequences by their number in `split`.
-        advance: called with a number of packs as they are written.
-        store: where the format `virtual` keeps the sequences.
-    """
-    if format != "virtual":
-        with open_writer(path, format=format, pack_size=pack_size, provenance=provenance) as writer:
-            for index in range(plan.num_packs):
-                writer.append(split.pack(plan.pack(index)))
-                if index % 64 == 63:
-                    advance(64)
-            advance(plan.num_packs % 64)
-        assert writer.manifest is not None
-        return writer.manifest.fingerprint
-    # The sequences in their own order, one per pack, and the plan beside them. The tokenizer's path is relative.
-    store.parent.mkdir(exist_ok=True)
-    tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
-    stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
-    with open_writer(store, format=format, pack_size=pack_size, provenance=stored) as writer:
-        for number in range(len(split)):
-            writer.append(split.pack(np.array([number])))
-            if number % 256 == 255:
-                advance(256 * plan.num_packs / len(split))
-    write_plan(
-        path,
-        open_store(store),
-        pack_offsets=plan.pack_offsets,
-        sequence_ids=plan.sequence_ids,
-        pack_size=pack_size,
-        packer=provenance.packer,
-        seed=provenance.seed or 0,
-    )
-    with closing(open_dataset(path)) as reader:
-        return reader.fingerprint
+    def _write_virtual(
+        self, name: str, plan: PackPlan, split: Split, provenance: Provenance, advance: Callable[[float], None]
+    ) -> None:
+        """Write the sequences in their own order, one per pack, and the plan beside them."""
+        path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
+        store.parent.mkdir(exist_ok=True)
+        tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
+        stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
+        with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
+            for number in range(len(split)):
+                writer.append(split.pack(np.array([number])))
+                if number % 256 == 255:
+                    advance(256 * plan.num_packs / len(split))
+        write_plan(
+            path,
+            open_store(store),
+            pack_offsets=plan.pack_offsets,
+            sequence_ids=plan.sequence_ids,
+            pack_size=pack_size,
+            packer=self.config.data.algorithm,
+            seed=self.config.data.seed,
+        )
 
 
 def repack_store(
