@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -77,7 +77,7 @@ class ShardJob:
         return Path(self.folder) / f"{number:05d}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Receipt:
     """Input and content of a finished shard.
 
@@ -96,12 +96,12 @@ class Receipt:
 
     shard: dict[str, Any]
     settings: str
-    input: dict[str, Any]
-    output: dict[str, dict[str, Any]]
-    records: int
-    sequences: int
-    tokens: int
-    trained_tokens: int
+    input: dict[str, Any] = field(default_factory=dict)
+    output: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
     bad: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     truncated: int = 0
@@ -163,25 +163,19 @@ def _load_tokenizer(folder: str, content: str, mask: str, control_tokens: str) -
 
 def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
     tokenizer = _load_tokenizer(job.tokenizer, job.content, job.mask, job.control_tokens)
-    final = job.shard_folder(number)
+    final, source = job.shard_folder(number), Path(shard.path)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        before = Path(shard.path).stat()
-        counts = _write(job, folder, shard, tokenizer)
-        digest = _digest(Path(shard.path), shard.start, shard.end)
-        after = Path(shard.path).stat()
+        before = source.stat()
+        receipt = _write(job, folder, shard, tokenizer)
+        digest = _digest(source, shard.start, shard.end)
+        after = source.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise PrepError(
-                "the file changed while it was read", where=shard.path, fix="prepare it once nothing writes to it"
-            )
-        receipt = Receipt(
-            shard=_as_json(shard),
-            settings=job.settings,
-            input={"size": after.st_size, "mtime_ns": after.st_mtime_ns, "xxh3": digest},
-            output={name: _describe(folder / name) for name in (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS)},
-            **counts,
-        )
+            fix = "prepare it once nothing writes to it"
+            raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
+        receipt.input = {"size": after.st_size, "mtime_ns": after.st_mtime_ns, "xxh3": digest}
+        receipt.output = {name: _describe(folder / name) for name in (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS)}
         with (folder / RECEIPT).open("wb") as file:
             file.write(json.dumps(asdict(receipt)).encode())
             file.flush()
@@ -192,11 +186,11 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Write the sequences and bad records of a shard; return the counts of its receipt."""
+def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> Receipt:
+    """Write the sequences and bad records of a shard; return its receipt, still without input and output."""
+    receipt = Receipt(shard=_as_json(shard), settings=job.settings)
     bad: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    num_records = num_sequences = tokens = trained_tokens = truncated = 0
     with (
         (folder / SEQUENCES).open("wb") as sequences,
         (folder / INPUT_IDS).open("wb") as ids,
@@ -217,31 +211,24 @@ def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) 
                     dropped[outcome] += 1
                     continue
                 trained = int(np.count_nonzero(sequence.loss_mask))
-                rows.append((tokens, conversation.hash(), len(sequence), trained))
+                rows.append((receipt.tokens, conversation.hash(), len(sequence), trained))
                 ids.write(sequence.input_ids.astype("<i4", copy=False).tobytes())
                 mask.write(sequence.loss_mask.tobytes())
-                truncated += outcome == "truncated"
-                tokens += len(sequence)
-                trained_tokens += trained
+                receipt.truncated += outcome == "truncated"
+                receipt.tokens += len(sequence)
+                receipt.trained_tokens += trained
             if job.on_bad == "refuse":
                 refuse(refused)
             sequences.write(np.array(rows, SEQUENCE).tobytes())
             bad_records.writelines(json.dumps(asdict(record)) + "\n" for record in refused)
             bad.update(record.reason.value for record in refused)
-            num_records += len(records)
-            num_sequences += len(rows)
+            receipt.records += len(records)
+            receipt.sequences += len(rows)
         for file in (sequences, ids, mask, bad_records):
             file.flush()
             os.fsync(file.fileno())
-    return {
-        "records": num_records,
-        "sequences": num_sequences,
-        "tokens": tokens,
-        "trained_tokens": trained_tokens,
-        "bad": dict(bad),
-        "dropped": dict(dropped),
-        "truncated": truncated,
-    }
+    receipt.bad, receipt.dropped = dict(bad), dict(dropped)
+    return receipt
 
 
 def _put_in_place(folder: Path, final: Path) -> None:
@@ -281,15 +268,6 @@ def _digest(path: Path, start: int, end: int) -> str:
     return str(total.hexdigest())
 
 
-class _MappedShard:
-    """The memory-mapped files of one shard."""
-
-    def __init__(self, folder: Path, num_sequences: int, num_tokens: int) -> None:
-        self.sequences = _map(folder / SEQUENCES, SEQUENCE, num_sequences)
-        self.input_ids = _map(folder / INPUT_IDS, np.dtype("<i4"), num_tokens)
-        self.loss_mask = _map(folder / LOSS_MASK, np.dtype("u1"), num_tokens)
-
-
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
@@ -303,27 +281,28 @@ class Spool:
     """
 
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
-        self._shards = [_MappedShard(*shard) for shard in shards]
-        counts = [len(shard.sequences) for shard in self._shards]
-        self._first: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
+        self._sequences, self._input_ids, self._loss_mask = [], [], []
+        for folder, num_sequences, num_tokens in shards:
+            self._sequences.append(_map(folder / SEQUENCES, SEQUENCE, num_sequences))
+            self._input_ids.append(_map(folder / INPUT_IDS, np.dtype("<i4"), num_tokens))
+            self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
+        self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def hashes(self) -> Iterator[npt.NDArray[np.uint64]]:
-        """Yield the hashes of the conversations, uint64 [sequences of the shard], shard by shard."""
-        for shard in self._shards:
-            yield np.asarray(shard.sequences["hash"])
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the conversations, uint64 [sequences]."""
+        return np.concatenate([np.zeros(0, np.uint64), *(sequences["hash"] for sequences in self._sequences)])
 
     def pack(self, sequence_ids: Int64Array) -> Pack:
         """Join sequences end to end in the given order."""
         shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
         ids, masks, lengths = [], [], []
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
-            shard = self._shards[at]
-            offset, _, length, _ = shard.sequences[number].item()
-            ids.append(shard.input_ids[offset : offset + length])
-            masks.append(shard.loss_mask[offset : offset + length])
+            offset, _, length, _ = self._sequences[at][number].item()
+            ids.append(self._input_ids[at][offset : offset + length])
+            masks.append(self._loss_mask[at][offset : offset + length])
             lengths.append(length)
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
         return Pack(input_ids=np.concatenate(ids), loss_mask=np.concatenate(masks), seq_start_id=starts)
@@ -331,30 +310,26 @@ class Spool:
     def column(self, name: str, ids: Int64Array) -> Int32Array:
         """Return `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
         values = np.empty(len(ids), np.int32)
-        for at, shard in enumerate(self._shards):
+        for at, sequences in enumerate(self._sequences):
             low, high = np.searchsorted(ids, self._first[at : at + 2])
-            values[low:high] = shard.sequences[name][ids[low:high] - self._first[at]]
+            values[low:high] = sequences[name][ids[low:high] - self._first[at]]
         return values
 
 
+@dataclass(frozen=True, eq=False)
 class Split:
-    """Some sequences of a spool.
+    """Sequences `ids` (int64 [sequences], ascending) of a spool."""
 
-    Args:
-        ids: int64 [sequences], ascending.
-    """
-
-    def __init__(self, spool: Spool, ids: Int64Array) -> None:
-        self._spool = spool
-        self._ids = ids
+    spool: Spool
+    ids: Int64Array
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     @cached_property
     def lengths(self) -> Int32Array:
         """int32 [sequences], in tokens."""
-        return self._spool.column("length", self._ids)
+        return self.spool.column("length", self.ids)
 
     @property
     def num_tokens(self) -> int:
@@ -362,11 +337,11 @@ class Split:
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(self._spool.column("trained", self._ids).sum(dtype=np.int64))
+        return int(self.spool.column("trained", self.ids).sum(dtype=np.int64))
 
     def pack(self, numbers: Int64Array) -> Pack:
         """Join sequences of the split, given by their number in it, end to end in the given order."""
-        return self._spool.pack(self._ids[numbers])
+        return self.spool.pack(self.ids[numbers])
 
 
 def divide(
@@ -384,7 +359,7 @@ def divide(
     Returns:
         the splits, and the number of sequences left out.
     """
-    hashes = np.concatenate([np.zeros(0, np.uint64), *spool.hashes()])
+    hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.
     places = np.searchsorted(np.cumsum(list(shares.values())), hashes.astype(np.float64) / 2.0**64, side="right")
     num_duplicates = 0

@@ -16,6 +16,7 @@ import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +117,15 @@ def documentation(thing: Any) -> str:
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 
-def signature(thing: Callable[..., Any]) -> inspect.Signature | None:
+def parameters_of(thing: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return inspect.signature(thing)
-    except (TypeError, ValueError):
-        return None
+        return [p for p in inspect.signature(thing).parameters.values() if p.name not in ("self", "cls")]
     except Exception:  # a module's own descriptors may raise anything
-        return None
+        return []
 
 
-def arguments(name: str, found: inspect.Signature | None) -> str:
+def arguments(name: str, parameters: list[inspect.Parameter]) -> str:
     """Describe the arguments of a call; empty for fewer than two."""
-    parameters = [p for p in found.parameters.values() if p.name not in ("self", "cls")] if found else []
-    if len(parameters) < 2:
-        return ""
     lines = []
     for parameter in parameters:
         how = _KINDS[parameter.kind.name]
@@ -138,7 +134,7 @@ def arguments(name: str, found: inspect.Signature | None) -> str:
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             how += ", required"
         lines.append(f"- `{parameter.name}`: {how}")
-    return f"`{name}` takes {len(parameters)} arguments:\n" + "\n".join(lines)
+    return f"`{name}` takes {len(parameters)} arguments:\n" + "\n".join(lines) if len(lines) > 1 else ""
 
 
 def default(value: Any) -> str:
@@ -153,18 +149,20 @@ def default(value: Any) -> str:
 
 
 def overview(kind: str, name: str, members: list[tuple[str, Any]]) -> str:
-    """List members, each with the first line of its documentation."""
+    """List members, each with the first line of its documentation; empty for fewer than two."""
     lines = [f"- `{member}`: {documentation(thing).splitlines()[0]}" for member, thing in members]
     return f"The {kind} `{name}` has:\n" + "\n".join(lines) if len(lines) > 1 else ""
 
 
-def add_call(corpus: Corpus, name: str, thing: Any, kind: str, neighbour: tuple[str, str] | None) -> None:
-    """Add conversations about one function or method, with or without a follow-up question."""
+def add_call(corpus: Corpus, owner: str, kind: str, members: list[tuple[str, Any]], index: int) -> None:
+    """Add conversations about a function or method, with or without a follow-up question, perhaps about the next."""
+    member, thing = members[index]
+    name = f"{owner}.{member}"
     turns = [(pick(_QUESTIONS, name, kind), documentation(thing))]
-    how = arguments(name, signature(thing))
+    how = arguments(name, parameters_of(thing))
     style = draw(name, 6, "style")
-    if style == 0 and neighbour:
-        turns.append((pick(_AGAIN, neighbour[0]), neighbour[1]))
+    for following, other in members[index + 1 : index + 2] if style == 0 else []:
+        turns.append((pick(_AGAIN, f"{owner}.{following}"), documentation(other)))
     if style <= 1 and how:
         turns.append((pick(_ARGUMENTS, name), how))
         how = ""
@@ -180,8 +178,7 @@ def add_search(corpus: Corpus, name: str, thing: Any, kind: str) -> None:
     # A first paragraph that is a call, or not a sentence, describes nothing.
     if draw(name, 5, "search") > 1 or len(first.split()) < 4 or "->" in first or "(" in first.split()[0]:
         return
-    found = signature(thing)
-    names = [f"`{p}`" for p in found.parameters if p not in ("self", "cls")] if found else []
+    names = [f"`{parameter.name}`" for parameter in parameters_of(thing)]
     call = f" It takes {', '.join(names)}." if names else ""
     corpus.add(name, [(pick(_WHICH, name, kind, first), f"That is `{name}`.{call}")])
 
@@ -217,10 +214,8 @@ def add_class(corpus: Corpus, name: str, thing: type) -> None:
     if listing:
         corpus.add(name, [(f"List what the class `{name}` offers.", listing)])
     add_search(corpus, name, thing, "class")
-    for index, (member, inner) in enumerate(public + special):
-        following = (public + special)[index + 1 : index + 2]
-        neighbour = (f"{name}.{following[0][0]}", documentation(following[0][1])) if following else None
-        add_call(corpus, f"{name}.{member}", inner, "method" if callable(inner) else "attribute", neighbour)
+    for index, (_, inner) in enumerate(public + special):
+        add_call(corpus, name, "method" if callable(inner) else "attribute", public + special, index)
 
 
 def add_module(corpus: Corpus, name: str, module: types.ModuleType, seen: set[int]) -> None:
@@ -242,24 +237,18 @@ def add_module(corpus: Corpus, name: str, module: types.ModuleType, seen: set[in
         corpus.add(name, turns)
         corpus.add(name, [(f"What does the module `{name}` offer?", listing)])
     for index, (member, thing) in enumerate(members):
-        full = f"{name}.{member}"
         if inspect.isclass(thing):
-            add_class(corpus, full, thing)
+            add_class(corpus, f"{name}.{member}", thing)
         elif documentation(thing):
-            following = members[index + 1 : index + 2]
-            neighbour = (f"{name}.{following[0][0]}", documentation(following[0][1])) if following else None
-            add_call(corpus, full, thing, "function", neighbour)
+            add_call(corpus, name, "function", members, index)
 
 
 def sections(topic: str) -> Iterator[tuple[str, str]]:
     """Yield title and text of each underlined section of a language topic, without text before the first title."""
     lines = topic.splitlines()
-    titles = [
-        at
-        for at in range(len(lines) - 1)
-        if lines[at].strip() and not lines[at].startswith(" ") and _UNDERLINE.fullmatch(lines[at + 1].strip())
-    ]
-    for at, following in zip(titles, [*titles[1:], len(lines)], strict=True):
+    underlines = (at for at, line in enumerate(lines[1:]) if _UNDERLINE.fullmatch(line.strip()))
+    titles = [at for at in underlines if lines[at].strip() and not lines[at].startswith(" ")]
+    for at, following in pairwise([*titles, len(lines)]):
         yield lines[at].strip(), "\n".join(lines[at + 2 : following]).strip()
 
 
@@ -267,8 +256,9 @@ def add_topics(corpus: Corpus) -> None:
     from pydoc_data.topics import topics
 
     for topic, text in sorted(topics.items()):
-        found = [(title, body) for title, body in sections(text) if len(body) > 20]
-        for title, body in found:
+        for title, body in sections(text):
+            if len(body) <= 20:
+                continue
             # Passages of a few paragraphs turn a long topic into a conversation instead of one endless answer.
             passages, size = [""], 0
             for paragraph in re.split(r"\n\s*\n", body):
@@ -289,10 +279,9 @@ def main(output: str) -> None:
     warnings.simplefilter("ignore")
     corpus = Corpus()
     add_topics(corpus)
-    # Import all modules before describing any: some add to others.
-    modules = list(find_modules())
     seen: set[int] = set()
-    for name, module in modules:
+    # Import all modules before describing any: some add to others.
+    for name, module in list(find_modules()):
         add_module(corpus, name, module, seen)
     Path(output).write_text("\n".join(corpus.lines) + "\n", encoding="utf-8")
 
