@@ -123,10 +123,10 @@ def family(
     splits = dict.fromkeys(settings.shards, 1.0) or settings.split or {"train": 1.0}
     made = TokenFamily(name=name, splits=splits, source=settings.source())
     with progress_bar("converting", quiet=as_json) as advance:
-        report = write_family(
+        reports = write_family(
             settings.shards or sources or [], out, made, overwrite=overwrite, progress=_counted(advance)
         )
-    _print_reports(list(report.splits.values()), as_json=as_json)
+    _print_reports(list(reports.values()), as_json=as_json)
 
 
 @indexed_app.command(cls=class_of(CountSettings, {"--to": -1}))

@@ -10,7 +10,7 @@ Read `index` first: the layout of X.idx.
 
 from __future__ import annotations
 
-from harness.indexed.convert import TokenSource, convert_tokens
+from harness.indexed.convert import TokenSource, convert_tokens, count_sequences, merge_indexed, save_counts
 from harness.indexed.family import TokenFamily, is_family, verify_family, write_family
 from harness.indexed.index import (
     BIN,
@@ -24,7 +24,6 @@ from harness.indexed.index import (
     prefix_of,
     with_suffix,
 )
-from harness.indexed.merge import count_sequences, merge_indexed, save_counts
 from harness.indexed.verify import read_lengths, verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 

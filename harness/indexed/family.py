@@ -24,9 +24,8 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, PrepError, Problem
-from harness.indexed.convert import TokenSource
+from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
-from harness.indexed.merge import count_sequences, save_counts
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.storage import file_digest, write_atomically
@@ -75,14 +74,6 @@ class TokenFamily:
         return {name: self.splits[name] / total for name in SPLITS if self.splits.get(name)}
 
 
-@dataclass(frozen=True)
-class FamilyReport:
-    """A written family: its name, and the report of each split's pair."""
-
-    name: str
-    splits: dict[str, IndexedReport]
-
-
 def write_family(
     sources: Sequence[str] | Mapping[str, Sequence[str]],
     folder: Path,
@@ -90,7 +81,7 @@ def write_family(
     *,
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> FamilyReport:
+) -> dict[str, IndexedReport]:
     """Write token shards as the pairs of a family, with the JSON files that Megatron reads.
 
     Args:
@@ -99,6 +90,9 @@ def write_family(
         family: name and splits.
         overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
+
+    Returns:
+        the report of each split's pair.
 
     Raises:
         PrepError, FormatError: like `convert_tokens`; or a split would have no document.
@@ -130,19 +124,31 @@ def write_family(
                     progress(len(batch.documents))
         for name, writer in writers.items():
             if writer.num_documents == 0:
-                raise PrepError(
-                    f"no document falls into the split {name}",
-                    where=str(folder),
-                    fix="give it a larger weight, leave it out, or read more documents",
-                )
-        if any(writer.dtype == INT32 for writer in writers.values()):
-            # One tokenizer made all splits, and Megatron may derive a single dtype from it.
-            for writer in writers.values():
-                if writer.dtype != INT32:
-                    writer.widen()
+                fix = "give it a larger weight, leave it out, or read more documents"
+                raise PrepError(f"no document falls into the split {name}", where=str(folder), fix=fix)
+        # One tokenizer made all splits, and Megatron may derive a single dtype from it.
+        narrow = [writer for writer in writers.values() if writer.dtype != INT32]
+        for writer in narrow if len(narrow) < len(writers) else []:
+            writer.widen()
     reports = {name: writer.report() for name, writer in writers.items()}
-    _write_companions(folder, family, prefixes, reports, [path for paths in shards.values() for path in paths], empty)
-    return FamilyReport(family.name, reports)
+    if family.source.vocab_size is not None:
+        counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
+        save_counts(counts, folder / f"{family.name}_sequences.json")
+    # Megatron expects every split; null stands for one without data.
+    splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
+    write_atomically(folder / f"{family.name}_splits.json", _json(splits))
+    files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
+    content = {
+        "name": family.name,
+        "shards": [path.name for paths in shards.values() for path in paths],
+        "source": asdict(family.source),
+        "parts": family.parts,
+        "empty_documents": empty,
+        "splits": {name: {**asdict(report), "prefix": prefixes[name].name} for name, report in reports.items()},
+        "files": {path.name: {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)} for path in files},
+    }
+    write_atomically(record, _json(content))
+    return reports
 
 
 def is_family(path: str) -> bool:
@@ -166,12 +172,12 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
             digest = file_digest(folder / name)
         except OSError as error:
             problems.append(Problem(f"cannot be read: {error.strerror}", str(folder / name)))
-            continue
-        if digest != stored["xxh3"]:
-            what = f"the file has the hash {digest}, the record has {stored['xxh3']}"
-            problems.append(Problem(what, str(folder / name)))
+        else:
+            if digest != stored["xxh3"]:
+                what = f"the file has the hash {digest}, the record has {stored['xxh3']}"
+                problems.append(Problem(what, str(folder / name)))
+    vocab_size = record["source"]["vocab_size"]
     for split in record["splits"].values():
-        vocab_size = record["source"]["vocab_size"]
         problems += verify_indexed(folder / split["prefix"], vocab_size=vocab_size, progress=progress)
     return problems
 
@@ -199,34 +205,6 @@ def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str,
     chosen = np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, "right")
     for number, name in enumerate(parts):
         yield name, batch.select(chosen == number)
-
-
-def _write_companions(
-    folder: Path,
-    family: TokenFamily,
-    prefixes: Mapping[str, Path],
-    reports: Mapping[str, IndexedReport],
-    shards: Sequence[Path],
-    empty_documents: int,
-) -> None:
-    """Write the JSON files that Megatron reads beside the pairs, and the record of the family."""
-    if family.source.vocab_size is not None:
-        counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
-        save_counts(counts, folder / f"{family.name}_sequences.json")
-    # Megatron expects every split; null stands for one without data.
-    splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
-    write_atomically(folder / f"{family.name}_splits.json", _json(splits))
-    files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
-    record = {
-        "name": family.name,
-        "shards": [path.name for path in shards],
-        "source": asdict(family.source),
-        "parts": family.parts,
-        "empty_documents": empty_documents,
-        "splits": {name: {**asdict(report), "prefix": prefixes[name].name} for name, report in reports.items()},
-        "files": {path.name: {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)} for path in files},
-    }
-    write_atomically(folder / f"{family.name}.json", _json(record))
 
 
 def _json(values: object) -> bytes:

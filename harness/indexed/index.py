@@ -30,18 +30,10 @@ LOSS_BIN = ".loss.bin"
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-UINT16, INT32 = DTYPES[8], DTYPES[4]
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+# The dtype with code 1 comes first.
+DTYPES: list[np.dtype[Any]] = [np.dtype(name) for name in ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")]
+UINT16: np.dtype[Any] = np.dtype("<u2")
+INT32: np.dtype[Any] = np.dtype("<i4")
 COPY_AGAIN = "copy the pair again, or write it again from its tokens"
 
 
@@ -65,7 +57,7 @@ class IndexHeader:
         return HEADER.size + 12 * self.num_sequences + 8 * self.num_bounds
 
     def to_bytes(self) -> bytes:
-        return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_bounds)
+        return HEADER.pack(MAGIC, VERSION, 1 + DTYPES.index(self.dtype), self.num_sequences, self.num_bounds)
 
 
 def prefix_of(path: str | os.PathLike[str]) -> Path:
@@ -80,18 +72,18 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 def _parse_header(data: bytes, *, where: str) -> IndexHeader:
-    if len(data) < HEADER.size:
+    magic, version, code, *counts = HEADER.unpack(data) if len(data) == HEADER.size else (None, 0, 0)
+    if magic is None:
         what = f"has {len(data):,} bytes, an index begins with a header of {HEADER.size}"
-        raise FormatError(what, where=where, fix=COPY_AGAIN)
-    magic, version, code, num_sequences, num_bounds = HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise FormatError(f"begins with {magic!r}, a Megatron index begins with {MAGIC!r}", where=where, fix=COPY_AGAIN)
-    if version != VERSION:
-        raise FormatError(f"has version {version}, Megatron reads version {VERSION}", where=where, fix=COPY_AGAIN)
-    if code not in DTYPES:
-        what = f"has the dtype code {code}, known codes are {min(DTYPES)} to {max(DTYPES)}"
-        raise FormatError(what, where=where, fix=COPY_AGAIN)
-    return IndexHeader(DTYPES[code], num_sequences, num_bounds)
+    elif magic != MAGIC:
+        what = f"begins with {magic!r}, a Megatron index begins with {MAGIC!r}"
+    elif version != VERSION:
+        what = f"has version {version}, Megatron reads version {VERSION}"
+    elif not 1 <= code <= len(DTYPES):
+        what = f"has the dtype code {code}, known codes are 1 to {len(DTYPES)}"
+    else:
+        return IndexHeader(DTYPES[code - 1], *counts)
+    raise FormatError(what, where=where, fix=COPY_AGAIN)
 
 
 class MappedIndex:

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,21 +100,13 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
             raise PrepError("there are no token shards", where=source, fix="name Parquet files, folders or patterns")
         shards += sorted(files, key=lambda file: natural_key(str(file)))
     for path in shards:
-        _require_parquet(path)
+        with path.open("rb") as file:
+            start = file.read(8)
+        if not start.startswith(b"PAR1"):
+            kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not a Parquet file")
+            fix = "token shards are Parquet files with a column of token ids; prepare chats with `harness prepare`"
+            raise PrepError(f"the shard {kind if start else 'is empty'}", where=str(path), fix=fix)
     return shards
-
-
-def _require_parquet(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(8)
-    if start.startswith(b"PAR1"):
-        return
-    kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not a Parquet file")
-    raise PrepError(
-        f"the shard {kind if start else 'is empty'}",
-        where=str(path),
-        fix="token shards are Parquet files with a column of token ids; prepare chats with `harness prepare`",
-    )
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
@@ -161,22 +154,18 @@ def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[_Run]:
     """Cut the row groups of a file into runs of at most a batch, or of a single larger row group."""
     first = row = rows = tokens = 0
     for group in range(metadata.num_row_groups):
-        more = _tokens_of_group(metadata, group, column)
+        row_group = metadata.row_group(group)
+        chunks = [row_group.column(index) for index in range(row_group.num_columns)]
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+        # Tokens that the group claims for the column, or that its bytes could hold: one in eight bytes for text.
+        more = max((max(chunk.num_values, chunk.total_uncompressed_size // 8) for chunk in chunks), default=0)
         if rows and tokens + more > _BATCH_TOKENS:
             yield _Run(range(first, group), row, rows, tokens)
             first, row, rows, tokens = group, row + rows, 0, 0
-        rows += metadata.row_group(group).num_rows
+        rows += row_group.num_rows
         tokens += more
     if rows:
         yield _Run(range(first, metadata.num_row_groups), row, rows, tokens)
-
-
-def _tokens_of_group(metadata: pq.FileMetaData, group: int, column: str) -> int:
-    """Tokens that a row group claims for a column, or that its bytes could hold: one in eight bytes for text."""
-    row_group = metadata.row_group(group)
-    chunks = [row_group.column(index) for index in range(row_group.num_columns)]
-    chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
-    return max((max(chunk.num_values, chunk.total_uncompressed_size // 8) for chunk in chunks), default=0)
 
 
 def _read_ahead(pool: ThreadPoolExecutor, batches: Iterator[TokenBatch]) -> Iterator[TokenBatch]:
@@ -187,48 +176,41 @@ def _read_ahead(pool: ThreadPoolExecutor, batches: Iterator[TokenBatch]) -> Iter
         yield batch
 
 
-def _open(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+@contextmanager
+def _opened(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
+    """Open a shard, and raise PrepError where reading it fails."""
     # Neither reads ahead nor keeps: one batch is in memory, whatever the size of the row groups.
     options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
-    return pq.ParquetFile(path, metadata=metadata, **options)
+    try:
+        with pq.ParquetFile(path, metadata=metadata, **options) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        fix = "copy the shard again, or write it again"
+        raise PrepError(f"the shard cannot be read: {reason}", where=str(path), fix=fix) from None
 
 
 def _read_metadata(path: Path, column: str) -> pq.FileMetaData:
-    try:
-        with _open(path) as file:
-            names, metadata = file.schema_arrow.names, file.metadata
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from None
+    with _opened(path) as file:
+        names, metadata = file.schema_arrow.names, file.metadata
     if column not in names:
         fix = f"name one of its columns: {', '.join(names)}"
         raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
     return metadata
 
 
-def _unreadable(path: Path, error: Exception) -> PrepError:
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    what = f"the shard cannot be read: {reason}"
-    return PrepError(what, where=str(path), fix="copy the shard again, or write it again")
-
-
 def _read_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> Iterator[TokenBatch]:
     row = run.first_row
-    try:
-        with _open(path, metadata) as file:
-            mean = max(1.0, run.num_tokens / run.num_rows)
-            batches = file.iter_batches(
-                batch_size=int(max(1, min(1 << 17, _BATCH_TOKENS // mean))),
-                row_groups=list(run.groups),
-                columns=[column],
-                use_threads=False,
-            )
-            for batch in batches:
+    mean = max(1.0, run.num_tokens / run.num_rows)
+    batch_size = int(max(1, min(1 << 17, _BATCH_TOKENS // mean)))
+    groups = list(run.groups)
+    with _opened(path, metadata) as file:
+        for batch in file.iter_batches(batch_size, row_groups=groups, columns=[column], use_threads=False):
+            try:
                 yield parse_column(batch.column(0), first_row=row)
-                row += batch.num_rows
-    except FormatError as error:
-        raise PrepError(error.what, where=f"{path}, column {column}", fix=error.fix) from None
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from None
+            except FormatError as error:
+                raise PrepError(error.what, where=f"{path}, column {column}", fix=error.fix) from None
+            row += batch.num_rows
 
 
 def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:

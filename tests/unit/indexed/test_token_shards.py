@@ -231,7 +231,7 @@ def test_a_family_has_a_pair_for_each_split_and_the_files_that_megatron_reads(tm
     assert splits == {"train": [prefixes["train"]], "valid": None, "test": [prefixes["test"]]}
     counts = json.loads((tmp_path / "out" / "corpus-1_sequences.json").read_text())
     assert counts == {prefixes[name]: [len(stored[name]), len(stored[name]) + 1] for name in stored}
-    assert report.splits["train"].num_documents == len(stored["train"])
+    assert report["train"].num_documents == len(stored["train"])
 
 
 def test_each_split_may_have_its_own_shards(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_each_split_may_have_its_own_shards(tmp_path: Path) -> None:
     assert sequences_of(tmp_path / "out" / "c_train") == ROWS
     assert sequences_of(tmp_path / "out" / "c_valid") == [[70_000]]
     # One tokenizer made them, and Megatron may derive one dtype from it.
-    assert [one.dtype for one in report.splits.values()] == ["int32", "int32"]
+    assert [one.dtype for one in report.values()] == ["int32", "int32"]
     # Megatron does so given counts; only the vocabulary size tells if that is right.
     assert not (tmp_path / "out" / "c_sequences.json").exists()
     with pytest.raises(ConfigError, match="there are shards for train, valid but the splits are train"):
