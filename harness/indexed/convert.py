@@ -65,17 +65,12 @@ class TokenSource:
 
         for path, batch in read_shards(paths, column=self.column):
             if batch.empty_documents and self.empty == "refuse":
-                raise PrepError(
-                    f"{batch.empty_documents:,} rows in one batch have no tokens",
-                    where=str(path),
-                    fix="fix the shard, or leave such rows out with empty=drop",
-                )
+                fix = "fix the shard, or leave such rows out with empty=drop"
+                raise PrepError(f"{batch.empty_documents:,} rows in one batch have no tokens", where=str(path), fix=fix)
             if self.vocab_size is not None and len(batch.tokens) and batch.tokens.max() > self._largest_token:
-                raise PrepError(
-                    f"a token is {int(batch.tokens.max()):,}, the vocabulary has {self.vocab_size:,}",
-                    where=str(path),
-                    fix="set vocab_size to that of the tokenizer that made the shards",
-                )
+                what = f"a token is {int(batch.tokens.max()):,}, the vocabulary has {self.vocab_size:,}"
+                fix = "set vocab_size to that of the tokenizer that made the shards"
+                raise PrepError(what, where=str(path), fix=fix)
             yield batch if self.eod is None else batch.with_eod(self.eod)
 
 
@@ -165,11 +160,8 @@ def _open_mergeable(prefix: Path) -> MappedIndex:
     if index.has_modes:
         raise FormatError("is multimodal; modes cannot be merged", where=where, fix="use Megatron's tools")
     if index.header.dtype not in (UINT16, INT32):
-        raise FormatError(
-            f"holds {index.header.dtype.name}, only uint16 and int32 can be merged",
-            where=where,
-            fix="write the pair again from its tokens",
-        )
+        fix = "write the pair again from its tokens"
+        raise FormatError(f"holds {index.header.dtype.name}, only uint16 and int32 can be merged", where=where, fix=fix)
     return index
 
 

@@ -61,11 +61,8 @@ class TokenFamily:
             raise ConfigError(f"{self.name[:60]!r} cannot be part of a file name", where="name", fix=fix)
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown or not any(self.splits.values()) or any(not 0 <= part < np.inf for part in self.splits.values()):
-            raise ConfigError(
-                f"the splits {dict(self.splits)} are not valid",
-                where="splits",
-                fix=f"give weights of {', '.join(SPLITS)}, such as train=98 valid=2",
-            )
+            fix = f"give weights of {', '.join(SPLITS)}, such as train=98 valid=2"
+            raise ConfigError(f"the splits {dict(self.splits)} are not valid", where="splits", fix=fix)
 
     @property
     def parts(self) -> dict[str, float]:

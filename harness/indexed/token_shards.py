@@ -270,10 +270,8 @@ def _refuse_nulls(column: pa.Array, what: str, first_row: int, documents: Int64A
         return
     at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
     row = at if documents is None else int(np.searchsorted(np.cumsum(documents), at, "right"))
-    raise FormatError(
-        f"{what} {first_row + row:,} is null, one of {column.null_count:,} in this batch",
-        fix="leave such rows out of the shard; an empty document is an empty list",
-    )
+    fix = "leave such rows out of the shard; an empty document is an empty list"
+    raise FormatError(f"{what} {first_row + row:,} is null, one of {column.null_count:,} in this batch", fix=fix)
 
 
 def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_row: int) -> FormatError:

@@ -64,11 +64,8 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         existing = [path for path in (with_suffix(self.prefix, BIN), with_suffix(self.prefix, IDX)) if path.exists()]
         if existing and not self._overwrite:
-            raise FormatError(
-                f"{existing[0].name} already exists",
-                where=str(self.prefix),
-                fix="choose another name, or replace it (--overwrite, overwrite=True)",
-            )
+            fix = "choose another name, or replace it (--overwrite, overwrite=True)"
+            raise FormatError(f"{existing[0].name} already exists", where=str(self.prefix), fix=fix)
         folder = self.prefix.parent
         with self._os_errors_explained():
             folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +193,5 @@ class IndexedWriter:
         try:
             yield
         except OSError as error:
-            raise FormatError(
-                f"writing failed: {error.strerror or error}",
-                where=str(self.prefix),
-                fix="fix the cause (space, permissions, quota) and run the same command again",
-            ) from error
+            fix = "fix the cause (space, permissions, quota) and run the same command again"
+            raise FormatError(f"writing failed: {error.strerror or error}", where=str(self.prefix), fix=fix) from error

@@ -71,11 +71,8 @@ def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> It
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise PrepError(
-                "a tokenizing process died",
-                where=f"{num_workers} workers",
-                fix="start again, finished shards are kept; if memory ran out, lower data.num_workers",
-            ) from error
+            fix = "start again, finished shards are kept; if memory ran out, lower data.num_workers"
+            raise PrepError("a tokenizing process died", where=f"{num_workers} workers", fix=fix) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -117,21 +114,17 @@ def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Ha
             _probe_address(address)
             ray.init(log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the Ray cluster cannot be reached: {error}",
-            where=f"RAY_ADDRESS={address}",
-            fix="start it with `ray start --head`, or unset RAY_ADDRESS to work on this machine",
-        ) from error
+        what = f"the Ray cluster cannot be reached: {error}"
+        fix = "start it with `ray start --head`, or unset RAY_ADDRESS to work on this machine"
+        raise ConfigError(what, where=f"RAY_ADDRESS={address}", fix=fix) from error
     try:
         task = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(work)
         for outcome in [task.remote(number, shard) for number, shard in enumerate(shards)]:
             yield ray.get(outcome)
     except ray.exceptions.RayError as error:
-        raise PrepError(
-            f"a task was lost: {str(error).strip().splitlines()[-1]}",
-            where="engine=ray",
-            fix="check the cluster and start again; finished shards are kept",
-        ) from error
+        what = f"a task was lost: {str(error).strip().splitlines()[-1]}"
+        fix = "check the cluster and start again; finished shards are kept"
+        raise PrepError(what, where="engine=ray", fix=fix) from error
     finally:
         if not was_connected:
             ray.shutdown()

@@ -57,22 +57,17 @@ class PreparedFolder:
         if report is None:
             others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
             if others and _MARKER not in others:
-                raise PrepError(
-                    f"the folder holds {len(others):,} other files or folders, such as {others[0]}",
-                    where=str(self.path),
-                    fix="name a new or empty folder in data.path",
-                )
+                what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
+                raise PrepError(what, where=str(self.path), fix="name a new or empty folder in data.path")
             return None
         if report.get("settings_hash") == settings_hash(settings):
             complete = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
             return report if complete and (self.path / TOKENIZER).is_dir() else None
         if overwrite:
             return None
-        raise ConfigError(
-            f"the folder was prepared with other settings: {_differences(report.get('settings'), settings)}",
-            where=str(self.path),
-            fix="set data.overwrite=true to replace it, or name another folder in data.path",
-        )
+        what = f"the folder was prepared with other settings: {_differences(report.get('settings'), settings)}"
+        fix = "set data.overwrite=true to replace it, or name another folder in data.path"
+        raise ConfigError(what, where=str(self.path), fix=fix)
 
     def begin(self) -> None:
         """Lock the folder and remove the output of an earlier run, except its shards.
@@ -83,11 +78,8 @@ class PreparedFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"the folder cannot be created: {error.strerror}",
-                where=str(self.path),
-                fix="name a writable folder in data.path",
-            ) from error
+            what = f"the folder cannot be created: {error.strerror}"
+            raise ConfigError(what, where=str(self.path), fix="name a writable folder in data.path") from error
         self._marker.acquire()
         for name in _OWNED:
             entry = self.path / name
@@ -114,11 +106,8 @@ class PreparedFolder:
         except ValueError:
             report = None
         if not isinstance(report, dict) or "settings_hash" not in report:
-            raise PrepError(
-                "the report was not written by a preparation",
-                where=str(self.path / REPORT),
-                fix="name another folder in data.path, or remove this one",
-            )
+            fix = "name another folder in data.path, or remove this one"
+            raise PrepError("the report was not written by a preparation", where=str(self.path / REPORT), fix=fix)
         return report
 
 

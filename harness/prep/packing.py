@@ -82,11 +82,9 @@ class PackingConfig:
         require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
         require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
         if self.validation_fraction + self.test_fraction >= 1:
-            raise ConfigError(
-                "nothing is left for training",
-                where="data.validation_fraction and data.test_fraction",
-                fix="make their sum less than 1",
-            )
+            what = "nothing is left for training"
+            fix = "make their sum less than 1"
+            raise ConfigError(what, where="data.validation_fraction and data.test_fraction", fix=fix)
         if not self.path:
             raise ConfigError("no folder is named", where="data.path", fix="name the folder to write to")
 
@@ -153,10 +151,8 @@ def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise PrepError(
-            f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers",
-            fix="give one number of tokens for each sequence",
-        )
+        what = f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers"
+        raise PrepError(what, fix="give one number of tokens for each sequence")
     if array.max() > pack_size:
         over = array > pack_size
         first = int(np.argmax(over))

@@ -107,11 +107,9 @@ class PrepareReport:
                 **kept,
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise PrepError(
-                f"the report of the earlier run is damaged: {error!r}",
-                where=str(path / "report.json"),
-                fix="remove the file and run again with data.overwrite=true, or name another folder in data.path",
-            ) from error
+            what = f"the report of the earlier run is damaged: {error!r}"
+            fix = "remove the file and run again with data.overwrite=true, or name another folder in data.path"
+            raise PrepError(what, where=str(path / "report.json"), fix=fix) from error
 
     def check_sums(self) -> None:
         """Raise PrepError unless every record that was read is accounted for."""

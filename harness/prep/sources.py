@@ -60,11 +60,8 @@ class SourceConfig:
         require_numbers(self, "source", "limit", lowest=0)
         require_numbers(self, "source", "shard_bytes", lowest=1)
         if self.kind == "pydoc" and self.path:
-            raise ConfigError(
-                f"{self.path} would not be read: the source is the built-in corpus",
-                where="source.path",
-                fix="omit source=pydoc, or omit source.path",
-            )
+            what = f"{self.path} would not be read: the source is the built-in corpus"
+            raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
         if self.kind == "files" and not self.path:
             raise ConfigError(
                 "no path is given", where="source.path", fix="name a JSONL or Parquet file, a glob or a folder"
@@ -120,11 +117,9 @@ def _require_one_split(folder: Path) -> None:
     marks = sorted(folder.rglob(_SPLITS_FILE))
     if marks:
         splits = sorted(entry.name for entry in marks[0].parent.iterdir() if entry.is_dir())
-        raise PrepError(
-            f"the folder holds the splits {', '.join(splits)} of a dataset",
-            where=str(marks[0].parent),
-            fix="name the folder of one split: test data must not be trained on",
-        )
+        what = f"the folder holds the splits {', '.join(splits)} of a dataset"
+        fix = "name the folder of one split: test data must not be trained on"
+        raise PrepError(what, where=str(marks[0].parent), fix=fix)
 
 
 def _visible_files(folder: Path) -> list[Path]:

@@ -142,11 +142,9 @@ class ChatTokenizer:
             # Templates may refuse this conversation; each real one gets an outcome of its own.
             pass
         if self.mask_rule == "generation" and not _GENERATION_TAG.search(self.chat_template):
-            raise ConfigError(
-                "the chat template has no {% generation %} that marks the assistant's tokens",
-                where=where,
-                fix="set tokenizer.mask=assistant_turns, or name a template with the tag with tokenizer.chat_template",
-            )
+            what = "the chat template has no {% generation %} that marks the assistant's tokens"
+            fix = "set tokenizer.mask=assistant_turns, or name a template with the tag with tokenizer.chat_template"
+            raise ConfigError(what, where=where, fix=fix)
 
     @property
     def vocab_size(self) -> int:
@@ -409,17 +407,11 @@ def _load(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except Exception as error:  # the library raises almost anything for a damaged folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"the tokenizer cannot be loaded: {reason}",
-            where=name,
-            fix="set tokenizer.name to a folder with tokenizer.json, or a hub id",
-        ) from error
+        fix = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
+        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=fix) from error
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text",
-            where=name,
-            fix="use a tokenizer with a tokenizer.json",
-        )
+        what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
+        raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
     return tokenizer
 
 
