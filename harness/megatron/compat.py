@@ -22,11 +22,7 @@ MEGATRON_VERSION: str = megatron.core.__version__
 
 
 def packed_seq_params(
-    *,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor | None,
-    max_seqlen: int,
-    total_tokens: int,
+    *, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, max_seqlen: int, total_tokens: int
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 

@@ -79,13 +79,7 @@ class Work:
 
 
 def plan_work(
-    model: ModelConfig,
-    lengths: Int64Array,
-    *,
-    num_packs: int,
-    global_batch_size: int,
-    dp_size: int,
-    row_tokens: int,
+    model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int, dp_size: int, row_tokens: int
 ) -> Work:
     """Return the work of an epoch.
 

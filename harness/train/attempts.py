@@ -11,8 +11,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,14 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
     if exit_code == 0:
         return Decision(False, "the run is finished")
     stop = _read_stop(folder)
-    if stop is None and exit_code == EXIT_STOPPED:
-        # A launcher that ends all ranks when the first one leaves may have ended the one that writes the reason.
-        stop = Stop(steps_done(folder), "signal", "a signal reached the ranks")
-    elif stop is None and exit_code == EXIT_REFUSED:
-        stop = Stop(steps_done(folder), "refused", "the run refused its input", requeue=False)
-    elif stop is None:
-        message = f"the run ended with exit code {exit_code} and left no reason"
-        stop = Stop(steps_done(folder), f"exit code {exit_code}", message)
-    earlier = _read_attempts(folder)
+    if stop is None:
+        reason, message = {
+            # A launcher that ends all ranks when the first one leaves may have ended the one that writes the reason.
+            EXIT_STOPPED: ("signal", "a signal reached the ranks"),
+            EXIT_REFUSED: ("refused", "the run refused its input"),
+        }.get(exit_code, (f"exit code {exit_code}", f"the run ended with exit code {exit_code} and left no reason"))
+        stop = Stop(steps_done(folder), reason, message, requeue=exit_code != EXIT_REFUSED)
+    earlier = [_stop(line) for line in _lines(folder)]
     same = 1
     for attempt in reversed([attempt for attempt in earlier if attempt.reason not in _EXTERNAL]):
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
@@ -150,7 +149,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -
     lost = Stop(steps_done(folder), "lost", "a node died, or Slurm took it away, and nobody was left to report")
     # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
     _append(folder, [*[lost] * (restarts - recorded - 1), newest or lost], None, job=job)
-    stalled, furthest = _stalled(_read_attempts(folder))
+    stalled, furthest = _stalled([_stop(line) for line in _lines(folder)])
     if stalled >= max_stalled:
         raise HarnessError(
             f"the last {stalled} attempts got no further than step {furthest}",
@@ -177,35 +176,31 @@ def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:
 
 
 def _read_stop(folder: Path) -> Stop | None:
-    try:
-        return _stop(json.loads((folder / STOPPED_FILE).read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(folder / STOPPED_FILE, error) from None
+    with _reading(folder / STOPPED_FILE) as path, suppress(FileNotFoundError):
+        return _stop(json.loads(path.read_text()))
+    return None
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / ATTEMPTS_FILE
-    try:
-        lines = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    lines: list[dict[str, Any]] = []
+    with _reading(folder / ATTEMPTS_FILE) as path, suppress(FileNotFoundError):
+        lines = [json.loads(line) for line in whole_lines(path)]
         for line in lines:
             _stop(line)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, error) from None
     return lines
-
-
-def _read_attempts(folder: Path) -> list[Stop]:
-    return [_stop(line) for line in _lines(folder)]
 
 
 def _stop(values: dict[str, Any]) -> Stop:
     return Stop(**{name: values[name] for name in ("step", "reason", "message", "rank", "requeue")})
 
 
-def _unreadable(path: Path, error: Exception) -> FormatError:
-    return FormatError(f"cannot be read: {error}", where=str(path), fix="remove the file and start the run by hand")
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "remove the file and start the run by hand"
+        raise FormatError(f"cannot be read: {error}", where=str(path), fix=fix) from None
 
 
 def steps_done(folder: Path) -> int:

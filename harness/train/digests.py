@@ -82,10 +82,11 @@ class StepDigests:
     @property
     def digest(self) -> str:
         """32 hexadecimal digits over the global batch: its packs in order, and its sequences in any placement."""
-        ids = np.concatenate([row.sequences for row in self.rows] or [np.zeros(0, np.int64)])
-        lengths = np.concatenate([row.lengths for row in self.rows] or [np.zeros(0, np.int64)])
-        digests = np.concatenate([row.digests for row in self.rows] or [np.zeros((0, len(FIELDS)), np.uint64)])
-        table = np.column_stack([ids.astype(np.uint64), lengths.astype(np.uint64), digests])
+        columns = [
+            np.column_stack([row.sequences.astype(np.uint64), row.lengths.astype(np.uint64), row.digests])
+            for row in self.rows
+        ]
+        table = np.concatenate([np.zeros((0, 2 + len(FIELDS)), np.uint64), *columns])
         table = table[np.lexsort(table.T[::-1])]
         total = xxhash.xxh3_128()
         total.update(np.asarray([len(self.packs), *self.packs], dtype="<i8").tobytes())
@@ -103,11 +104,11 @@ def rank_rows(
         keep: keep the arrays too, as copies.
     """
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
-    rows = []
-    for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
-        if sequences.shape[0] == 0 and row.num_trained_tokens == 0:
-            continue
-        rows.append(_row_digests(row, sequences, microbatch, dp_rank, keep=keep))
+    rows = [
+        _row_digests(row, sequences, microbatch, dp_rank, keep=keep)
+        for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True))
+        if sequences.shape[0] or row.num_trained_tokens
+    ]
     return RankRows(process, fields, rows)
 
 
@@ -202,14 +203,8 @@ def to_json(step: StepDigests) -> dict[str, Any]:
         }
         for row in step.rows
     ]
-    return {
-        "step": step.step,
-        "epoch": step.epoch,
-        "digest": step.digest,
-        "packs": step.packs,
-        "rows": rows,
-        "disagreements": step.disagreements,
-    }
+    values = {name: getattr(step, name) for name in ("step", "epoch", "digest", "packs", "disagreements")}
+    return {**values, "rows": rows}
 
 
 def from_json(values: dict[str, Any]) -> StepDigests:

@@ -44,7 +44,9 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
             f"{name!r} cannot name a run's folder", where="name", fix="letters, digits, dots, dashes and underscores"
         )
     if run_dir is None:
-        numbered = _numbered(Path(runs), name)
+        pattern = re.compile(rf"{re.escape(name)}-(\d+)")
+        paths = Path(runs).iterdir() if Path(runs).is_dir() else ()
+        numbered = {int(match[1]): path for path in paths if (match := pattern.fullmatch(path.name))}
         resumable = [number for number, path in numbered.items() if whole_checkpoints(path / CHECKPOINTS)]
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
@@ -93,7 +95,10 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[N
             fix="wait for it or end it, then resume; or name another folder with run_dir=",
         ) from None
     try:
-        _write_settings(folder, settings)
+        path = folder / "config.yaml"
+        if path.exists() and path.read_text() != settings:
+            path.rename(folder / f"config.before-{1 + len(list(folder.glob('config.before-*.yaml')))}.yaml")
+        path.write_text(settings)
         forget_stop(folder)
         yield
     finally:
@@ -125,18 +130,3 @@ def leave_early_stop(folder: Path, stop: Stop) -> bool:
         finally:
             running.release(remove=True)
     return True
-
-
-def _write_settings(folder: Path, settings: str) -> None:
-    path = folder / "config.yaml"
-    if path.exists() and path.read_text() != settings:
-        number = 1 + len(list(folder.glob("config.before-*.yaml")))
-        path.rename(folder / f"config.before-{number}.yaml")
-    path.write_text(settings)
-
-
-def _numbered(runs: Path, name: str) -> dict[int, Path]:
-    pattern = re.compile(rf"{re.escape(name)}-(\d+)")
-    if not runs.is_dir():
-        return {}
-    return {int(match[1]): path for path in runs.iterdir() if (match := pattern.fullmatch(path.name))}

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -109,8 +110,11 @@ class MetricsWriter:
         self._file: IO[str] = path.open("a")
         self._log = log
         self._events: Any = None
-        if "tensorboard" in trackers:
-            self._with_events(lambda: self._open_events(folder / "tensorboard", first_step))
+        with self._events_may_fail():
+            if "tensorboard" in trackers:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
@@ -120,40 +124,32 @@ class MetricsWriter:
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._events is not None:
-            self._with_events(lambda: self._add_events(metrics.step, curve_values(values)))
-        for tracker in self._trackers:
-            self._report(tracker.problem())
+        with self._events_may_fail():
+            for key, value in curve_values(values).items() if self._events is not None else ():
+                self._events.add_scalar(key, value, metrics.step)
+        self._report([tracker.problem() for tracker in self._trackers])
 
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
         self._file.close()
-        if self._events is not None:
-            self._with_events(self._events.close)
+        with self._events_may_fail():
+            if self._events is not None:
+                self._events.close()
         for tracker in self._trackers:
             tracker.end(status)
         deadline = time.monotonic() + PATIENCE_S[status]
-        for tracker in self._trackers:
-            self._report(tracker.wait(deadline))
+        self._report([tracker.wait(deadline) for tracker in self._trackers])
 
-    def _open_events(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._events = SummaryWriter(str(folder), purge_step=first_step)
-
-    def _add_events(self, step: int, values: Mapping[str, float]) -> None:
-        for key, value in values.items():
-            self._events.add_scalar(key, value, step)
-
-    def _with_events(self, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _events_may_fail(self) -> Iterator[None]:
         try:
-            do()
+            yield
         except Exception as error:  # its writer's thread passes on whatever ended it
             self._events = None
             self._log(f"tensorboard gets no more metrics of this run ({error}); training continues")
 
-    def _report(self, problem: str | None) -> None:
-        if problem is not None:
+    def _report(self, problems: Sequence[str | None]) -> None:
+        for problem in filter(None, problems):
             self._log(problem)
 
 

@@ -69,8 +69,7 @@ class NewLines:
     """Steps that a run appended to `path` since the last call."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
+        self._path, self._read = path, 0
 
     def take(self, *, after: int) -> Steps:
         """Return the steps after step `after`; half a line is left for the next call."""
@@ -162,7 +161,7 @@ def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return `{"model": {"seed": 1}}` as `{"model.seed": 1}`."""
     flat = {}
     for key, value in settings.items():
-        flat.update(flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value})
+        flat |= flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return flat
 
 

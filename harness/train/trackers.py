@@ -31,10 +31,10 @@ PATIENCE_S = {"finished": 20.0, "stopped": 5.0}
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError, with the extra to install, if the package of a service is missing."""
-    for name in names:
-        spec = find_spec(name) if name in SERVICES else None
+    for name in filter(SERVICES.__contains__, names):
+        spec = find_spec(name)
         # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
-        if name in SERVICES and (spec is None or spec.origin is None):
+        if spec is None or spec.origin is None:
             raise ConfigError(
                 f"the package {name} is not installed",
                 where=f"trainer.trackers, {sys.executable}",
@@ -44,9 +44,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line by curve: `train/loss`, `train/code_loss` of validation set `code`."""
-    further = {f"{name}_loss": loss for name, loss in line["evaluation_losses"].items()}
-    values = {**{key: value for key, value in line.items() if key not in ("step", "evaluation_losses")}, **further}
-    return {f"train/{key}": value for key, value in values.items() if value is not None}
+    values = {**line, **{f"{name}_loss": loss for name, loss in line["evaluation_losses"].items()}}
+    skipped = ("step", "evaluation_losses")
+    return {f"train/{key}": value for key, value in values.items() if key not in skipped and value is not None}
 
 
 class Tracker:
@@ -56,9 +56,7 @@ class Tracker:
     """
 
     def __init__(self, name: str, metrics: Path) -> None:
-        self._name = name
-        self._was_reported = False
-        self._failure = ""
+        self._name, self._was_reported, self._failure = name, False, ""
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(

@@ -12,13 +12,4 @@ from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.job.stopping import StopSignals
 from harness.megatron.job.watchdog import Watchdog, is_about_ranks, waiting
 
-__all__ = [
-    "StopSignals",
-    "Watchdog",
-    "check_all_reduce",
-    "is_about_ranks",
-    "join",
-    "on_rank_0",
-    "runtime",
-    "waiting",
-]
+__all__ = ["StopSignals", "Watchdog", "check_all_reduce", "is_about_ranks", "join", "on_rank_0", "runtime", "waiting"]

@@ -133,9 +133,7 @@ def build_chunks(
             GPTModel(
                 config=config,
                 transformer_layer_spec=_layers(
-                    config,
-                    transformer_engine=use_transformer_engine(model.attention, device),
-                    vp_stage=vp_stage,
+                    config, transformer_engine=use_transformer_engine(model.attention, device), vp_stage=vp_stage
                 ),
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=model.max_sequence_length,

@@ -31,12 +31,7 @@ from harness.megatron.weights import ADAPTER, Shard, to_hf
 from harness.plan import ModelConfig
 
 # Parent module of each linear layer, by its name in `model.lora_targets`.
-_PLACES = {
-    "linear_qkv": "self_attention",
-    "linear_proj": "self_attention",
-    "linear_fc1": "mlp",
-    "linear_fc2": "mlp",
-}
+_PLACES = {"linear_qkv": "self_attention", "linear_proj": "self_attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
 _DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
 _HF_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),

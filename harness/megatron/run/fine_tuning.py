@@ -132,11 +132,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> ChatTokenizer
 
 
 def make_feeds(
-    config: SftConfig,
-    data: RunData | LiveData,
-    layout: RankLayout,
-    progress: Progress | None,
-    ranks: runtime.Runtime,
+    config: SftConfig, data: RunData | LiveData, layout: RankLayout, progress: Progress | None, ranks: runtime.Runtime
 ) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
