@@ -35,13 +35,11 @@ class RunProgress:
         self._task = self._progress.add_task("training", total=steps, completed=done)
 
     def __enter__(self) -> RunProgress:
-        if self._live:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._progress.stop()
+        self._progress.stop()
 
     def log(self, line: str) -> None:
         """Print a line that stays."""

@@ -159,7 +159,7 @@ OPEN: dict[str, Callable[[Path, SentState, dict[str, Any]], Service]] = {"wandb"
 
 def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return `{"model": {"seed": 1}}` as `{"model.seed": 1}`."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return flat

@@ -11,7 +11,7 @@ import copy
 import fcntl
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -138,18 +138,10 @@ def open_corpus(
     """
     runtime.on_rank_0(lambda: check_sources(config, packs))
     mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
-    build: Callable[[], Corpus | None] = partial(
-        build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2
-    )
-    corpus: Corpus | None = None
-    for turn in range(3):
-        does = build if turn == mine and (reads or mine < 2) else _nothing
-        corpus = together(does, device=ranks.device) or corpus
-    return corpus if reads else None
-
-
-def _nothing() -> Corpus | None:
-    return None
+    build = partial(build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2)
+    turns = [build if turn == mine and (reads or mine < 2) else lambda: None for turn in range(3)]
+    built = [together(turn, device=ranks.device) for turn in turns]
+    return built[mine] if reads else None
 
 
 def build_corpus(
@@ -192,14 +184,13 @@ def build_corpus(
         values["blend_per_split"] = [_megatrons(blends[name]) if name in blends else None for name in SPLITS]
     else:
         values |= {"blend": _megatrons(blends["all"]), "split": config.split}
-    fast = {
-        "fast_cache_load": config.fast_cache_load or None,
-        "defer_npy_index_mmap": config.defer_npy_index_mmap or None,
-        "sequences_per_dataset": counts,
-    }
-    values |= {name: value for name, value in fast.items() if value is not None}
+    fast = {name: getattr(config, name) for name in ("fast_cache_load", "defer_npy_index_mmap")}
+    values |= {name: value for name, value in fast.items() if value}
+    if counts is not None:
+        values["sequences_per_dataset"] = counts
+    as_a_lone_process = mock.patch.multiple(torch.distributed, is_initialized=lambda: False, get_rank=lambda *group: 0)
     try:
-        with _as_a_lone_process(), _alone_in(Path(config.cache), shared=finds_built or config.fast_cache_load):
+        with as_a_lone_process, _alone_in(Path(config.cache), shared=finds_built or config.fast_cache_load):
             made = gpt_dataset_config(values)
             builder = BlendedMegatronDatasetBuilder(sources, list(sizes), lambda: True, made)
             train, validation, test = builder.build()
@@ -281,10 +272,3 @@ def _is_cut_short(index: Path) -> bool:
     except (ValueError, EOFError, OSError):
         return True
     return False
-
-
-@contextmanager
-def _as_a_lone_process() -> Iterator[None]:
-    distributed: Callable[..., Any] = partial(mock.patch.object, torch.distributed)
-    with distributed("is_initialized", return_value=False), distributed("get_rank", return_value=0):
-        yield

@@ -8,7 +8,6 @@ from the schedule: they read nothing either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from megatron.core import parallel_state
 from harness.errors import HarnessError
 from harness.loader import PackSource, RankBatch, RankLayout
 from harness.megatron.job import waiting
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Pack
 
 T = TypeVar("T")
 
@@ -58,20 +57,13 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
 class LengthsOnly:
     """A dataset whose packs have lengths but no tokens, for ranks that need only the bounds of sequences."""
 
+    # Looked up again in each worker: the arrays may be mapped files, which pickle as their whole content.
+    pack_offsets = property(lambda self: self._source.pack_offsets)
+    sequence_lengths = property(lambda self: self._source.sequence_lengths)
+    fingerprint = property(lambda self: self._source.fingerprint)
+
     def __init__(self, source: PackSource) -> None:
         self._source = source
-
-    @property
-    def pack_offsets(self) -> Int64Array:
-        return self._source.pack_offsets
-
-    @property
-    def sequence_lengths(self) -> Int32Array:
-        return self._source.sequence_lengths
-
-    @property
-    def fingerprint(self) -> str:
-        return self._source.fingerprint
 
     def __len__(self) -> int:
         return len(self._source)
@@ -99,9 +91,7 @@ class Batches(Protocol):
 
     def __enter__(self) -> Any: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
 
 
 class Feed:
@@ -115,7 +105,6 @@ class Feed:
 
     def __init__(self, make: Callable[[], Batches], layout: RankLayout, *, device: torch.device) -> None:
         self._device = device
-        self._shares = parallel_state.get_tensor_model_parallel_world_size() > 1
         self._reads = layout.tp_rank == 0
         self._loader = together(lambda: make() if self._reads else None, device=device)
 
@@ -127,27 +116,20 @@ class Feed:
     def __iter__(self) -> Iterator[RankBatch]:
         batches = iter(self._loader) if self._loader is not None else iter(())
         while True:
-            batch = self._shared(together(lambda: next(batches, None), device=self._device))
-            if batch is None:
+            carried = [together(lambda: next(batches, None), device=self._device)]
+            group = parallel_state.get_tensor_model_parallel_group()
+            if group.size() > 1:
+                source = parallel_state.get_tensor_model_parallel_src_rank()
+                torch.distributed.broadcast_object_list(carried, src=source, group=group, device=self._device)
+            if carried[0] is None:
                 return
-            yield batch
-
-    def _shared(self, batch: RankBatch | None) -> RankBatch | None:
-        if not self._shares:
-            return batch
-        group = parallel_state.get_tensor_model_parallel_group()
-        carried: list[Any] = [batch]
-        source = parallel_state.get_tensor_model_parallel_src_rank()
-        torch.distributed.broadcast_object_list(carried, src=source, group=group, device=self._device)
-        return carried[0]  # type: ignore[no-any-return]
+            yield carried[0]
 
     def __enter__(self) -> Feed:
         if self._loader is not None:
             self._loader.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._loader is not None:
-            self._loader.__exit__(kind, error, traceback)
+            self._loader.__exit__(*error)

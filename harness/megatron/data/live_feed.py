@@ -128,7 +128,7 @@ class LiveFeed:
     ) -> None:
         self._loader.close()
         if error is None and self._is_rank_0:
-            self._write_status({**self._status, "state": "ended"})
+            self._write_status(state="ended")
         self._mark.release(remove=False)
 
     def _lock(self, position: LivePosition | None) -> None:
@@ -137,11 +137,8 @@ class LiveFeed:
         try:
             self._mark.acquire()
         except FormatError:
-            raise LoaderError(
-                "another run trains on these chunks",
-                where=str(self._folder.path),
-                fix="wait for it or stop it; each run needs its own folder",
-            ) from None
+            fix = "wait for it or stop it; each run needs its own folder"
+            raise LoaderError("another run trains on these chunks", where=str(self._folder.path), fix=fix) from None
         try:
             self._require_chunks(position or LivePosition())
         except HarnessError:
@@ -162,8 +159,7 @@ class LiveFeed:
             )
 
     def _exchange(self, offer: Offer | None) -> list[Offer]:
-        offers = [offer for offer in _gather(offer, self._everyone) if offer is not None]
-        return sorted(offers, key=lambda offer: offer.dp_rank)
+        return sorted(filter(None, _gather(offer, self._everyone)), key=lambda offer: offer.dp_rank)
 
     def _report(self, position: LivePosition, offers: Sequence[Offer]) -> None:
         now = time.monotonic()
@@ -200,11 +196,11 @@ class LiveFeed:
         }
         if now - self._written_at >= _REPORT_EVERY_S or waits != self._written_waits:
             self._written_at, self._written_waits = now, waits
-            self._write_status(self._status)
+            self._write_status()
 
-    def _write_status(self, status: dict[str, Any]) -> None:
+    def _write_status(self, **changed: str) -> None:
         with suppress(OSError):  # the producer reports a full disk
-            self._mark.write(json.dumps(status).encode())
+            self._mark.write(json.dumps({**self._status, **changed}).encode())
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, int]:

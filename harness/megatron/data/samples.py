@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,12 +87,8 @@ class BlendPart(MegatronDataset):  # type: ignore[misc]
     """One source of a blend of corpora and packs, because Megatron's BlendedDataset requires one type of all."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.index_split, self.unique_identifiers, self.num_samples = (
-            inner.index_split,
-            inner.unique_identifiers,
-            inner.num_samples,
-        )
+        self.inner, self.index_split = inner, inner.index_split
+        self.unique_identifiers, self.num_samples = inner.unique_identifiers, inner.num_samples
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -100,36 +97,35 @@ class BlendPart(MegatronDataset):  # type: ignore[misc]
         return cast(dict[str, Any], self.inner[index])
 
 
+@dataclass(frozen=True)
 class SampleReader:
     """Reads the samples of one rank in a step. Sent to every worker.
 
     Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
 
-    Args:
+    Attributes:
         dataset: from `open_corpus`.
         sequence_length, micro_batch_size: as in CorpusConfig.
         boundary: the token after which attention starts again; None for none.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        layout: RankLayout,
-        sequence_length: int,
-        micro_batch_size: int,
-        boundary: int | None = None,
-        cost: SequenceCost | None = None,
-    ) -> None:
-        self._dataset, self._layout, self._cost = dataset, layout, cost
-        self._sequence_length, self._size, self._boundary = sequence_length, micro_batch_size, boundary
+    dataset: Any
+    layout: RankLayout
+    sequence_length: int
+    micro_batch_size: int
+    boundary: int | None = None
+    cost: SequenceCost | None = None
 
     def rows(self, step: BatchRange) -> list[range]:
         """Return the samples of every row of the job; an empty row trains nothing."""
-        rows_per_round = self._layout.dp_size * self._layout.group_size
-        needed = -(-(step.stop - step.start) // self._size)
-        starts = range(step.start, step.start + -(-needed // rows_per_round) * rows_per_round * self._size, self._size)
-        return [range(min(at, step.stop), min(at + self._size, step.stop)) for at in starts]
+        rows_per_round = self.layout.dp_size * self.layout.group_size
+        needed = -(-(step.stop - step.start) // self.micro_batch_size)
+        starts = range(
+            step.start,
+            step.start + -(-needed // rows_per_round) * rows_per_round * self.micro_batch_size,
+            self.micro_batch_size,
+        )
+        return [range(min(at, step.stop), min(at + self.micro_batch_size, step.stop)) for at in starts]
 
     def read(self, step: BatchRange) -> RawBatch:
         """Read this rank's rows of `step`.
@@ -138,7 +134,7 @@ class SampleReader:
             LoaderError: a sample is not one of Megatron-Core's datasets; HarnessError: as a PackReader does.
         """
         rows = self.rows(step)
-        mine = rows[self._layout.dp_rank :: self._layout.dp_size]
+        mine = rows[self.layout.dp_rank :: self.layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
         lengths = [[self.lengths_of(index) for index in row] for row in rows]
         dtypes = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
@@ -161,18 +157,18 @@ class SampleReader:
 
     def lengths_of(self, index: int) -> Int64Array:
         """Return model tokens of the sequences of sample `index`, int64, without reading it; S for a corpus."""
-        part = self._dataset
+        part = self.dataset
         if isinstance(part, BlendedDataset):
             if not isinstance(part.datasets[0], BlendPart):
-                return np.asarray([self._sequence_length], np.int64)
+                return np.asarray([self.sequence_length], np.int64)
             if part.dataset_index is None:  # not mapped before its first use
                 self._sample(index)
             part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
-        return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self._sequence_length])
+        return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self.sequence_length])
 
     def _sample(self, index: int) -> dict[str, npt.NDArray[Any]]:
         try:
-            entry = self._dataset[index]
+            entry = self.dataset[index]
         except FileNotFoundError as error:
             raise missing_index(error) from None
         except (ValueError, EOFError, IndexError) as error:
@@ -184,30 +180,30 @@ class SampleReader:
         sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]
-        if wrong or (count != self._sequence_length and "lengths" not in entry):
+        if wrong or (count != self.sequence_length and "lengths" not in entry):
             raise LoaderError(
                 f"sample {index} has {count:,} tokens"
                 + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
-                fix=f"samples of {self._sequence_length:,} tokens were requested; the index belongs to other settings: "
+                fix=f"samples of {self.sequence_length:,} tokens were requested; the index belongs to other settings: "
                 "remove it from data.path_to_cache",
             )
         sample["lengths"] = entry["lengths"] if "lengths" in entry else self._between_boundaries(sample["tokens"])
         return sample
 
     def _between_boundaries(self, tokens: npt.NDArray[Any]) -> Int64Array:
-        if self._boundary is None:
+        if self.boundary is None:
             return np.asarray([tokens.shape[0]], np.int64)
-        after = np.flatnonzero(tokens == self._boundary) + 1
+        after = np.flatnonzero(tokens == self.boundary) + 1
         cuts = np.unique(np.concatenate([[0], after, [tokens.shape[0]]]))
         return np.diff(cuts).astype(np.int64)
 
     def _imbalance(self, rows: list[list[Int64Array]]) -> Imbalance:
-        lengths = [padded_lengths(_end_to_end(row) + 1, self._layout.pad_to_multiple) for row in rows]
+        lengths = [padded_lengths(_end_to_end(row) + 1, self.layout.pad_to_multiple) for row in rows]
         ends = np.cumsum([0, *(row.shape[0] for row in lengths)])
-        schedule = Schedule(self._layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
-        full = padded_lengths(np.asarray([self._sequence_length + 1]), self._layout.pad_to_multiple)
+        schedule = Schedule(self.layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
+        full = padded_lengths(np.asarray([self.sequence_length + 1]), self.layout.pad_to_multiple)
         return measure_imbalance(
-            schedule, np.concatenate(lengths), row_tokens=self._size * int(full[0]), cost=self._cost
+            schedule, np.concatenate(lengths), row_tokens=self.micro_batch_size * int(full[0]), cost=self.cost
         )
 
 
@@ -228,13 +224,10 @@ class SampleLoader(BatchStream[RawBatch]):
         self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
 
     def __iter__(self) -> Iterator[RankBatch]:
-        for raw in self.read(self._steps()):
+        starts = range(self.state.packs_consumed, self._num_samples, self._size)
+        steps = (BatchRange(0, -(-at // self._size), at, min(at + self._size, self._num_samples)) for at in starts)
+        for raw in self.read(steps):
             yield build_batch(raw, layout=self._layout, before=self.state, num_packs=None)
-
-    def _steps(self) -> Iterator[BatchRange]:
-        first = self.state.packs_consumed
-        for start in range(first, self._num_samples, self._size):
-            yield BatchRange(0, -(-start // self._size), start, min(start + self._size, self._num_samples))
 
 
 def _end_to_end(lengths: list[Int64Array]) -> Int64Array:

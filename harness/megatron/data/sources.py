@@ -63,25 +63,20 @@ def check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
     _check_storage(config, remote)
-    _check_cache(Path(config.cache))
+    try:
+        Path(config.cache).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.cache).close()
+    except OSError as error:
+        raise ConfigError(
+            f"built indices cannot be written: {error.strerror or error}",
+            where=str(Path(config.cache)),
+            fix="set data.path_to_cache to a writable folder",
+        ) from None
     if config.fast_cache_load:
         return
     for path in named:
         if path not in remote:
             _check_pair(Path(path))
-
-
-def _check_cache(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"built indices cannot be written: {error.strerror or error}",
-            where=str(folder),
-            fix="set data.path_to_cache to a writable folder",
-        ) from None
 
 
 def check_split(

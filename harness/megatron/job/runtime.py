@@ -13,10 +13,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -104,8 +106,9 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
             where="environment",
             fix="start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
-    runtime = Runtime(chosen, rank, world_size, local_rank)
-    with _cpu_as_cuda() if chosen.type == "cpu" else _on_gpu(chosen):
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext():
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
@@ -113,7 +116,7 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
             backend, store=PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
         )
         try:
-            yield runtime
+            yield Runtime(chosen, rank, world_size, local_rank)
         except HarnessError as error:
             error.rank = rank
             raise
@@ -241,12 +244,6 @@ def gather_on_rank_0(value: T) -> list[T]:
     return gathered or []
 
 
-@contextmanager
-def _on_gpu(device: torch.device) -> Iterator[None]:
-    torch.cuda.set_device(device)
-    yield
-
-
 class _CudaMeansCpu(TorchFunctionMode):
     """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
 
@@ -275,26 +272,9 @@ def _names_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
 
 
-class _NoStream:
-    """Stand-in for a CUDA stream where work is never asynchronous."""
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 @contextmanager
 def _cpu_as_cuda() -> Iterator[None]:
     from megatron.core.tensor_parallel import random as megatron_random
-
-    stream = _NoStream()
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
 
     def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
@@ -302,23 +282,22 @@ def _cpu_as_cuda() -> Iterator[None]:
     def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    for name, value in {
-        "current_device": lambda: torch.device("cpu"),
-        "synchronize": lambda device=None: None,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "empty_cache": lambda: None,
-    }.items():
-        replace(torch.cuda, name, value)
+    # Work is never asynchronous.
+    stream = SimpleNamespace(**dict.fromkeys(("wait_stream", "wait_event", "synchronize"), lambda *others: None))
+    cuda = mock.patch.multiple(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda device=None: None,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        get_rng_state=get_rng_state,
+        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+        empty_cache=lambda: None,
+    )
     # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
-    replace(megatron_random, "_set_cuda_rng_state", set_rng_state)
-    replace(megatron_random, "_get_cuda_rng_state", get_rng_state)
-    try:
-        with _CudaMeansCpu():
-            yield
-    finally:
-        for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)
+    generator = mock.patch.multiple(
+        megatron_random, _set_cuda_rng_state=set_rng_state, _get_cuda_rng_state=get_rng_state
+    )
+    with cuda, generator, _CudaMeansCpu():
+        yield

@@ -72,10 +72,8 @@ def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple
     if silent:
         rank, beat = silent[0], after[silent[0]]
         others = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
-        return (
-            rank,
-            f"rank {rank}{others} has died or is stopped ({beat}); last seen in step {beat.step}, {beat.activity}",
-        )
+        last = f"last seen in step {beat.step}, {beat.activity}"
+        return rank, f"rank {rank}{others} has died or is stopped ({beat}); {last}"
     same = {(beat.step, beat.activity) for beat in after.values()}
     if len(same) == 1 and len(after) > 1:
         step, activity = same.pop()
@@ -132,12 +130,15 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost = None
         if isinstance(error, RuntimeError) and self._world > 1 and is_about_ranks(error):
             lost = self._lost(error)
-            self._end_watching()
+        Watchdog.current = None
+        self._over.set()
+        self._thread.join(timeout=5)
+        if lost is not None:
             lost.is_shared = not self._leave_error(lost, rank=lost.about)
             raise lost from None
-        self._end_watching()
         if isinstance(error, Exception):
             is_shared = isinstance(error, HarnessError) and error.is_shared
             self._leave_error(error, rank=None if is_shared else self._rank)
@@ -181,11 +182,6 @@ class Watchdog:
         # Missing data and lost ranks may be back at the next attempt; refused input is refused again.
         requeue = isinstance(error, LoaderError | LostRankError) or not isinstance(error, HarnessError)
         return self._leave(Stop(max(0, self.step - 1), type(error).__name__, message, rank, requeue))
-
-    def _end_watching(self) -> None:
-        Watchdog.current = None
-        self._over.set()
-        self._thread.join(timeout=5)
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
