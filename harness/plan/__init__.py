@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from harness.plan.hf_config import check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.model import DIVIDED_BY_COLUMNS, ModelConfig, padded_vocab_size, sequence_cost
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
 from harness.plan.work import Machine
 
 __all__ = [
+    "DIVIDED_BY_COLUMNS",
     "ROOM",
     "AssumedPacks",
     "Machine",

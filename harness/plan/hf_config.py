@@ -16,6 +16,12 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+}
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -82,10 +88,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "llama3":
         for name, known in _LLAMA3.items():
-            if rope.get(name) != known:
-                raise refuse(
-                    f"rope scaling llama3 with {name} {rope.get(name)} is not supported: Megatron-Core has {known}"
-                )
+            if (value := rope.get(name)) != known:
+                raise refuse(f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}")
     elif kind not in ("default", "linear"):
         raise refuse(f"rope scaling {kind!r} is not supported (llama3 and linear are)")
     heads = int(values["num_attention_heads"])
@@ -93,10 +97,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
     return HfModel(
         settings={
             "family": family,
-            "num_layers": int(values["num_hidden_layers"]),
-            "hidden_size": int(values["hidden_size"]),
-            "ffn_hidden_size": int(values["intermediate_size"]),
-            "num_attention_heads": heads,
+            **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()},
             "num_query_groups": int(values.get("num_key_value_heads") or heads),
             "head_dim": None if head_dim * heads == values["hidden_size"] else head_dim,
             "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -115,7 +116,7 @@ def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
     wrong = {
         name: value
         for name, value in stored.settings.items()
-        if value != (None if name == "head_dim" and _is_plain(model) else getattr(model, name))
+        if value != (None if name == "head_dim" and model.query_size == model.hidden_size else getattr(model, name))
     }
     if wrong:
         both = ", ".join(f"{name} {getattr(model, name)} (the weights have {value})" for name, value in wrong.items())
@@ -133,10 +134,6 @@ def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
         )
 
 
-def _is_plain(model: ModelConfig) -> bool:
-    return model.head_size * model.num_attention_heads == model.hidden_size
-
-
 def _text(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -146,10 +143,7 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
+        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.head_size,
         "hidden_act": "silu",
@@ -163,12 +157,8 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
         "torch_dtype": model.dtype,
         "use_cache": True,
     }
-    if model.family == "mistral":
-        config["sliding_window"] = None
-    if model.family == "qwen2":
-        config["use_sliding_window"] = False
-    if model.family in ("llama", "qwen3"):
-        config["attention_bias"] = False
+    further: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}
+    config |= further.get(model.family, {"attention_bias": False})
     if model.rope_scaling != "none":
         config["rope_scaling"] = {
             "rope_type": model.rope_scaling,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from harness.plan.layout import ParallelConfig
-from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size
+from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ModelConfig, padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,12 @@ class Memory:
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
     """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
-    heads, groups = model.num_attention_heads * head, model.num_query_groups * head
-    layer = (heads + 2 * groups) * hidden // tp + heads * hidden // tp + 3 * ffn * hidden // tp + 2 * hidden
+    hidden, sizes = model.hidden_size, model.linear_sizes
+    layer = sum(inputs * outputs // tp for inputs, outputs in sizes.values()) + 2 * hidden
     if model.family == "qwen2":
-        layer += (heads + 2 * groups) // tp
+        layer += sizes["linear_qkv"][1] // tp
     if model.family == "qwen3":
-        layer += 2 * head
+        layer += 2 * model.head_size
     words = padded_vocab_size(vocab_size) * hidden // tp
     total = model.num_layers // stages * layer
     is_first, is_last = stage == 0, stage == stages - 1
@@ -50,17 +49,11 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
 
 def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the number of adapter weights on a rank of any stage; they alone are trained."""
-    tp, rank = parallel.tensor_parallel_size, model.lora_rank
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    heads, groups = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
-    sizes = {
-        "linear_qkv": hidden + (heads + 2 * groups) // tp,
-        "linear_proj": heads // tp + hidden,
-        "linear_fc1": hidden + 2 * ffn // tp,
-        "linear_fc2": ffn // tp + hidden,
-    }
-    each = rank * sum(sizes[target] for target in model.lora_targets)
-    return model.num_layers // parallel.pipeline_parallel_size * each
+    tp, numbers = parallel.tensor_parallel_size, 0
+    for target in model.lora_targets:
+        inputs, outputs = model.linear_sizes[target]
+        numbers += inputs // tp + outputs if target in DIVIDED_BY_COLUMNS else inputs + outputs // tp
+    return model.num_layers // parallel.pipeline_parallel_size * model.lora_rank * numbers
 
 
 def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
@@ -68,8 +61,7 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> floa
     item = DTYPE_BYTES[model.dtype]
     if model.recompute == "full":
         return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-    tp = parallel.tensor_parallel_size
-    query, key = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
+    tp, query, key = parallel.tensor_parallel_size, model.query_size, model.key_size
     # Both norms keep their input and output in float32; the matrices after them keep their own input.
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
     divided = 5 * item * model.ffn_hidden_size + item * (4 * query + 3 * key) + 4 * model.num_attention_heads

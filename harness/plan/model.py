@@ -12,6 +12,8 @@ from harness.schedule import SequenceCost
 VOCAB_MULTIPLE = 128
 # The linear layers of a Megatron layer: queries, keys and values; the attention output; both of the gated MLP.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Tensor-parallel ranks divide the inputs of these, and the outputs of the others.
+DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
 # Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _CHOICES = {
@@ -110,6 +112,23 @@ class ModelConfig:
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def query_size(self) -> int:
+        """Numbers in the queries of a token, over all heads."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in the keys of a token, over all groups; its values have as many."""
+        return self.num_query_groups * self.head_size
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of one Megatron layer, by the names of `LORA_TARGETS`."""
+        hidden, ffn, query = self.hidden_size, self.ffn_hidden_size, self.query_size
+        sizes = (hidden, query + 2 * self.key_size), (query, hidden), (hidden, 2 * ffn), (ffn, hidden)
+        return dict(zip(LORA_TARGETS, sizes, strict=True))
+
     def check(self, parallel: ParallelConfig) -> None:
         """Raise ConfigError, with the arithmetic, if this model cannot be divided over the layout."""
         tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -154,8 +173,7 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
     """
-    heads = model.num_attention_heads * model.head_size
-    attention = 2 * model.hidden_size * (heads + model.num_query_groups * model.head_size)
-    layer = attention + 3 * model.hidden_size * model.ffn_hidden_size
+    layer = sum(inputs * outputs for inputs, outputs in model.linear_sizes.values())
     output = model.hidden_size * (model.vocab_size or 0)
-    return SequenceCost(linear=2.0 * (model.num_layers * layer + output), quadratic=2.0 * model.num_layers * heads)
+    quadratic = 2.0 * model.num_layers * model.query_size
+    return SequenceCost(linear=2.0 * (model.num_layers * layer + output), quadratic=quadratic)

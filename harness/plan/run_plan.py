@@ -80,12 +80,7 @@ class RunPlan:
 
     def render(self, *, gpu_bytes: float | None) -> Table:
         table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
-
-        def row(name: str, value: str) -> None:
-            table.add_row(name, value)
-
-        gib = 2**30
-        memory = self.memory
+        row, gib, memory = table.add_row, 2**30, self.memory
         row("run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel")
         row("model", f"{self.weights:,} weights")
         row("fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}")

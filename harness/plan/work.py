@@ -139,7 +139,7 @@ def estimate_step(
     hidden = tokens * item * model.hidden_size
     passes = 3 if again else 2
     tensor = passes * 4 * layers * hidden * (tp - 1) / tp / machine.link(tp, 1)
-    keys = tokens * item * 2 * model.num_query_groups * model.head_size / tp
+    keys = tokens * item * 2 * model.key_size / tp
     context = (passes + 1) * layers * keys * (cp - 1) / machine.link(cp, tp)
 
     busy = products + attention + memory + tensor + context

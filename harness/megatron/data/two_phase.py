@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -49,10 +50,11 @@ class PackedGlobalBatch:
     seqlen_squared_sum: int
 
 
+@dataclass(frozen=True)
 class BasePackingScheduler:
     """Phase 1 for one schedule.
 
-    Args:
+    Attributes:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds, `max_tokens_per_rank` elsewhere.
         layout: the place of this rank.
         cost: of training a sequence, for `cost_balanced`.
@@ -61,29 +63,21 @@ class BasePackingScheduler:
 
     name: ClassVar[str]
 
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        *,
-        layout: RankLayout,
-        device: torch.device,
-        cost: SequenceCost | None = None,
-    ) -> None:
-        self._max_tokens_per_rank = max_seqlen_per_dp_cp_rank
-        self._layout = layout
-        self._device = device
-        self._cost = cost
+    max_seqlen_per_dp_cp_rank: int
+    layout: RankLayout
+    device: torch.device
+    cost: SequenceCost | None = None
 
     def get_groups_and_subsamples(self, lengths: Int64Array) -> Schedule:
         """Schedule the sequences of a global batch: a pure function of their stored lengths."""
         return schedule(
             self.name,
-            padded_lengths(lengths, self._layout.pad_to_multiple),
-            dp_size=self._layout.dp_size,
-            cp_size=self._layout.cp_size,
-            max_tokens_per_rank=self._max_tokens_per_rank,
-            group_size=self._layout.group_size,
-            cost=self._cost,
+            padded_lengths(lengths, self.layout.pad_to_multiple),
+            dp_size=self.layout.dp_size,
+            cp_size=self.layout.cp_size,
+            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
+            group_size=self.layout.group_size,
+            cost=self.cost,
         )
 
     def run(self, data_iterator: Iterator[Pack] | None, num_microbatches: int) -> PackedGlobalBatch | None:
@@ -95,43 +89,39 @@ class BasePackingScheduler:
         dp_group = parallel_state.get_data_parallel_group()
         tp_group = parallel_state.get_tensor_model_parallel_group()
         pp_group = parallel_state.get_pipeline_model_parallel_group()
-        reads = data_iterator is not None
         sequences = together(
-            lambda: [] if data_iterator is None else get_batch(data_iterator, num_microbatches), device=self._device
+            lambda: [] if data_iterator is None else get_batch(data_iterator, num_microbatches), device=self.device
         )
         lengths, offsets = None, None
-        if reads:
-            lengths, offsets = get_global_seqlens(sequences, dp_group, self._device)
-        if self._layout.tp_rank == 0:
-            lengths = broadcast_to_pp_group(lengths, pp_group, self._device)
-        (count,) = broadcast_scalars([0 if lengths is None else lengths.shape[0]], tp_group, self._device)
+        if data_iterator is not None:
+            lengths, offsets = get_global_seqlens(sequences, dp_group, self.device)
+        if self.layout.tp_rank == 0:
+            lengths = broadcast_to_pp_group(lengths, pp_group, self.device)
+        (count,) = broadcast_scalars([0 if lengths is None else lengths.shape[0]], tp_group, self.device)
         if count == 0:
             return None
         placed = together(
-            lambda: None if lengths is None else self.get_groups_and_subsamples(lengths), device=self._device
+            lambda: None if lengths is None else self.get_groups_and_subsamples(lengths), device=self.device
         )
         rows, scalars = None, [0, 0, 0]
         if placed is not None and lengths is not None:
             rows = self._rows(sequences, placed, lengths, offsets)
             model = lengths - 1
             scalars = [placed.num_microbatches, int(model.sum()), int((model * model).sum())]
-        scalars = broadcast_scalars(scalars, tp_group, self._device)
-        return PackedGlobalBatch(create_data_iterator(rows, self._layout.virtual_stages), *scalars)
+        scalars = broadcast_scalars(scalars, tp_group, self.device)
+        return PackedGlobalBatch(create_data_iterator(rows, self.layout.virtual_stages), *scalars)
 
     def _rows(
         self, sequences: list[SequenceView], placed: Schedule, lengths: Int64Array, offsets: Int64Array | None
     ) -> list[ThdBatch]:
-        dp_rank = self._layout.dp_rank
+        dp_rank = self.layout.dp_rank
         if offsets is None:  # a stage that reads nothing
-            mine = {
-                int(sequence): _blank(int(lengths[sequence]))
-                for microbatch in range(placed.num_microbatches)
-                for sequence in placed.row(microbatch, dp_rank)
-            }
+            ids = np.concatenate([placed.row(microbatch, dp_rank) for microbatch in range(placed.num_microbatches)])
+            mine = {int(i): SequenceView(np.zeros(lengths[i], np.int32), np.zeros(lengths[i], np.uint8)) for i in ids}
         else:
             dp_group = parallel_state.get_data_parallel_group()
-            mine = reroute_samples_to_dcp_ranks(sequences, placed, lengths, offsets, dp_group, self._device)
-        return build_packed_microbatches(mine, placed, dp_rank, pad_to_multiple=self._layout.pad_to_multiple)
+            mine = reroute_samples_to_dcp_ranks(sequences, placed, lengths, offsets, dp_group, self.device)
+        return build_packed_microbatches(mine, placed, dp_rank, pad_to_multiple=self.layout.pad_to_multiple)
 
 
 class DpBalancedScheduler(BasePackingScheduler):
@@ -216,32 +206,20 @@ def get_batch_on_this_rank_for_sequence_packing(
         ]
     tokens, ends, max_seqlen, is_padded, total = broadcast_scalars(header, group, device)
 
-    def shared(mine: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine
+    def shared(owner: object, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device) if owner is None else getattr(owner, name)
         broadcast_tensor(tensor, group)
         return tensor
 
-    def field(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return shared(None if row is None else getattr(row, name), (1, tokens), dtype)
-
-    token_ids, labels, position_ids = (field(name, torch.int64) for name in ("tokens", "labels", "position_ids"))
-    loss_mask = field("loss_mask", torch.float32)
-    params = None if row is None else row.packed_seq_params
-    cu_seqlens = shared(None if params is None else params.cu_seqlens_q, (ends,), torch.int32)
-    padded = None
-    if is_padded:
-        padded = shared(None if params is None else params.cu_seqlens_q_padded, (ends,), torch.int32)
-    return RowTensors(
-        token_ids,
-        labels,
-        position_ids,
-        loss_mask,
-        packed_seq_params(cu_seqlens=cu_seqlens, cu_seqlens_padded=padded, max_seqlen=max_seqlen, total_tokens=total),
+    fields = {name: shared(row, name, (1, tokens), torch.int64) for name in ("tokens", "labels", "position_ids")}
+    loss_mask = shared(row, "loss_mask", (1, tokens), torch.float32)
+    params = row and row.packed_seq_params
+    cu_seqlens = shared(params, "cu_seqlens_q", (ends,), torch.int32)
+    padded = shared(params, "cu_seqlens_q_padded", (ends,), torch.int32) if is_padded else None
+    params = packed_seq_params(
+        cu_seqlens=cu_seqlens, cu_seqlens_padded=padded, max_seqlen=max_seqlen, total_tokens=total
     )
-
-
-def _blank(length: int) -> SequenceView:
-    return SequenceView(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.uint8))
+    return RowTensors(**fields, loss_mask=loss_mask, packed_seq_params=params)
 
 
 def get_batch(data_iterator: Iterator[Pack], num_microbatches: int) -> list[SequenceView]:
@@ -250,11 +228,7 @@ def get_batch(data_iterator: Iterator[Pack], num_microbatches: int) -> list[Sequ
     Raises:
         LoaderError: the stream ends within a global batch.
     """
-    packs: list[Pack] = []
-    for pack in data_iterator:
-        packs.append(pack)
-        if len(packs) == num_microbatches:
-            break
+    packs = list(islice(data_iterator, num_microbatches))
     if 0 < len(packs) < num_microbatches:
         raise LoaderError(
             f"the stream ended after {len(packs)} of {num_microbatches} packs of a global batch",
@@ -338,14 +312,11 @@ def build_packed_microbatches(
     samples: dict[int, SequenceView], schedule: Schedule, dp_rank: int, *, pad_to_multiple: int
 ) -> list[ThdBatch]:
     """Return this rank's rows, one per microbatch; a row without sequences is one of zero loss."""
-    rows = []
-    for microbatch in range(schedule.num_microbatches):
-        ids = schedule.row(microbatch, dp_rank)
-        sequences = [samples[int(sequence)] for sequence in ids]
-        rows.append(
-            build_thd_batch(sequences, pad_to_multiple=pad_to_multiple) if sequences else zero_loss_row(pad_to_multiple)
-        )
-    return rows
+    placed = (schedule.row(microbatch, dp_rank) for microbatch in range(schedule.num_microbatches))
+    rows = ([samples[int(sequence)] for sequence in ids] for ids in placed)
+    return [
+        build_thd_batch(row, pad_to_multiple=pad_to_multiple) if row else zero_loss_row(pad_to_multiple) for row in rows
+    ]
 
 
 def broadcast_to_pp_group(lengths: Int64Array | None, pp_group: ProcessGroup, device: torch.device) -> Int64Array:
@@ -379,6 +350,5 @@ def broadcast_tensor(tensor: torch.Tensor, group: ProcessGroup) -> None:
 
 def create_data_iterator(rows: list[ThdBatch] | None, virtual_stages: int | None) -> Any:
     """Return an iterator over rows, or a list with one per virtual pipeline stage; None for each without rows."""
-    if virtual_stages is None:
-        return None if rows is None else iter(rows)
-    return [None if rows is None else iter(rows) for _ in range(virtual_stages)]
+    iterators = [None if rows is None else iter(rows) for _ in range(virtual_stages or 1)]
+    return iterators[0] if virtual_stages is None else iterators

@@ -28,11 +28,10 @@ from torch.nn import functional
 
 from harness.errors import ConfigError
 from harness.megatron.weights import ADAPTER, Shard, to_hf
-from harness.plan import ModelConfig
+from harness.plan import DIVIDED_BY_COLUMNS, ModelConfig
 
 # Parent module of each linear layer, by its name in `model.lora_targets`.
 _PLACES = {"linear_qkv": "self_attention", "linear_proj": "self_attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
-_DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
 _HF_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -45,66 +44,55 @@ class Adapter(torch.nn.Module):
     """The two small matrices beside one linear layer.
 
     Args:
-        inputs, outputs: of the whole layer, over all ranks.
-        halves: parts of the rows of B on every rank, 2 for the gated layer.
-        rank, alpha: inner size of the two matrices, and scale of their product.
-        by_columns: True if ranks divide the layer's inputs instead of its outputs.
+        target: name of the layer in `model.lora_targets`.
         shard: this rank's part.
-        generator: draws A, the same on every rank.
+        seed: of A, the same on every rank.
 
     Attributes:
+        by_columns: True if ranks divide the layer's inputs instead of its outputs.
         a: [rank, inputs], or this rank's columns of it.
-        b: one per half, [outputs / halves, rank], or this rank's rows of it.
+        b: [outputs, rank], two halves of it for the gated layer, or this rank's rows of each.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        model: ModelConfig,
+        target: str,
         *,
-        inputs: int,
-        outputs: int,
-        halves: int,
-        rank: int,
-        alpha: float,
-        by_columns: bool,
         shard: Shard,
-        generator: torch.Generator,
+        seed: int,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.by_columns, self.scale = by_columns, alpha / rank
+        inputs, outputs = model.linear_sizes[target]
+        rank, halves, dtype = model.lora_rank, 2 if target == "linear_fc1" else 1, config.params_dtype
+        self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
         self._sequence_parallel = config.sequence_parallel
-        bound = 1 / math.sqrt(inputs)
+        bound, generator = 1 / math.sqrt(inputs), torch.Generator().manual_seed(seed)
         drawn = torch.rand(rank, inputs, generator=generator, dtype=torch.float32) * 2 * bound - bound
-        if by_columns:
-            first, last = shard.of(inputs)
-            drawn = drawn[:, first:last].contiguous()
-            rows = outputs
-        else:
-            rows = outputs // halves // shard.size
-        dtype = config.params_dtype
+        if self.by_columns:
+            drawn = drawn[:, slice(*shard.of(inputs))].contiguous()
+        rows = outputs // halves // (1 if self.by_columns else shard.size)
         self.a = torch.nn.Parameter(drawn.to(device, dtype))
         self.b = torch.nn.ParameterList(
             torch.nn.Parameter(torch.zeros(rows, rank, device=device, dtype=dtype)) for _ in range(halves)
         )
         # The norm of gradients counts shared parameters once and divided ones on every rank.
-        for divided in [self.a] if by_columns else self.b:
-            set_tensor_model_parallel_attributes(divided, is_parallel=True, dim=int(by_columns), stride=1)
+        for divided in [self.a] if self.by_columns else self.b:
+            set_tensor_model_parallel_attributes(divided, is_parallel=True, dim=int(self.by_columns), stride=1)
         # Gradients of a part of the tokens, which Megatron sums over the ranks with the others.
-        for partial in self.b if by_columns else [self.a]:
+        for partial in self.b if self.by_columns else [self.a]:
             setattr(partial, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not an attribute of torch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the addition to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
-        low = functional.linear(inputs, self.a)
-        if self.by_columns and self._sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low)
-        elif self.by_columns:
-            low = reduce_from_tensor_model_parallel_region(low)
-        elif self._sequence_parallel:
-            low = gather_from_sequence_parallel_region(low)
-        else:
-            low = copy_to_tensor_model_parallel_region(low)
+        whole, split = (
+            (reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region)
+            if self.by_columns
+            else (copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region)
+        )
+        low = (split if self._sequence_parallel else whole)(functional.linear(inputs, self.a))
         rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
         return functional.linear(low, rows) * self.scale
 
@@ -127,33 +115,14 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torc
     config = chunk.config
     for parameter in chunk.parameters():
         parameter.requires_grad = False
-    heads, groups = model.num_attention_heads * model.head_size, model.num_query_groups * model.head_size
-    sizes = {
-        "linear_qkv": (model.hidden_size, heads + 2 * groups),
-        "linear_proj": (heads, model.hidden_size),
-        "linear_fc1": (model.hidden_size, 2 * model.ffn_hidden_size),
-        "linear_fc2": (model.ffn_hidden_size, model.hidden_size),
-    }
     for layer in chunk.decoder.layers:
         for number, (target, place) in enumerate(_PLACES.items()):
             if target not in model.lora_targets:
                 continue
             parent = getattr(layer, place)
-            inputs, outputs = sizes[target]
             # By the layer's number in the whole model: every layout draws the same values.
             seed = (model.seed * 1_000_003 + layer.layer_number) * len(_PLACES) + number
-            adapter = Adapter(
-                config,
-                inputs=inputs,
-                outputs=outputs,
-                halves=2 if target == "linear_fc1" else 1,
-                rank=model.lora_rank,
-                alpha=model.lora_alpha,
-                by_columns=target in _DIVIDED_BY_COLUMNS,
-                shard=shard,
-                generator=torch.Generator().manual_seed(seed),
-                device=device,
-            )
+            adapter = Adapter(config, model, target, shard=shard, seed=seed, device=device)
             setattr(parent, target + ADAPTER[:-1], adapter)
             getattr(parent, target).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
     if chunk.pre_process:

@@ -115,7 +115,7 @@ class HfWeights:
 def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the model's weights by its Hugging Face name."""
     hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
-    heads, groups = model.num_attention_heads * head, model.num_query_groups * head
+    heads, groups = model.query_size, model.key_size
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not model.tie_embeddings:
         shapes[_OUTPUT] = (vocab_size, hidden)
@@ -203,30 +203,23 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
     else:
         kind = end.rpartition(".")[2]
         groups = target.view(-1, _group_rows(model), *target.shape[1:])
-        for group, rows, start, stop in _qkv_pieces(model, shard):
-            read = weights.rows(f"{layer}{rows.name}.{kind}", rows.first, rows.first + stop - start)
+        for group, tensor, first, start, stop in _qkv_pieces(model, shard):
+            read = weights.rows(f"{layer}{tensor}.{kind}", first, first + stop - start)
             groups[group, start:stop].copy_(read)
-
-
-@dataclass(frozen=True)
-class _QkvRows:
-    name: str
-    first: int
 
 
 def _group_rows(model: ModelConfig) -> int:
     return (model.num_attention_heads // model.num_query_groups + 2) * model.head_size
 
 
-def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, _QkvRows, int, int]]:
-    """Yield for each group of this rank its place, the source rows of q, k or v, and the bounds of its own rows."""
-    query = model.num_attention_heads // model.num_query_groups * model.head_size
+def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, str, int, int, int]]:
+    """Yield for each group of this rank its place, the tensor and first row of q, k or v, and its own rows' bounds."""
     head = model.head_size
-    first, last = shard.of(model.num_query_groups)
-    for place, group in enumerate(range(first, last)):
-        yield place, _QkvRows(_QKV[0], group * query), 0, query
-        yield place, _QkvRows(_QKV[1], group * head), query, query + head
-        yield place, _QkvRows(_QKV[2], group * head), query + head, query + 2 * head
+    query = _group_rows(model) - 2 * head
+    for place, group in enumerate(range(*shard.of(model.num_query_groups))):
+        yield place, _QKV[0], group * query, 0, query
+        yield place, _QKV[1], group * head, query, query + head
+        yield place, _QKV[2], group * head, query + head, query + 2 * head
 
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -248,6 +241,6 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
     kind = end.rpartition(".")[2]
     groups = tensor.view(-1, _group_rows(model), *tensor.shape[1:])
     pieces: dict[str, list[torch.Tensor]] = {}
-    for group, rows, start, stop in _qkv_pieces(model, Shard()):
-        pieces.setdefault(f"{layer}{rows.name}.{kind}", []).append(groups[group][start:stop])
+    for group, other, _, start, stop in _qkv_pieces(model, Shard()):
+        pieces.setdefault(f"{layer}{other}.{kind}", []).append(groups[group][start:stop])
     return {other: torch.cat(parts) for other, parts in pieces.items()}

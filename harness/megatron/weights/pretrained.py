@@ -36,19 +36,18 @@ class Pretrained:
             vocab_size: of the data's tokenizer; None if unknown.
             dataset_tokenizer: its hash; empty if unknown.
         """
+        problem = ""
         if vocab_size is not None and vocab_size > self.vocab_size:
+            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"
+        elif dataset_tokenizer and any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
+            own = tokenizer_hash(str(self.folder))
+            if own != dataset_tokenizer:
+                problem = (
+                    f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
+                )
+        if problem:
             raise ConfigError(
-                f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}",
-                where=f"{where} and model.init_from={self.model.init_from}",
-                fix="prepare the data with the tokenizer of the weights: "
-                f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
-            )
-        if not dataset_tokenizer or not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
-            return
-        own = tokenizer_hash(str(self.folder))
-        if own != dataset_tokenizer:
-            raise ConfigError(
-                f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}",
+                problem,
                 where=f"{where} and model.init_from={self.model.init_from}",
                 fix="prepare the data with the tokenizer of the weights: "
                 f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
