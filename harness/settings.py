@@ -108,7 +108,9 @@ def _render(config: Any, indent: str) -> list[str]:
     texts, lines = attribute_texts(type(config)), []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        text = _summary(type(value)) if dataclasses.is_dataclass(value) else texts.get(field.name)
+        text = texts.get(field.name)
+        if dataclasses.is_dataclass(value):  # the first paragraph of its docstring
+            text = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0]
         if text:
             lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if dataclasses.is_dataclass(value):
@@ -116,11 +118,6 @@ def _render(config: Any, indent: str) -> list[str]:
         else:
             lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
     return lines
-
-
-def _summary(schema: type[Any]) -> str:
-    """Return the first paragraph of a dataclass's docstring."""
-    return inspect.cleandoc(schema.__doc__ or "").partition("\n\n")[0]
 
 
 def _type_name(hint: Any) -> str:

@@ -17,21 +17,16 @@ from harness.plan import SftConfig
 
 
 def main(config: SftConfig) -> int:
-    """Check one layout and print the findings; return 1 if there are any."""
-    findings = check(config)
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(findings) or "every document is isolated")
-    return 1 if findings else 0
-
-
-def check(config: SftConfig) -> list[str]:
-    """Return the findings of all ranks."""
+    """Check one layout and print the findings of all ranks; return 1 if there are any."""
     prepare_process()
     # Transformer Engine then chooses kernels that add in the same order each time.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     from harness.parity import check_isolation
 
-    return check_isolation(config)
+    findings = check_isolation(config)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(findings) or "every document is isolated")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

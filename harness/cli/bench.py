@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,8 +66,14 @@ def run_bench(
     from harness.bench import Workspace
 
     page = Path(sizes.page) if name == "all" else None
+    # Before anything is measured.
     for path in filter(None, (save, page)):
-        _check_writable(path)
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
     failed: list[str] = []
     with Workspace(folder, keep=keep) as workspace:
         if page is None:
@@ -75,11 +82,13 @@ def run_bench(
             measurements = chosen.measure(workspace.folder, quick=quick, failed=failed)
             reports = run_benches(measurements, as_json=as_json)
     if save is not None:
-        _write(save, _to_json(reports) + "\n")
+        with _writing(save):
+            save.write_text(_to_json(reports) + "\n")
     if page is not None:
         from harness.bench import render_benchmarks
 
-        _write(page, render_benchmarks(reports))
+        with _writing(page):
+            page.write_text(render_benchmarks(reports))
     if failed:
         raise HarnessError(
             f"{len(failed)} benches could not be measured: {', '.join(failed)}",
@@ -148,24 +157,11 @@ def _to_json(reports: Sequence[BenchReport]) -> str:
     return json.dumps({"reports": [report.to_dict() for report in reports]}, indent=2)
 
 
-def _check_writable(path: Path) -> None:
-    """Fail before anything is measured where the figures could not be written."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
+        yield
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the figures cannot be written: {error.strerror}", where=str(path), fix="name another file")
+        raise ConfigError(
+            f"the figures cannot be written: {error.strerror}", where=str(path), fix="name another file"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,7 +138,9 @@ def verify(path: DatasetPath, as_json: AsJson = False) -> None:
     for dataset in [path] if check is not None else find_datasets(path):
         with progress_bar(f"verifying {dataset}", quiet=as_json) as advance:
             problems += (check or verify_dataset)(dataset, progress=advance)
-        num_packs += _num_packs(dataset) if not problems and check is None else 0
+        if not problems and check is None:
+            with closing(open_dataset(dataset)) as reader:
+                num_packs += len(reader)
     if as_json:
         print_json({"path": path, "problems": [asdict(problem) for problem in problems]})
     else:
@@ -168,8 +171,7 @@ def convert(
             source,
             destination,
             format=format,
-            pack_size=settings.data.pack_size,
-            packs_per_shard=settings.data.packs_per_shard,
+            **vars(settings.data),
             overwrite=overwrite,
             progress=lambda stage, done, total: advance(done, total, stage),
         )
@@ -195,8 +197,7 @@ def import_(
             convention=convention,
             format=format,
             split=settings.split,
-            pack_size=settings.data.pack_size,
-            packs_per_shard=settings.data.packs_per_shard,
+            **vars(settings.data),
             overwrite=overwrite,
             progress=advance,
         )
@@ -214,10 +215,7 @@ def repack(
     """Plan packs again over sequences that are stored once: takes seconds, copies no token."""
     from harness.prep import repack_store
 
-    packs: PlannedPacks = context.obj.data
-    manifest = repack_store(
-        store, destination, pack_size=packs.pack_size, algorithm=packs.algorithm, seed=packs.seed, overwrite=overwrite
-    )
+    manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)
     _print_written(destination, manifest, {}, as_json=as_json)
 
 
@@ -234,14 +232,6 @@ def diff(
     else:
         print(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
     raise typer.Exit(0 if difference is None else 1)
-
-
-def _num_packs(path: str) -> int:
-    reader = open_dataset(path)
-    try:
-        return len(reader)
-    finally:
-        reader.close()
 
 
 def _print_written(destination: str, manifest: Any, changes: dict[str, int], *, as_json: bool) -> None:

@@ -66,8 +66,7 @@ class TokenSettings:
     def source(self) -> TokenSource:
         from harness.indexed import TokenSource
 
-        rows = self.data
-        return TokenSource(column=rows.column, eod=rows.eod, vocab_size=self.tokenizer.vocab_size, empty=rows.empty)
+        return TokenSource(**vars(self.data), vocab_size=self.tokenizer.vocab_size)
 
 
 @dataclass

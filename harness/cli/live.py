@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from harness.checks import require_choice, require_numbers
-from harness.cli.settings import AsJson, class_of, stdout_console
+from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 from harness.errors import ConfigError
 
 live_app = typer.Typer(
@@ -21,6 +21,8 @@ live_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# Flushed: a log shows the progress of the producer.
+_print_line = functools.partial(print, flush=True)
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks")]
 
 
@@ -129,12 +131,8 @@ def produce(
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
     if settings.tokenizer.name:
-        tokenizer = ChatTokenizer(
-            TokenizerConfig(kind="huggingface", name=settings.tokenizer.name, mask=settings.tokenizer.mask)
-        )
-        packing = Packing(
-            tokenizer, settings.data.pack_size, settings.data.over_long, block=1 if source == STDIN else 64
-        )
+        tokenizer = ChatTokenizer(TokenizerConfig(kind="huggingface", **vars(settings.tokenizer)))
+        packing = Packing(tokenizer, **vars(settings.data), block=1 if source == STDIN else 64)
     with LiveProducer(
         folder,
         kind="packs" if packing is not None else chunks.kind,
@@ -193,7 +191,7 @@ def status(
 
     console = stdout_console(width=120)
     if as_json:
-        print(json.dumps(live_status(folder).to_dict(), indent=2))
+        print_json(live_status(folder).to_dict())
     elif not watch:
         console.print(render_status(live_status(folder)))
     else:
@@ -205,8 +203,3 @@ def status(
             while True:
                 time.sleep(every_s)
                 live.update(look(), refresh=True)
-
-
-def _print_line(line: str) -> None:
-    # Flushed: a log shows the progress of the producer.
-    print(line, flush=True)

@@ -113,35 +113,30 @@ def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=V
 @parity_app.command(cls=class_of(RecordSettings, {"--run": 1}))
 def record(context: typer.Context, name: Name, run: Run) -> None:
     """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
-    from harness.parity import Tolerances
-    from harness.parity import record as record_baseline
+    from harness import parity
 
     settings: RecordSettings = context.obj
-    tolerances = Tolerances(settings.loss, settings.grad_norm, settings.reason)
-    print(f"baseline {record_baseline(name, run, Path(settings.baselines), tolerances)}")
+    tolerances = parity.Tolerances(settings.loss, settings.grad_norm, settings.reason)
+    print(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
 
 
 @parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
 def against(context: typer.Context, name: Name, run: Run) -> None:
     """Compare a run with a baseline; exit code 1 where it differs, or where there is no such baseline."""
-    from harness.parity import against as compare_with_baseline
-    from harness.parity import command_line
+    from harness import parity
 
-    settings: CompareSettings = context.obj
-    report = compare_with_baseline(name, run, Path(settings.baselines), command=command_line())
-    _show(report, settings.out)
+    report = parity.against(name, run, Path(context.obj.baselines), command=parity.command_line())
+    _show(report, context.obj.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
 
 
 @parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
 def update(context: typer.Context, name: Name, run: Run) -> None:
     """Replace a baseline by a run, and report what moved and by how much."""
-    from harness.parity import command_line
-    from harness.parity import update as update_baseline
+    from harness import parity
 
-    settings: CompareSettings = context.obj
-    report = update_baseline(name, run, Path(settings.baselines), command=command_line())
-    _show(report, settings.out)
+    report = parity.update(name, run, Path(context.obj.baselines), command=parity.command_line())
+    _show(report, context.obj.out)
     checks = report.cells[-1].checks
     moved = [check for check in checks if not check.passed]
     for check in moved:
@@ -183,10 +178,9 @@ def summarise(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one a node, with its report in it or below")],
 ) -> None:
     """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
-    from harness.parity import command_line
-    from harness.parity import summarise as join_reports
+    from harness import parity
 
-    report = join_reports(folders, command=command_line())
+    report = parity.summarise(folders, command=parity.command_line())
     _show(report, context.obj.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
 

@@ -111,15 +111,14 @@ def chat(
     prepare_process()
     from harness.megatron import Chat, exported, talk
 
-    settings: ChatSettings = context.obj
+    sampling = dict(vars(context.obj))
+    prompt = sampling.pop("prompt")
     with exported(source) as folder:
-        conversation = Chat(
-            folder, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed
-        )
-        if settings.prompt is None:
+        conversation = Chat(folder, **sampling)
+        if prompt is None:
             talk(conversation)
         else:
-            print(conversation.answer(settings.prompt))
+            print(conversation.answer(prompt))
 
 
 @runs_app.command()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 
+# Options of sbatch that are settings of the same name.
+SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
 LAUNCHERS = ("srun", "torchrun")
 # Slurm parses `#SBATCH` lines by rules of its own; these characters mean the same to it and to the shell.
 _DIRECTIVE = re.compile(r"[A-Za-z0-9._/+@:,=\[\]&|*()-]*")
@@ -101,7 +103,7 @@ class ClusterConfig:
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
-        for name in ("account", "partition", "qos", "constraint", "reservation", "exclude", "memory"):
+        for name in (*SBATCH_NAMES, "memory"):
             check_directive(getattr(self, name), f"cluster.{name}")
         if not _TIME.fullmatch(self.time):
             raise ConfigError(

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from harness.launch.cluster import ClusterConfig, check_directive, check_one_line
+from harness.launch.cluster import SBATCH_NAMES, ClusterConfig, check_directive, check_one_line
 
 IN_CONTAINER = """\
 # --no-container-mount-home: packages in ~/.local would hide those of the image. --container-env: variables that the
@@ -252,12 +252,7 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
         "gpus-per-node": str(cluster.gpus_per_node or ""),
         "mem": cluster.memory,
         "time": cluster.time,
-        "account": cluster.account,
-        "partition": cluster.partition,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "reservation": cluster.reservation,
-        "exclude": cluster.exclude,
+        **{name: getattr(cluster, name) for name in SBATCH_NAMES},
         # The folder inside a container is an option of the container.
         "chdir": "" if cluster.image else job.workdir,
         "output": f"{job.logs}/%x-%j.out",

@@ -69,7 +69,13 @@ def plan_job(
     weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub
     live = settings["data"].get("live", {}).get("path")
     if cluster.image:
-        _check_absolute([*dataset_paths(settings), weights, live])
+        for path in (*dataset_paths(settings), weights, live):
+            if path and "://" not in path and not Path(path).is_absolute():
+                raise ConfigError(
+                    f"{path} is relative, and would be looked up in the container's own folder",
+                    where="data.path, model.init_from",
+                    fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
+                )
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     return Job(
@@ -85,16 +91,6 @@ def plan_job(
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
     )
-
-
-def _check_absolute(paths: Sequence[str | None]) -> None:
-    for path in paths:
-        if path and "://" not in path and not Path(path).is_absolute():
-            raise ConfigError(
-                f"{path} is relative, and would be looked up in the container's own folder",
-                where="data.path, model.init_from",
-                fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
-            )
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

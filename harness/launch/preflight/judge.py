@@ -61,19 +61,16 @@ def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> t
     """
     answers = _read(lines)
     present = [node for node in nodes if node in answers]
-    faults = [Fault(node, "no answer from the node", _fix_of_silence(node)) for node in nodes if node not in answers]
+    fix = (
+        "look in its own log (slurmd.log, `scontrol show node {0}`) whether the step began there; leave it out "
+        "with cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
+    )
+    faults = [Fault(node, "no answer from the node", fix.format(node)) for node in nodes if node not in answers]
     faults += [fault for node in present for fault in answers[node].errors]
-    faults += [fault for node in present for fault in _below_limits(node, answers[node].facts, limits)]
+    faults += [Fault(node, *fault) for node in present for fault in _below_limits(answers[node].facts, limits)]
     faults += _differences({node: answers[node].facts for node in present})
     faults += [fault for node in present for fault in answers[node].timeouts]
     return faults, _summary([answers[node].facts for node in present])
-
-
-def _fix_of_silence(node: str) -> str:
-    return (
-        f"look in its own log (slurmd.log, `scontrol show node {node}`) whether the step began there; leave it out "
-        f"with cluster.exclude={node}. If an image is unpacked first, raise cluster.preflight.timeout_s"
-    )
 
 
 def _read(lines: Iterable[str]) -> dict[str, _Answers]:
@@ -97,11 +94,11 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
     return answers
 
 
-def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[Fault]:
+def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[tuple[str, str]]:
+    """Yield each fault and its fix."""
     gpus = facts.get("gpus", {}).get("gpus", [])
     if "gpus" in facts and len(gpus) < limits.gpus:
-        yield Fault(
-            node,
+        yield (
             f"gpus: nvidia-smi shows {len(gpus)}, the job asks for {limits.gpus}",
             f"set cluster.gpus_per_node={len(gpus)}, or drain the node: a GPU has fallen off the bus",
         )
@@ -109,35 +106,30 @@ def _below_limits(node: str, facts: dict[str, dict[str, Any]], limits: Limits) -
     if limits.gpus and len(gpus) == limits.gpus:
         for number, gpu in enumerate(gpus):
             if gpu["used_mib"] > _UNUSED_GPU_MIB:
-                yield Fault(
-                    node,
+                yield (
                     f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun",
                     "end the process that an earlier job left there, or drain the node",
                 )
     if facts.get("shm", {}).get("mib", limits.min_shm_mib) < limits.min_shm_mib:
-        yield Fault(
-            node,
+        yield (
             f"shm: /dev/shm has {facts['shm']['mib']:,} MiB, loader workers need {limits.min_shm_mib:,}",
             "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 "
             "and cluster.preflight.min_shm_mib=0",
         )
     if facts.get("disk", {}).get("gib", limits.min_disk_gib) < limits.min_disk_gib:
-        yield Fault(
-            node,
+        yield (
             f"disk: {facts['disk']['gib']:.1f} GiB are free for the run's folder, {limits.min_disk_gib:g} are required",
             "free space, set runs= to another folder, or lower cluster.preflight.min_disk_gib",
         )
     if limits.code and facts.get("versions", {}).get("code", limits.code) != limits.code:
-        yield Fault(
-            node,
+        yield (
             f"versions: the code or configs of the container differ from those that submitted the job ({limits.code})",
             "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, "
             "DIR:/opt/harness), or run the image's own code: cluster.preflight.same_code=false",
         )
     offset_s = facts.get("first node", {}).get("offset_s", 0.0)
     if abs(offset_s) > limits.max_clock_offset_s:
-        yield Fault(
-            node,
+        yield (
             f"clock: {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of the first node",
             "start chronyd or ntpd on it: logs, file times and Kerberos tickets depend on the clock",
         )
