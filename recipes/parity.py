@@ -35,13 +35,13 @@ from harness.parity import (
     Cell,
     CellResult,
     CheckPlan,
-    LiveTable,
     ParityReport,
     Tolerances,
     cell_result,
     command_line,
     default_slots,
     environment,
+    live_table,
     parse_case,
     plan_check,
     run_cells,
@@ -162,10 +162,9 @@ def main(config: ParityConfig) -> int:
     cells, left_out = plan(config, folder, device)
     # In a log the table is as wide as it needs to be.
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    with LiveTable(cells, console) as table:
-        finished = run_cells(
-            cells, folder, slots=config.slots or default_slots(), timeout_s=config.timeout_s, watch=table.update
-        )
+    with live_table(cells, console) as watch:
+        slots = config.slots or default_slots()
+        finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch)
     known = {cell.name: cell for cell in cells}
     results = [
         cell_result(

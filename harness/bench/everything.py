@@ -54,10 +54,6 @@ class Section:
     peers: tuple[str, ...] = ()
     shares_data: bool = False
 
-    @property
-    def command(self) -> str:
-        return " ".join(("harness", "bench", *self.arguments))
-
 
 def _part(title: str, part: str, about: str, *peers: str) -> Section:
     return Section(f"Formats: {title}", ("formats", f"parts={part}"), about, peers, shares_data=True)
@@ -157,19 +153,18 @@ def bench_everything(folder: Path, *, quick: bool, failed: list[str]) -> list[Ca
 def _measurement(
     section: Section, folder: Path, *, quick: bool, failed: list[str]
 ) -> Callable[[Progress], BenchReport]:
-    arguments = (*section.arguments, *(("--quick",) if quick else ()))
-    command = " ".join(("harness", "bench", *arguments))
+    arguments = [*section.arguments, *(["--quick"] if quick else [])]
+    command = " ".join(["harness", "bench", *arguments])
 
     def measure(progress: Progress) -> BenchReport:
         progress(f"{section.title}: {command}")
-        data = ("--dir", str(folder), "--keep") if section.shares_data else ()
+        data = ["--dir", str(folder), "--keep"] if section.shares_data else []
         try:
-            report = _measure((*arguments, *data, "--json"))
+            report = _measure([*arguments, *data, "--json"])
         except HarnessError as error:
             failed.append(section.title)
             report = BenchReport(section.arguments[0], {}, notes=[f"this could not be measured: {error.what}"])
-        report.command = command
-        report.title, report.about = section.title, section.about
+        report.command, report.title, report.about = command, section.title, section.about
         if section.peers:
             versions = list_versions()
             peers = [f"{name} {versions.get(name, '(not installed, not measured)')}" for name in section.peers]
@@ -179,14 +174,9 @@ def _measurement(
     return measure
 
 
-def _measure(arguments: tuple[str, ...]) -> BenchReport:
-    done = subprocess.run(
-        [sys.executable, "-c", "from harness.cli import main; main()", "bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+def _measure(arguments: list[str]) -> BenchReport:
+    command = [sys.executable, "-c", "from harness.cli import main; main()", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     try:
         return read_figures(json.loads(done.stdout[done.stdout.index("{") :])["reports"][0])
     except (ValueError, KeyError, IndexError):
@@ -241,35 +231,21 @@ def _summary(reports: Sequence[BenchReport]) -> str:
         if figure.met is not None
     ]
     met = sum(figure.met is True for report in reports for figure in report.figures)
-    return "\n".join(
-        [
-            "## In short",
-            "",
-            f"{met} of {len(rows)} targets are met.",
-            "",
-            "| | figure | target | | section |",
-            "|---|--:|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    head = ["## In short", "", f"{met} of {len(rows)} targets are met.", ""]
+    return "\n".join([*head, "| | figure | target | | section |", "|---|--:|---|---|---|", *rows, ""])
 
 
 def _not_faster(reports: Sequence[BenchReport]) -> str:
     lines = [_NOT_FASTER.rstrip()]
     for report in reports:
         # A ratio with an upper target is a cost, a ratio without is a speed.
-        slower = [
-            figure
-            for figure in report.figures
-            if figure.unit == "x" and figure.of and (figure.value > 1 if figure.at_most else figure.value < 1)
-        ]
+        ratios = [figure for figure in report.figures if figure.unit == "x" and figure.of]
+        slower = [figure for figure in ratios if (figure.value > 1 if figure.at_most else figure.value < 1)]
         if slower:
-            listed = ", ".join(f"{_text(figure.name)} {_shown(figure)}" for figure in slower)
-            lines.append(f"- **{report.title}**: {listed}.")
+            lines.append(f"- **{report.title}**: {', '.join(map(_named, slower))}.")
     for report in reports:
         if report.missed:
-            listed = ", ".join(f"{_text(figure.name)} {_shown(figure)} ({figure.target})" for figure in report.missed)
+            listed = ", ".join(f"{_named(figure)} ({figure.target})" for figure in report.missed)
             lines.append(f"- Targets missed, {report.title}: {listed}.")
     return "\n".join(lines) + "\n"
 
@@ -290,6 +266,10 @@ def _section(report: BenchReport) -> str:
 
 def _shown(figure: Figure) -> str:
     return f"{show_number(figure.value)} {figure.unit}".rstrip()
+
+
+def _named(figure: Figure) -> str:
+    return f"{_text(figure.name)} {_shown(figure)}"
 
 
 def _range(figure: Figure) -> str:

@@ -10,7 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "trl", "dat
 
 # Logs what a bench is doing now.
 Progress = Callable[[str], None]
-# Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the units of work done.
-Work = Callable[[int], float]
-# Does its part of a round and returns the sample to keep.
+# Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the sample to keep, or the units of work.
 Side = Callable[[int], float]
+Work = Side
 
 
 def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[float]]:
@@ -102,24 +102,11 @@ class Figure:
 
     @property
     def target(self) -> str:
-        parts = []
-        if self.at_least is not None:
-            parts.append(f"at least {show_number(self.at_least)}")
-        if self.at_most is not None:
-            parts.append(f"at most {show_number(self.at_most)}")
-        return " and ".join(parts)
+        bounds = (("at least", self.at_least), ("at most", self.at_most))
+        return " and ".join(f"{word} {show_number(bound)}" for word, bound in bounds if bound is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "at_least": self.at_least,
-            "at_most": self.at_most,
-            "met": self.met,
-            "samples": list(self.samples),
-            "of": list(self.of),
-        }
+        return asdict(self) | {"met": self.met}
 
 
 @dataclass
@@ -160,21 +147,19 @@ class BenchReport:
         name: str,
         samples: Sequence[float],
         unit: str,
-        *,
         at_least: float | None = None,
         at_most: float | None = None,
     ) -> Figure:
         """Add the median of `samples`."""
         return self.add(Figure(name, statistics.median(samples), unit, at_least, at_most, tuple(samples)))
 
+    def measure(self, works: Mapping[str, Work], unit: str, *, rounds: int, cpu_time: bool = False) -> None:
+        """Measure the rates of `works` in turns, and add each under its name."""
+        for name, rates in measure_rates(works, rounds=rounds, cpu_time=cpu_time).items():
+            self.add_samples(name, rates, unit)
+
     def add_ratio(
-        self,
-        name: str,
-        over: str,
-        under: str,
-        *,
-        at_least: float | None = None,
-        at_most: float | None = None,
+        self, name: str, over: str, under: str, at_least: float | None = None, at_most: float | None = None
     ) -> Figure:
         """Add the value of figure `over` divided by that of figure `under`."""
         value = self.figure(over).value / self.figure(under).value
@@ -182,10 +167,7 @@ class BenchReport:
 
     def figure(self, name: str) -> Figure:
         """Return the figure of that name; raises KeyError where there is none."""
-        for figure in self.figures:
-            if figure.name == name:
-                return figure
-        raise KeyError(name)
+        return {figure.name: figure for figure in self.figures}[name]
 
     @property
     def missed(self) -> list[Figure]:
@@ -212,20 +194,15 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
     Raises:
         KeyError: a field is missing.
     """
-    names = ("name", "value", "unit", "at_least", "at_most")
-    return BenchReport(
-        values["subject"],
-        values["settings"],
-        [
-            Figure(**{name: figure[name] for name in names}, samples=tuple(figure["samples"]), of=tuple(figure["of"]))
-            for figure in values["figures"]
-        ],
-        list(values["notes"]),
-        values["began"],
-        values["seconds"],
-        values["command"],
-        values["machine"]["load"],
-    )
+    figures = []
+    for figure in values["figures"]:
+        known = {key: tuple(value) if isinstance(value, list) else value for key, value in figure.items()}
+        del known["met"]
+        figures.append(Figure(**known))
+    report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))
+    report.began, report.seconds, report.command = values["began"], values["seconds"], values["command"]
+    report.load = values["machine"]["load"]
+    return report
 
 
 def render_report(report: BenchReport) -> RenderableType:
@@ -233,9 +210,8 @@ def render_report(report: BenchReport) -> RenderableType:
     table = Table(title=f"bench {report.subject}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("measured")
     table.add_column("figure", justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    table.add_column("target", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    for name in ("unit", "target", ""):
+        table.add_column(name, no_wrap=True)
     verdicts = {None: Text(""), True: Text("met", style="green"), False: Text("missed", style="bold red")}
     for figure in report.figures:
         table.add_row(figure.name, show_number(figure.value), figure.unit, figure.target, verdicts[figure.met])
@@ -273,17 +249,14 @@ def list_versions() -> dict[str, str]:
     """Return the versions of the installed packages that matter to speed."""
     versions = {}
     for name in ("megatron-sft-harness", *_PACKAGES):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,7 @@ class PlainRows:
                 files[1][row, : len(pack)] = pack.loss_mask
         self._ids, self._mask = (np.lib.format.open_memmap(path, mode="r") for path in paths)
         self._descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
-        self._data_starts = [
-            path.stat().st_size - packs * pack_size * size for path, size in zip(paths, (4, 1), strict=True)
-        ]
+        self._data_starts = [rows.offset for rows in (self._ids, self._mask)]
 
     def copy_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return ids and mask of a row, copied from the maps."""
@@ -121,28 +120,40 @@ class PlainRows:
             os.close(descriptor)
 
 
-def _read_each(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Work:
+def _read(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Work:
     """Read the packs that `draw` gives for a round, one at a time."""
 
-    def side(number: int) -> float:
+    def work(number: int) -> float:
         ids = draw(number)
         for index in ids:
             get(index)
         return len(ids)
 
-    return side
+    return work
 
 
 def _read_batches(draw: Callable[[int], list[int]], reader: PackReader) -> Work:
     """Read the packs that `draw` gives for a round, in lists of the size that a loader asks for."""
 
-    def side(number: int) -> float:
+    def work(number: int) -> float:
         ids = draw(number)
         for start in range(0, len(ids), _BATCH):
             reader.read(ids[start : start + _BATCH])
         return len(ids)
 
-    return side
+    return work
+
+
+def _drawer(packs: int, reads: int, *, seed: int, warm_up: list[int] | None = None) -> Callable[[int], list[int]]:
+    """Return a function that draws `reads` of the packs for a round; the warm-up reads `warm_up` where it is given."""
+
+    def draw(number: int) -> list[int]:
+        if number < 0 and warm_up is not None:
+            return warm_up
+        ids: list[int] = np.random.default_rng([seed, number + 1]).integers(0, packs, reads).tolist()
+        return ids
+
+    return draw
 
 
 def _datasets(names: Iterable[str], settings: FormatsSettings, workspace: Workspace) -> dict[str, Path]:
@@ -157,25 +168,16 @@ def _measure_random(settings: FormatsSettings, workspace: Workspace, report: Ben
     jsonl = open_dataset(workspace.dataset("jsonl", packs=chunk, pack_size=settings.pack_size))
     rows = PlainRows(workspace.folder, packs=settings.packs, pack_size=settings.pack_size)
 
-    def drawer(packs: int, reads: int) -> Callable[[int], list[int]]:
-        def draw(number: int) -> list[int]:
-            # The warm-up touches every pack, so that no side pays for the pages that it maps first.
-            if number < 0:
-                return list(range(packs))
-            ids: list[int] = np.random.default_rng([7, number]).integers(0, packs, reads).tolist()
-            return ids
-
-        return draw
-
     progress("random reads")
-    draw = drawer(settings.packs, settings.reads)
-    sides = {_NUMPY: _read_each(draw, rows.copy_row), _PREAD: _read_each(draw, rows.pread_row)}
+    # The warm-up touches every pack, so that no side pays for the pages that it maps first.
+    draw = _drawer(settings.packs, settings.reads, seed=7, warm_up=list(range(settings.packs)))
+    sides = {_NUMPY: _read(draw, rows.copy_row), _PREAD: _read(draw, rows.pread_row)}
     for name, reader in readers.items():
-        sides[f"{name}, random"] = _read_each(draw, reader.__getitem__)
+        sides[f"{name}, random"] = _read(draw, reader.__getitem__)
         sides[f"{name}, random, {_BATCH} at a time"] = _read_batches(draw, reader)
-    sides["jsonl, random"] = _read_each(drawer(chunk, max(1, settings.reads // 16)), jsonl.__getitem__)
-    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
-        report.add_samples(name, rates, "packs/s")
+    few = _drawer(chunk, max(1, settings.reads // 16), seed=7, warm_up=list(range(chunk)))
+    sides["jsonl, random"] = _read(few, jsonl.__getitem__)
+    report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
     for name in readers:
         report.add_ratio(f"{name} to np.memmap, random", f"{name}, random", _NUMPY, at_least=0.8)
         report.add_ratio(f"{name} to pread, random", f"{name}, random", _PREAD)
@@ -189,8 +191,7 @@ def _measure_order(settings: FormatsSettings, workspace: Workspace, report: Benc
     readers = {name: open_dataset(path) for name, path in _datasets(_ORDERED, settings, workspace).items()}
     progress("the loader's order")
     sides = {f"{name}, loader's order": _read_in_order(reader, settings) for name, reader in readers.items()}
-    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
-        report.add_samples(name, rates, "packs/s")
+    report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
     report.add_ratio(
         "parquet to memmap, loader's order", "parquet, loader's order", "memmap, loader's order", at_least=1 / 3
     )
@@ -233,11 +234,7 @@ def _measure_peer(settings: FormatsSettings, workspace: Workspace, report: Bench
     progress("fully random Parquet")
 
     def read(get: Callable[[int], object], reads: int = settings.peer_reads) -> Work:
-        def draw(number: int) -> list[int]:
-            ids: list[int] = np.random.default_rng([8, number + 1]).integers(0, settings.packs, reads).tolist()
-            return ids
-
-        return _read_each(draw, get)
+        return _read(_drawer(settings.packs, reads, seed=8), get)
 
     sides = {"parquet, random": read(ours.__getitem__), "Megatron-Bridge's Parquet, random": read(theirs.__getitem__)}
     if arrow is None:
@@ -246,8 +243,7 @@ def _measure_peer(settings: FormatsSettings, workspace: Workspace, report: Bench
         sides["memmap, random, on the clock"] = read(mapped.__getitem__, settings.reads)
         sides[_ARROW] = read(arrow.__getitem__, settings.reads)
     # On the clock: Megatron-Bridge's reader decodes in several threads.
-    for name, rates in measure_rates(sides, rounds=settings.rounds).items():
-        report.add_samples(name, rates, "packs/s")
+    report.measure(sides, "packs/s", rounds=settings.rounds)
     report.add_ratio(
         "parquet to Megatron-Bridge's, random", "parquet, random", "Megatron-Bridge's Parquet, random", at_least=8
     )
@@ -264,12 +260,9 @@ def _measure_checks(settings: FormatsSettings, workspace: Workspace, report: Ben
     progress("cost of checks")
     for name, path in paths.items():
         checked, unchecked = open_dataset(path), open_unchecked(path)
-        sides = {
-            f"{name}, checked": _read_in_order(checked, settings),
-            f"{name}, unchecked": _read_in_order(unchecked, settings),
-        }
-        for side, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
-            report.add_samples(side, rates, "packs/s")
+        readers = {f"{name}, checked": checked, f"{name}, unchecked": unchecked}
+        sides = {side: _read_in_order(reader, settings) for side, reader in readers.items()}
+        report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
         report.add_ratio(f"{name}, time with checks to without", f"{name}, unchecked", f"{name}, checked", at_most=1.15)
         _close((checked, unchecked))
 
@@ -290,10 +283,9 @@ def _measure_open(settings: FormatsSettings, workspace: Workspace, report: Bench
         for name in _OPENED
     }
     progress("opening")
-    opened: dict[str, list[dict[str, float]]] = {name: [] for name in _OPENED}
-    for _ in range(min(settings.rounds, _MOST_PROCESSES)):
-        for name, path in paths.items():
-            opened[name].append(measure_apart("open", str(path)))
+    rounds = range(min(settings.rounds, _MOST_PROCESSES))
+    turns = [{name: measure_apart("open", str(path)) for name, path in paths.items()} for _ in rounds]
+    opened = {name: [turn[name] for turn in turns] for name in _OPENED}
     for name, samples in opened.items():
         report.add_samples(f"{name}, open", [sample["seconds"] for sample in samples], "s", at_most=0.5)
         megabytes = [sample["megabytes"] for sample in samples]
@@ -315,28 +307,23 @@ def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: Be
     total = sum(map(len, packs())) * _BYTES_PER_TOKEN / 1e6
     processor: dict[str, list[float]] = {name: [] for name in _WRITTEN}
 
-    def write(name: str) -> None:
+    def write(name: str, number: int = -1) -> float:
         path = folder / name
+        start = time.process_time()
         with open_writer(path, format=name, pack_size=settings.write_pack_size) as writer:
             for pack in packs():
                 writer.append(pack)
         shutil.rmtree(path)
+        if number >= 0:
+            processor[name].append(total / (time.process_time() - start))
+        return total
 
-    def side(name: str) -> Work:
-        def work(number: int) -> float:
-            start = time.process_time()
-            write(name)
-            if number >= 0:
-                processor[name].append(total / (time.process_time() - start))
-            return total
-
-        return work
-
-    def plain(number: int) -> float:
+    def write_plain(number: int) -> float:
         _write_plain(folder / "plain", packs())
         return total
 
-    sides = {f"{name}, write": side(name) for name in _WRITTEN} | {f"{_RAW}, write": plain}
+    sides: dict[str, Work] = {f"{name}, write": partial(write, name) for name in _WRITTEN}
+    sides[f"{_RAW}, write"] = write_plain
     for name, rates in measure_rates(sides, rounds=min(settings.rounds, 3)).items():
         target = 150.0 if name in ("parquet, write", "memmap, write") else None
         report.add_samples(name, rates, "MB/s", at_least=target)
@@ -345,7 +332,7 @@ def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: Be
         report.add_ratio(f"{name} to {_RAW}, write", f"{name}, write", f"{_RAW}, write")
     progress("memory of writing")
     for name in _WRITTEN:
-        heap = _peak_heap(lambda: write(name))  # noqa: B023
+        heap = _peak_heap(partial(write, name))
         target = 32.0 if name in ("parquet", "memmap") else None
         report.add(Figure(f"{name}, peak heap of write", heap, "MB", at_most=target))
     arrow = pa.default_memory_pool().max_memory() / 1e6
@@ -363,7 +350,7 @@ def _write_plain(path: Path, packs: Iterable[Pack]) -> None:
     path.unlink()
 
 
-def _peak_heap(work: Callable[[], None]) -> float:
+def _peak_heap(work: Callable[[], object]) -> float:
     """Return the megabytes by which Python's heap, numpy's arrays included, grows at most."""
     gc.collect()
     tracemalloc.start()

@@ -16,7 +16,7 @@ from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader import BatchRange, BatchReader, LoaderConfig, LoaderState, RankLayout, build_batch, steps_from
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
 # Million tokens a second that a format must reach with some number of workers.
@@ -146,19 +146,9 @@ class _TimedSource:
 
     def __init__(self, reader: PackReader) -> None:
         self._reader = reader
+        self.pack_offsets, self.sequence_lengths = reader.pack_offsets, reader.sequence_lengths
+        self.fingerprint = reader.fingerprint
         self.seconds = 0.0
-
-    @property
-    def pack_offsets(self) -> Int64Array:
-        return self._reader.pack_offsets
-
-    @property
-    def sequence_lengths(self) -> Int32Array:
-        return self._reader.sequence_lengths
-
-    @property
-    def fingerprint(self) -> str:
-        return self._reader.fingerprint
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -177,13 +167,12 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
     layout = RankLayout()
     reader = BatchReader(source, order=order, schedule=_schedule(settings), layout=layout)
     state = LoaderState(seed=0, fingerprint=source.fingerprint, order=order.signature)
-    seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def step_through(step: BatchRange) -> None:
+    def step_through(step: BatchRange) -> dict[str, float]:
+        source.seconds = 0.0
         marks = [time.perf_counter()]
         reader.plan(step)
         marks.append(time.perf_counter())
-        source.seconds = 0.0
         raw = reader.read(step)
         marks.append(time.perf_counter())
         raw = pickle.loads(pickle.dumps(raw, protocol=pickle.HIGHEST_PROTOCOL))
@@ -193,14 +182,12 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
         planned, read, sent, built = (later - sooner for sooner, later in itertools.pairwise(marks))
         # `read` plans once more, and joins packs as it reads them.
         joined = max(0.0, read - planned - source.seconds)
-        for stage, spent in zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True):
-            seconds[stage] += spent
+        return dict(zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True))
 
     steps = steps_from(order, len(source), epoch=0, packs_consumed=0)
-    step_through(next(steps))
-    seconds.update(dict.fromkeys(_STAGES, 0.0))
-    for step in itertools.islice(steps, _steps_of(name, settings)):
-        step_through(step)
+    step_through(next(steps))  # a warm-up
+    spent = [step_through(step) for step in itertools.islice(steps, _steps_of(name, settings))]
+    seconds = {stage: sum(stages[stage] for stages in spent) for stage in _STAGES}
     total = sum(seconds.values())
     for stage in _STAGES:
         report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
@@ -214,10 +201,7 @@ def _measure_first_batch(
     # Not for npy: it unpickles the sixteen whole files of a first batch, which took 40 s.
     for name in (name for name in settings.formats if name != "npy"):
         path = workspace.large_dataset(
-            name,
-            packs=settings.first_batch_packs,
-            shard_packs=_packs_of(name, settings),
-            pack_size=settings.pack_size,
+            name, packs=settings.first_batch_packs, shard_packs=_packs_of(name, settings), pack_size=settings.pack_size
         )
         progress(f"the first batch, {name}")
         arguments = (str(path), str(workers), str(settings.global_batch), str(settings.max_tokens_per_rank))

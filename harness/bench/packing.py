@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,9 +109,7 @@ def _measure_plan(settings: PackSettings, pack_size: int, report: BenchReport) -
 
 def lower_bound(lengths: Int64Array, pack_size: int) -> int:
     """Return the packs that any packing needs: all tokens over the capacity, or the sequences too long to share."""
-    by_tokens = -(-int(lengths.sum()) // pack_size)
-    alone = int(np.count_nonzero(2 * lengths > pack_size))
-    return max(by_tokens, alone)
+    return max(-(-int(lengths.sum()) // pack_size), int(np.count_nonzero(2 * lengths > pack_size)))
 
 
 def _draw_lengths(settings: PackSettings, count: int, pack_size: int) -> Int64Array:
@@ -128,9 +127,6 @@ def _compare_packers(settings: PackSettings, pack_size: int, report: BenchReport
 
         return run
 
-    def planner(algorithm: str) -> Callable[[], int]:
-        return lambda: plan_packs(lengths, pack_size=pack_size, algorithm=algorithm).num_packs
-
     others: dict[str, Callable[[], int]] = {"plain best-fit decreasing": lambda: pack_one_by_one(lengths, pack_size)}
     trl = trl_packer(lengths, pack_size)
     if trl is None:
@@ -140,15 +136,16 @@ def _compare_packers(settings: PackSettings, pack_size: int, report: BenchReport
         report.notes.append(
             "trl gets tokens of type null, which it moves in little time; its slicing of lists is still in its figure"
         )
-    sides = {name: side(name, pack) for name, pack in ({n: planner(n) for n in settings.algorithms} | others).items()}
+    plan = partial(plan_packs, lengths, pack_size=pack_size)
+    ours = {name: lambda name=name: plan(algorithm=name).num_packs for name in settings.algorithms}
+    sides = {name: side(name, pack) for name, pack in (ours | others).items()}
     least = lower_bound(lengths, pack_size)
     for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
         report.add_samples(f"{name}, {settings.compared:,} sequences", rates, "M seq/s")
         report.add(Figure(f"{name}, packs beyond need", packs[name] - least, "packs"))
-    ours = settings.algorithms[0]
+    best, suffix = settings.algorithms[0], f", {settings.compared:,} sequences"
     for name in others:
-        suffix = f", {settings.compared:,} sequences"
-        report.add_ratio(f"{ours} to {name}", ours + suffix, name + suffix)
+        report.add_ratio(f"{best} to {name}", best + suffix, name + suffix)
 
 
 def pack_one_by_one(lengths: Int64Array, pack_size: int) -> int:
@@ -228,9 +225,9 @@ def _measure_reading(settings: RepackSettings, workspace: Workspace, report: Ben
     )
     plan = workspace.folder / "plan-to-read"
     repack_store(str(store), str(plan), pack_size=settings.store_pack_size, seed=1, overwrite=True)
-    sides = {"memmap": _read_all(memmap), "sequence store": _read_all(store), "plan": _read_all(plan)}
-    for name, rates in measure_rates(sides, rounds=settings.rounds, cpu_time=True).items():
-        report.add_samples(f"{name}, packs at random", rates, "packs/s")
+    paths = {"memmap": memmap, "sequence store": store, "plan": plan}
+    sides = {f"{name}, packs at random": _read_all(path) for name, path in paths.items()}
+    report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
     report.add_ratio("plan to memmap", "plan, packs at random", "memmap, packs at random")
 
 

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import harness
@@ -74,14 +73,9 @@ def _probe_open(path: str) -> dict[str, float]:
     before = resident_megabytes()
     start = time.perf_counter()
     reader = open_dataset(path)
-    packs, sequences = len(reader), int(reader.pack_offsets[-1])
+    counts = {"packs": len(reader), "sequences": int(reader.pack_offsets[-1])}
     seconds = time.perf_counter() - start
-    return {
-        "seconds": seconds,
-        "megabytes": resident_megabytes() - before,
-        "packs": float(packs),
-        "sequences": float(sequences),
-    }
+    return {"seconds": seconds, "megabytes": resident_megabytes() - before, **counts}
 
 
 def _probe_numpy_load(path: str) -> dict[str, float]:
@@ -92,7 +86,7 @@ def _probe_numpy_load(path: str) -> dict[str, float]:
     start = time.perf_counter()
     packs = np.load(path, allow_pickle=True)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": float(len(packs))}
+    return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": len(packs)}
 
 
 def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
@@ -107,9 +101,8 @@ def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_pe
     start = time.perf_counter()
     reader = open_dataset(path)
     with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))) as loader:
-        batch = next(iter(loader))
-        seconds = time.perf_counter() - start
-    return {"seconds": seconds, "packs": float(len(reader)), "tokens": float(batch.num_tokens)}
+        next(iter(loader))
+        return {"seconds": time.perf_counter() - start, "packs": len(reader)}
 
 
 def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]:
@@ -122,10 +115,10 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     from harness.prep import ChatTokenizer, PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
 
     load_format("memmap")
-    config_of_tokenizer = TokenizerConfig(name=tokenizer)
-    ChatTokenizer(config_of_tokenizer)
+    tokenizer_config = TokenizerConfig(name=tokenizer)
+    ChatTokenizer(tokenizer_config)
     data = PackingConfig(path=folder, packed_storage="memmap", num_workers=0)
-    config = PrepareConfig(SourceConfig("files", source), config_of_tokenizer, data)
+    config = PrepareConfig(SourceConfig("files", source), tokenizer_config, data)
     before = most = anonymous_megabytes()
     is_done = threading.Event()
 
@@ -136,18 +129,13 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
 
     watching = threading.Thread(target=watch)
     watching.start()
-    start = time.perf_counter()
     try:
         with Path(os.devnull).open("w") as nowhere:
-            report = prepare(config, console=Console(file=nowhere))
+            prepare(config, console=Console(file=nowhere))
     finally:
         is_done.set()
         watching.join()
-    return {
-        "seconds": time.perf_counter() - start,
-        "megabytes": most - before,
-        "conversations": float(sum(split.conversations for split in report.splits.values())),
-    }
+    return {"megabytes": most - before}
 
 
 def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
@@ -201,14 +189,5 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
     return texts, sum(len(text.encode()) for text in texts) / 1e6
 
 
-_PROBES: dict[str, Callable[..., dict[str, float]]] = {
-    "open": _probe_open,
-    "numpy_load": _probe_numpy_load,
-    "first_batch": _probe_first_batch,
-    "prepare": _probe_prepare,
-    "tokenize_shard": _probe_tokenize_shard,
-    "tokenizers_alone": _probe_tokenizers_alone,
-}
-
 if __name__ == "__main__":
-    print(json.dumps(_PROBES[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps(globals()[f"_probe_{sys.argv[1]}"](*sys.argv[2:])))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +28,6 @@ NEXT_FIT = "next fit"
 _PLANNED_RANKS = 64
 _BAR_CELLS = 48
 _MOST_BARS = 16
-_BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,9 @@ def bench_schedule(settings: ScheduleSettings, workspace: Workspace, progress: P
     if settings.planned:
         progress(f"planning {settings.planned:,} sequences")
         _measure_planning(settings, report)
-    drawing = Drawing(f"cost of each of {settings.dp_size} ranks in the first batch, over their mean", ranks)
-    report.drawing = drawing
+    report.drawing = Drawing(f"cost of each of {settings.dp_size} ranks in the first batch, over their mean", ranks)
     if settings.png:
-        save_picture(drawing, Path(settings.png))
+        save_picture(report.drawing, Path(settings.png))
     return report
 
 
@@ -154,13 +153,8 @@ def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
     multiple = padding_multiple(cp_size=settings.cp_size)
     longest = settings.row_tokens // multiple * multiple
     for number in range(settings.batches):
-        lengths = lognormal_lengths(
-            settings.global_batch,
-            median=settings.median,
-            sigma=settings.sigma,
-            longest=longest,
-            seed=settings.seed + number,
-        )
+        sizes = {"median": settings.median, "sigma": settings.sigma}
+        lengths = lognormal_lengths(settings.global_batch, **sizes, longest=longest, seed=settings.seed + number)
         lengths = padded_lengths(lengths + 1, multiple)
         plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.row_tokens, seed=number)
         yield Batch(lengths, plan.sequence_ids, plan.pack_offsets)
@@ -235,28 +229,26 @@ def _add_placement(
     report.add(Figure(f"{name}, microbatches", statistics.mean(rows), "", samples=tuple(rows)))
     if name == "cost_balanced":
         multiple = settings.dp_size * settings.group_size
-        over = max(
-            count - settings.group_size * -(-_best_fit_rows(batch, settings) // multiple)
-            for count, batch in zip(rows, batches, strict=True)
-        )
+
+        def best_fit(batch: Batch) -> int:
+            lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
+            packs = plan_packs(lengths, pack_size=settings.row_tokens).num_packs
+            return settings.group_size * -(-packs // multiple)
+
+        over = max(count - best_fit(batch) for count, batch in zip(rows, batches, strict=True))
         report.add(Figure(f"{name}, most microbatches above best fit", over, "", at_most=1 if targeted else None))
-
-
-def _best_fit_rows(batch: Batch, settings: ScheduleSettings) -> int:
-    lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
-    return plan_packs(lengths, pack_size=settings.row_tokens).num_packs
 
 
 def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
     """Measure the milliseconds that placing one large global batch takes, in turns."""
-    planned = ScheduleSettings(
+    planned = replace(
+        settings,
         dp_size=_PLANNED_RANKS,
-        max_tokens_per_rank=settings.max_tokens_per_rank,
+        cp_size=1,
         global_batch=settings.planned,
         batches=1,
         median=min(settings.median, settings.max_tokens_per_rank / 4),
-        sigma=settings.sigma,
-        attention_at=settings.attention_at,
+        seed=0,
     )
     batch = next(simulate_batches(planned))
 
@@ -291,38 +283,22 @@ class Drawing:
     ranks: Mapping[str, Float64Array]
 
     def __rich__(self) -> RenderableType:
-        return render_bars(self)
-
-
-def render_bars(drawing: Drawing) -> RenderableType:
-    """Return a bar for each rank, or for the busiest of a few neighbors where there are more than fit a screen."""
-    longest = max(float(costs.max()) for costs in drawing.ranks.values())
-    parts: list[RenderableType] = [Text(drawing.title, style="bold")]
-    for name, costs in drawing.ranks.items():
-        busiest = int(np.argmax(costs))
-        parts.append(Text(f"\n{name}: rank {busiest} is the busiest, {costs[busiest]:.3f} x mean", style="cyan"))
-        table = Table(box=None, show_header=False, pad_edge=False)
-        for label, cost in _bars(costs):
-            style = "red" if cost > 1.1 else "yellow" if cost > 1.02 else "green"
-            table.add_row(label, Text(_bar(cost / longest), style=style), f"{cost:.3f}")
-        parts.append(table)
-    return Group(*parts)
-
-
-def _bars(costs: Float64Array) -> list[tuple[str, float]]:
-    together = -(-costs.shape[0] // _MOST_BARS)
-    if together == 1:
-        return [(f"rank {rank}", float(cost)) for rank, cost in enumerate(costs)]
-    groups = range(0, costs.shape[0], together)
-    return [
-        (f"ranks {first}-{min(first + together, costs.shape[0]) - 1}", float(costs[first : first + together].max()))
-        for first in groups
-    ]
-
-
-def _bar(share: float) -> str:
-    eighths = round(share * _BAR_CELLS * 8)
-    return (_BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8]).rstrip()
+        """Return a bar for each rank, or for the busiest of a few neighbors where there are more than fit a screen."""
+        longest = max(float(costs.max()) for costs in self.ranks.values())
+        parts: list[RenderableType] = [Text(self.title, style="bold")]
+        for name, costs in self.ranks.items():
+            busiest = int(np.argmax(costs))
+            parts.append(Text(f"\n{name}: rank {busiest} is the busiest, {costs[busiest]:.3f} x mean", style="cyan"))
+            table = Table(box=None, show_header=False, pad_edge=False)
+            together = -(-costs.shape[0] // _MOST_BARS)
+            for first in range(0, costs.shape[0], together):
+                neighbors = costs[first : first + together]
+                cost = float(neighbors.max())
+                label = f"rank {first}" if together == 1 else f"ranks {first}-{first + neighbors.shape[0] - 1}"
+                color = "red" if cost > 1.1 else "yellow" if cost > 1.02 else "green"
+                table.add_row(label, Bar(longest, 0, cost, width=_BAR_CELLS, color=color), f"{cost:.3f}")
+            parts.append(table)
+        return Group(*parts)
 
 
 def save_picture(drawing: Drawing, path: Path) -> None:

@@ -19,7 +19,7 @@ from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import require_numbers
 from harness.formats import open_dataset, open_writer
-from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch
+from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime
@@ -128,7 +128,9 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
         progress("the loop and the bare step, in turns")
         loop, bare = _in_turns(batches, step, settings, job.device)
         progress("the loop alone")
-        alone = _alone(batches, step, settings)
+        alone: list[StepRecord] = []
+        _run(batches, step, settings, alone.append)
+        del alone[: settings.warm_up]
 
     report.add_samples("loop, a step", [1e3 * seconds for seconds in loop], "ms")
     report.add_samples("bare Megatron, a step", [1e3 * seconds for seconds in bare], "ms")
@@ -143,7 +145,8 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
     report.add(Figure("model FLOPs", flops / 1e9, "GFLOP/s"))
     if settings.peak_tflops:
         report.add(Figure("MFU", flops / (settings.peak_tflops * 1e12), ""))
-    report.notes.append(f"device: {_name(job.device)}, model in {model.dtype}")
+    name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
+    report.notes.append(f"device: {name}, model in {model.dtype}")
     return report
 
 
@@ -174,19 +177,11 @@ def _in_turns(
     return loop[settings.warm_up :], bare[settings.warm_up :]
 
 
-def _alone(batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings) -> list[StepRecord]:
-    records: list[StepRecord] = []
-    _run(batches, step, settings, records.append)
-    return records[settings.warm_up :]
-
-
 def _run(
     batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
 ) -> None:
-    def save(number: int, state: LoaderState) -> None: ...
-
     config = TrainerConfig(steps=settings.warm_up + settings.steps, eval_interval=0, checkpoint_interval=0)
-    train(batches, step, config, validation={}, save=save, record=record)
+    train(batches, step, config, validation={}, save=lambda number, state: None, record=record)
 
 
 def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device) -> float:
@@ -232,10 +227,6 @@ def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, devi
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _dataset(settings: StepSettings, workspace: Workspace) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import BenchReport, Progress, Work, measure_rates
+from harness.bench.figures import BenchReport, Progress, Work
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.indexed import UINT16, IndexedWriter, convert_tokens
@@ -101,23 +101,16 @@ def _measure(settings: TokensSettings, median: float, builder: Any, workspace: W
         views = [tokens[begin:end] for begin, end in pairwise(offsets.tolist())]
         sides[f"{_THEIRS}, from memory"] = side(partial(_build, builder, lambda: views), "theirs-memory")
     case = f"median {median:g}: "
-    for name, rates in measure_rates(sides, rounds=settings.rounds).items():
-        report.add_samples(case + name, rates, "M tokens/s")
+    report.measure({case + name: work for name, work in sides.items()}, "M tokens/s", rounds=settings.rounds)
     if builder is None:
         return
-    compared = {name: sides[name] for name in (f"{_OURS}, from Parquet", f"{_THEIRS}, a tensor a row of Parquet")}
-    for name, rates in measure_rates(compared, rounds=settings.rounds, cpu_time=True).items():
-        report.add_samples(f"{case}{name}{_CPU}", rates, "M tokens/s")
+    compared = (f"{_OURS}, from Parquet", f"{_THEIRS}, a tensor a row of Parquet")
+    works = {f"{case}{name}{_CPU}": sides[name] for name in compared}
+    report.measure(works, "M tokens/s", rounds=settings.rounds, cpu_time=True)
     _check_same_bytes(folder)
-    ours = f"{case}{_OURS}, from"
-    report.add_ratio(
-        f"{case}to tensors of rows", f"{ours} Parquet", f"{case}{_THEIRS}, a tensor a row of Parquet", at_least=20
-    )
-    report.add_ratio(
-        f"{case}to tensors of rows{_CPU}",
-        f"{ours} Parquet{_CPU}",
-        f"{case}{_THEIRS}, a tensor a row of Parquet{_CPU}",
-    )
+    ours, tensors = f"{case}{_OURS}, from", f"{case}{_THEIRS}, a tensor a row of Parquet"
+    report.add_ratio(f"{case}to tensors of rows", f"{ours} Parquet", tensors, at_least=20)
+    report.add_ratio(f"{case}to tensors of rows{_CPU}", f"{ours} Parquet{_CPU}", tensors + _CPU)
     report.add_ratio(f"{case}to lists of rows", f"{ours} Parquet", f"{case}{_THEIRS}, a list a row of Parquet")
     report.add_ratio(f"{case}to tokens in memory", f"{ours} memory", f"{case}{_THEIRS}, from memory")
 

@@ -6,8 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from harness.formats import (
 )
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import LocalFolder, StoredFile
+from harness.storage import LocalFolder
 
 _VOCABULARY = 50_000
 _TABLE = 1 << 20
@@ -55,9 +55,7 @@ class Workspace:
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -151,33 +149,25 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
     shards = []
     for number in range(copies):
         name = format.shard_name(number)
-        files = []
-        for stored in shard.files:
-            path = name + stored.path[len(shard.path) :]
-            (destination / path).parent.mkdir(exist_ok=True)
-            _link(source / stored.path, destination / path)
-            files.append(StoredFile(path, stored.num_bytes, stored.xxh3))
-        shards.append(Shard(name, shard.num_packs, tuple(files)))
-    fingerprint = write_index(
-        folder,
-        lambda: (part for _ in range(copies)),
-        num_packs=copies * shard.num_packs,
-        num_sequences=copies * num_sequences,
-    )
-    num_tokens = int(part.sequence_lengths.sum(dtype=np.int64))
-    linked = replace(
+        files = tuple(replace(stored, path=name + stored.path[len(shard.path) :]) for stored in shard.files)
+        for stored, linked in zip(shard.files, files, strict=True):
+            (destination / linked.path).parent.mkdir(exist_ok=True)
+            _link(source / stored.path, destination / linked.path)
+        shards.append(Shard(name, shard.num_packs, files))
+    num_packs, num_sequences = copies * shard.num_packs, copies * num_sequences
+    manifest = replace(
         manifest,
-        num_packs=copies * shard.num_packs,
-        num_sequences=copies * num_sequences,
-        num_tokens=copies * num_tokens,
+        num_packs=num_packs,
+        num_sequences=num_sequences,
+        num_tokens=copies * int(part.sequence_lengths.sum(dtype=np.int64)),
         # The manifest counts the whole source, and nothing reads this count.
         num_trained_tokens=0,
-        fingerprint=fingerprint,
+        fingerprint=write_index(folder, lambda: repeat(part, copies), num_packs=num_packs, num_sequences=num_sequences),
         shards=tuple(shards),
         index=folder.describe(INDEX_NAMES),
     )
-    linked.save(folder)
-    return linked
+    manifest.save(folder)
+    return manifest
 
 
 def _link(source: Path, destination: Path) -> None:

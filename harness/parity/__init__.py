@@ -15,21 +15,12 @@ from typing import TYPE_CHECKING
 
 from harness.parity.assemble import cell_result, command_line, environment, skipped
 from harness.parity.baselines import against, record, update
-from harness.parity.cells import (
-    FORMAT,
-    ISOLATION,
-    ISOLATION_TURNS,
-    VERSION,
-    Cell,
-    CheckPlan,
-    parse_case,
-    plan_check,
-)
+from harness.parity.cells import FORMAT, ISOLATION, ISOLATION_TURNS, VERSION, Cell, CheckPlan, parse_case, plan_check
 from harness.parity.compare import IDENTICAL, Tolerances
 from harness.parity.history import read_history, summarise
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, run_cells
-from harness.parity.table import LiveTable, show
+from harness.parity.table import live_table, show
 
 if TYPE_CHECKING:
     from harness.parity.isolation import check_isolation
@@ -44,7 +35,6 @@ __all__ = [
     "Cell",
     "CellResult",
     "CheckPlan",
-    "LiveTable",
     "ParityReport",
     "Tolerances",
     "against",
@@ -53,6 +43,7 @@ __all__ = [
     "command_line",
     "default_slots",
     "environment",
+    "live_table",
     "parse_case",
     "plan_check",
     "read_history",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,14 +84,23 @@ class History:
         return [(metric, night) for metric, night in newest if night.left_band]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A metric's name and unit, the share of its value that its band allows, and how to read it from a cell."""
+# Metrics of a cell by name: the unit, the share of a value that the band allows, and the value at a step, given the
+# cell, its reference and the step.
+_METRICS: dict[str, tuple[str, float, Callable[[CellResult, CellResult | None, int], float | None]]] = {
+    "loss at step {}": ("nats", 1e-3, lambda cell, _, step: dict(_losses(cell)).get(step)),
+    "tokens/s, to the reference's": ("x", 0.2, lambda cell, reference, _: _rate(cell, reference)),
+    "peak memory": ("MB", 0.1, lambda cell, *_: cell.peak_memory_bytes and cell.peak_memory_bytes / 1e6),
+}
 
-    name: str
-    unit: str
-    share: float
-    read: Callable[[CellResult, CellResult | None], float | None]
+
+def _losses(cell: CellResult) -> Iterator[tuple[int, float]]:
+    return zip(cell.series.step, cell.series.loss, strict=True)
+
+
+def _rate(cell: CellResult, reference: CellResult | None) -> float | None:
+    if reference is None or not cell.tokens_per_s or not reference.tokens_per_s:
+        return None
+    return cell.tokens_per_s / reference.tokens_per_s
 
 
 def read_history(folder: Path, *, step: int | None = None) -> History:
@@ -116,49 +125,22 @@ def read_history(folder: Path, *, step: int | None = None) -> History:
     for name in names:
         # A night without the cell counts as one without a value, if its report is of a matrix that has the cell.
         titles = {report.title for report, _ in nights if any(cell.name == name for cell in report.cells)}
-        cells = [
-            (report, path, {cell.name: cell for cell in report.cells})
-            for report, path in nights
-            if report.title in titles
-        ]
+        by_name = [{cell.name: cell for cell in report.cells} for report, _ in nights]
+        cells = [(*night, named) for night, named in zip(nights, by_name, strict=True) if night[0].title in titles]
         at = step or min(
             (cell.series.step[-1] for *_, by in cells if (cell := by.get(name)) and cell.series.step), default=0
         )
-        for source in _sources(at):
+        for metric, (unit, share, read) in _METRICS.items():
             values = []
-            for report, path, by_name in cells:
-                cell = by_name.get(name)
-                reference = by_name.get(cell.reference) if cell is not None and cell.reference else None
-                value = source.read(cell, reference) if cell is not None else None
+            for report, path, named in cells:
+                cell = named.get(name)
+                value = read(cell, named.get(cell.reference or ""), at) if cell is not None else None
                 values.append(Night(report.created, value, source=str(path)))
             if any(night.value is not None for night in values):
-                metrics.append(
-                    Metric(source.name, name, source.unit, _with_bands(values, source.share), _describe(source.share))
-                )
+                band = f"the median of up to {_MOST} earlier nights, ± {share:.1%} or four times their median deviation"
+                metrics.append(Metric(metric.format(at), name, unit, _with_bands(values, share), band))
     titles = {report.title for report, _ in nights}
     return History(titles.pop() if len(titles) == 1 else f"{len(titles)} matrices", metrics)
-
-
-def _sources(step: int) -> Sequence[_Source]:
-    return (
-        _Source(f"loss at step {step}", "nats", 1e-3, lambda cell, _: _loss_at(cell, step)),
-        _Source("tokens/s, to the reference's", "x", 0.2, _rate),
-        _Source("peak memory", "MB", 0.1, lambda cell, _: _megabytes(cell)),
-    )
-
-
-def _loss_at(cell: CellResult, step: int) -> float | None:
-    return dict(zip(cell.series.step, cell.series.loss, strict=True)).get(step)
-
-
-def _rate(cell: CellResult, reference: CellResult | None) -> float | None:
-    if reference is None or not cell.tokens_per_s or not reference.tokens_per_s:
-        return None
-    return cell.tokens_per_s / reference.tokens_per_s
-
-
-def _megabytes(cell: CellResult) -> float | None:
-    return None if cell.peak_memory_bytes is None else cell.peak_memory_bytes / 1e6
 
 
 def _with_bands(nights: Sequence[Night], share: float) -> list[Night]:
@@ -166,18 +148,12 @@ def _with_bands(nights: Sequence[Night], share: float) -> list[Night]:
     for night in nights:
         # A night that left its band does not widen the next band.
         before = [past.value for past in banded if past.value is not None and not past.left_band][-_MOST:]
-        if len(before) < _FEWEST:
-            banded.append(night)
-            continue
-        middle = statistics.median(before)
-        spread = statistics.median([abs(value - middle) for value in before])
-        half = max(share * abs(middle), 4 * spread)
-        banded.append(replace(night, low=middle - half, high=middle + half))
+        if len(before) >= _FEWEST:
+            middle = statistics.median(before)
+            half = max(share * abs(middle), 4 * statistics.median([abs(value - middle) for value in before]))
+            night = replace(night, low=middle - half, high=middle + half)  # noqa: PLW2901
+        banded.append(night)
     return banded
-
-
-def _describe(share: float) -> str:
-    return f"the median of up to {_MOST} earlier nights, ± {share:.1%} or four times their median deviation"
 
 
 def find_reports(folder: Path) -> list[Path]:
@@ -247,8 +223,7 @@ def _common(facts: dict[str, dict[str, str]]) -> dict[str, str]:
     common: dict[str, str] = {}
     for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
         values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
-        if len(set(values.values())) == 1:
-            common[key] = next(iter(values.values()))
-        else:
-            common[key] = "; ".join(f"{node}: {value}" for node, value in values.items())
+        shared = set(values.values())
+        each = "; ".join(f"{node}: {value}" for node, value in values.items())
+        common[key] = shared.pop() if len(shared) == 1 else each
     return common

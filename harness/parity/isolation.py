@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 
 Prepare = Callable[..., RowTensors]
+# A layer of a model chunk, forward or backward, and its values for one row: [tokens on this rank, ...].
+Observation = tuple[str, torch.Tensor]
 PADDING = -1
 _VOCABULARY = 256
 # Larger than in training, so that a leak changes more than the last bits.
@@ -77,48 +80,29 @@ def sample_documents(vocab_size: int) -> list[SequenceView]:
     return documents
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Values that one place of the model had for one row.
-
-    Attributes:
-        place: layer of a model chunk, forward or backward.
-        values: [tokens on this rank, ...].
-    """
-
-    place: str
-    values: torch.Tensor
-
-
+@dataclass
 class IsolationCheck:
     """Checks one model on one layout; every rank of the job makes the same calls.
 
-    Args:
+    Attributes:
         chunks: from `build_model`; initial weights of a large standard deviation show more.
         sequences: the documents of the row, two or more.
         pad_to_multiple: each is padded to a multiple of this many tokens.
         vocab_size: changed tokens stay below it.
+        row: made of the sequences.
     """
 
-    def __init__(
-        self,
-        chunks: list[DistributedDataParallel],
-        sequences: Sequence[SequenceView],
-        *,
-        parallel: ParallelConfig,
-        layout: RankLayout,
-        device: torch.device,
-        pad_to_multiple: int,
-        vocab_size: int,
-    ) -> None:
-        self._chunks = chunks
-        self._sequences = list(sequences)
-        self._parallel = parallel
-        self._layout = layout
-        self._device = device
-        self._vocab_size = vocab_size
-        self._pad_to_multiple = pad_to_multiple
-        self._row = build_thd_batch(self._sequences, pad_to_multiple=pad_to_multiple)
+    chunks: list[DistributedDataParallel]
+    sequences: Sequence[SequenceView]
+    parallel: ParallelConfig
+    layout: RankLayout
+    device: torch.device
+    pad_to_multiple: int
+    vocab_size: int
+    row: ThdBatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.row = build_thd_batch(self.sequences, pad_to_multiple=self.pad_to_multiple)
 
     @classmethod
     def of_job(cls, config: SftConfig, job: runtime.Runtime) -> IsolationCheck:
@@ -147,17 +131,16 @@ class IsolationCheck:
 
     def turns(self, prepare: Prepare = to_device) -> Iterator[tuple[str, list[str]]]:
         """Yield each turn of the check with the findings of all ranks."""
-        before = self._train(self._row, prepare)
+        before = self._train(self.row, prepare)
         owners = self._owners()
         # Kernels that add in another order each time would look like leaks.
-        repeated = self._train(self._row, prepare)
-        unequal = [one.place for one, other in zip(before, repeated, strict=True) if not _equal(one, other)]
-        yield (
-            "equal passes",
-            _gather([f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]),
-        )
+        repeated = self._train(self.row, prepare)
+        pairs = zip(before, repeated, strict=True)
+        unequal = [place for (place, values), (_, again) in pairs if not torch.equal(values, again)]
+        findings = [f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]
+        yield "equal passes", _gather(findings)
         yield "batch", _gather(self._check_fields(prepare))
-        for changed in [*range(len(self._sequences)), PADDING]:
+        for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
                 after = self._train(self._with_changed(changed), prepare)
@@ -166,64 +149,60 @@ class IsolationCheck:
 
     def _owners(self) -> npt.NDArray[np.int64]:
         """Return int64 [T]: the document of each token of the row, or PADDING."""
-        bounds = self._row.cu_seqlens_padded
-        owners = np.repeat(np.arange(len(self._sequences)), np.diff(bounds))
-        owners[self._row.padding_mask] = PADDING
+        bounds = self.row.cu_seqlens_padded
+        owners = np.repeat(np.arange(len(self.sequences)), np.diff(bounds))
+        owners[self.row.padding_mask] = PADDING
         return owners
 
     def _with_changed(self, changed: int) -> ThdBatch:
         if changed == PADDING:
-            tokens = np.where(self._row.padding_mask, self._vocab_size - 1, self._row.tokens)
-            return replace(self._row, tokens=tokens)
-        sequences = list(self._sequences)
+            return replace(self.row, tokens=np.where(self.row.padding_mask, self.vocab_size - 1, self.row.tokens))
+        sequences = list(self.sequences)
         old = sequences[changed]
-        sequences[changed] = SequenceView((old.input_ids + 1) % self._vocab_size, old.loss_mask)
-        return build_thd_batch(sequences, pad_to_multiple=self._pad_to_multiple)
+        sequences[changed] = replace(old, input_ids=(old.input_ids + 1) % self.vocab_size)
+        return build_thd_batch(sequences, pad_to_multiple=self.pad_to_multiple)
 
     def _find_leaks(
         self, before: list[Observation], after: list[Observation], owners: npt.NDArray[np.int64], changed: int
     ) -> list[str]:
         findings = []
-        for one, other in zip(before, after, strict=True):
-            held = self._part_of_rank(owners, one.values.shape[0])
-            differ = (one.values != other.values).flatten(1).any(dim=1).cpu().numpy()
+        for (place, values), (_, others) in zip(before, after, strict=True):
+            held = self._part_of_rank(owners, values.shape[0])
+            differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
             # Values at padding belong to no document; its owner is the document that it follows.
             leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
             if leaked.size:
                 names = ", ".join(map(str, leaked))
-                findings.append(f"{one.place}: changing {_describe(changed)} changed document(s) {names}")
+                findings.append(f"{place}: changing {_describe(changed)} changed document(s) {names}")
         return findings
 
     def _part_of_rank(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
         """Return the part of a row's [T] field where this rank has `tokens` of them, by slow slicing."""
-        held = _slice_for_rank(whole, self._row.cu_seqlens_padded, self._layout.cp_size, self._layout.cp_rank)
+        held = _slice_for_rank(whole, self.row.cu_seqlens_padded, self.layout.cp_size, self.layout.cp_rank)
         if held.shape[0] == tokens:
             return held
-        parts = np.split(held, self._parallel.tensor_parallel_size)  # sequence parallelism
-        return np.asarray(parts[self._layout.tp_rank])
+        parts = np.split(held, self.parallel.tensor_parallel_size)  # sequence parallelism
+        return np.asarray(parts[self.layout.tp_rank])
 
     def _check_fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""
-        layout, pad_to_multiple = self._layout, self._pad_to_multiple
+        layout, pad_to_multiple = self.layout, self.pad_to_multiple
         columns: dict[str, list[npt.NDArray[Any]]] = {"tokens": [], "labels": [], "position_ids": [], "loss_mask": []}
         real, padded = [0], [0]
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             length = len(sequence) - 1
             room = -(-length // pad_to_multiple) * pad_to_multiple
-            for name, values in (
-                ("tokens", sequence.input_ids[:-1]),
-                ("labels", sequence.input_ids[1:]),
-                ("loss_mask", sequence.loss_mask[:-1]),
-            ):
-                columns[name].append(np.concatenate([values, np.zeros(room - length, dtype=values.dtype)]))
+            parts = {"tokens": sequence.input_ids[:-1], "labels": sequence.input_ids[1:]}
+            for name, values in (parts | {"loss_mask": sequence.loss_mask[:-1]}).items():
+                columns[name].append(np.pad(values, (0, room - length)))
             columns["position_ids"].append(np.arange(room))
             real.append(real[-1] + length)
             padded.append(padded[-1] + room)
         bounds = np.asarray(padded)
-        got = prepare(self._row, self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
+        got = prepare(self.row, self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
         findings = []
-        for name, parts in columns.items():
-            expected = _slice_for_rank(np.concatenate(parts), bounds, layout.cp_size, layout.cp_rank)
+        for name, column in columns.items():
+            expected = _slice_for_rank(np.concatenate(column), bounds, layout.cp_size, layout.cp_rank)
             values = getattr(got, name)[0].cpu().numpy()
             if not np.array_equal(values, expected):
                 wrong = np.flatnonzero(values != expected) if values.shape == expected.shape else np.zeros(1, dtype=int)
@@ -239,14 +218,14 @@ class IsolationCheck:
 
     def _train(self, row: ThdBatch, prepare: Prepare) -> list[Observation]:
         """Run one forward and backward pass; return the values of every layer in an order that never changes."""
-        layout = self._layout
-        for chunk in self._chunks:
+        layout = self.layout
+        for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         values: dict[str, list[torch.Tensor]] = {}
 
         def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            tensors = prepare(next(rows), self._device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
+            tensors = prepare(next(rows), self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
             output = model(
                 input_ids=tensors.tokens,
                 position_ids=tensors.position_ids,
@@ -262,27 +241,23 @@ class IsolationCheck:
 
             return output, loss
 
-        count = self._parallel.group_size
-        iterators = [iter([row] * count) for _ in self._chunks]
-        with _observe(self._chunks, values):
+        count, is_one = self.parallel.group_size, len(self.chunks) == 1
+        iterators = [iter([row] * count) for _ in self.chunks]
+        with _observe(self.chunks, values):
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+                data_iterator=iterators[0] if is_one else iterators,
+                model=self.chunks[0] if is_one else self.chunks,
                 num_microbatches=count,
                 seq_length=len(row),
                 micro_batch_size=1,
                 forward_only=False,
             )
-        return [Observation(place, tensor) for place in sorted(values) for tensor in values[place]]
+        return [(place, tensor) for place in sorted(values) for tensor in values[place]]
 
 
 def _describe(changed: int) -> str:
     return "padding" if changed == PADDING else f"document {changed}"
-
-
-def _equal(one: Observation, other: Observation) -> bool:
-    return torch.equal(one.values, other.values)
 
 
 def _gather(findings: list[str]) -> list[str]:
@@ -308,18 +283,14 @@ def _observe(chunks: list[DistributedDataParallel], values: dict[str, list[torch
 
         return hook
 
-    handles = []
-    for number, chunk in enumerate(chunks):
-        for name, module in chunk.named_modules():
-            if isinstance(module, TransformerLayer) or (
-                isinstance(module, ColumnParallelLinear) and name.endswith("output_layer")
-            ):
-                handles.append(module.register_forward_hook(watch(f"chunk {number}, {name.removeprefix('module.')}")))
-    try:
+    with ExitStack() as stack:
+        for number, chunk in enumerate(chunks):
+            for name, module in chunk.named_modules():
+                is_last = isinstance(module, ColumnParallelLinear) and name.endswith("output_layer")
+                if is_last or isinstance(module, TransformerLayer):
+                    hook = watch(f"chunk {number}, {name.removeprefix('module.')}")
+                    stack.callback(module.register_forward_hook(hook).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _slice_for_rank(whole: npt.NDArray[Any], bounds: npt.NDArray[Any], cp_size: int, cp_rank: int) -> npt.NDArray[Any]:
@@ -327,7 +298,7 @@ def _slice_for_rank(whole: npt.NDArray[Any], bounds: npt.NDArray[Any], cp_size: 
     if cp_size == 1:
         return whole
     parts = []
-    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for start, stop in pairwise(bounds.tolist()):
         chunks = np.split(whole[start:stop], 2 * cp_size)
         parts += [chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]]
     return np.concatenate(parts)

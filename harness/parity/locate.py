@@ -91,10 +91,13 @@ def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
             return Difference(f"step {expected.step}: {disagreements[0]}", step=expected.step, field="ranks")
         if expected.digest == actual.digest and expected.epoch == actual.epoch:
             continue
-        difference = _compare_packs(expected, actual) or _compare_sequences(expected, actual)
-        difference = difference or _compare_values(expected, actual, reference, run)
-        # The digest covers nothing else, so one of these found the difference.
-        return difference or Difference(f"step {expected.step}: the digests differ", step=expected.step, field="digest")
+        return (
+            _compare_packs(expected, actual)
+            or _compare_sequences(expected, actual)
+            or _compare_values(expected, actual, reference, run)
+            # The digest covers nothing else, so one of these found the difference.
+            or Difference(f"step {expected.step}: the digests differ", step=expected.step, field="digest")
+        )
     return None
 
 
@@ -107,16 +110,14 @@ def placement_difference(reference: Recorded, run: Recorded) -> Difference | Non
             ids = np.zeros(0, np.int64) if other is None else other.sequences
             if not np.array_equal(row.sequences, ids):
                 at = _first_difference(row.sequences, ids)
-                wanted, got = _at(row.sequences, at), _at(ids, at)
+                wanted, got = _number(row.sequences, at), _number(ids, at)
                 holds = "no sequence" if got is None else f"sequence {got}"
-                message = (
-                    f"place {at} of the row holds {holds}, not {'none' if wanted is None else f'sequence {wanted}'}"
-                )
-                details: dict[str, Any] = {"position": at, "expected": wanted, "found": got}
-                return _difference_in(row, expected.step, "placement", message, sequence=wanted, **details)
+                lacks = "none" if wanted is None else f"sequence {wanted}"
+                details: dict[str, Any] = {"sequence": wanted, "position": at, "expected": wanted, "found": got}
+                message = f"place {at} of the row holds {holds}, not {lacks}"
+                return _difference_in(row, expected.step, "placement", message, **details)
         if rows:
-            extra = rows[min(rows)]
-            return _difference_in(extra, expected.step, "placement", "the reference has no such row")
+            return _difference_in(rows[min(rows)], expected.step, "placement", "the reference has no such row")
     return None
 
 
@@ -137,33 +138,23 @@ def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDige
 def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | None:
     if expected.packs == actual.packs and expected.epoch == actual.epoch:
         return None
-    field, at = "epoch", 0
-    wanted: int | None = expected.epoch
-    got: int | None = actual.epoch
-    message = f"epoch {got} is trained, not {wanted}"
+    details: dict[str, Any] = {"field": "epoch", "position": 0, "expected": expected.epoch, "found": actual.epoch}
+    message = f"epoch {actual.epoch} is trained, not {expected.epoch}"
     if expected.packs != actual.packs:
         packs, other = np.asarray(expected.packs), np.asarray(actual.packs)
-        field, at = "packs", _first_difference(packs, other)
-        wanted, got = _at(packs, at), _at(other, at)
+        at = _first_difference(packs, other)
+        wanted, got = _number(packs, at), _number(other, at)
+        details = {"field": "packs", "position": at, "expected": wanted, "found": got}
         if expected.epoch == actual.epoch:
             message = f"pack {at} of the global batch is {'missing' if got is None else got}, not {wanted}"
             if wanted is None:
                 message = f"the global batch has pack {got} more than the {packs.shape[0]} of the reference"
-    place: dict[str, int] = {}
     lost = _place_of_first(expected, set(_ids(expected)) - set(_ids(actual)))
     if lost is not None:
         row, index = lost
-        place = {"microbatch": row.microbatch, "rank": row.rank, "sequence": int(row.sequences[index])}
+        details |= {"microbatch": row.microbatch, "rank": row.rank, "sequence": int(row.sequences[index])}
         message += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
-    return Difference(
-        f"step {expected.step}: {message}",
-        step=expected.step,
-        field=field,
-        position=at,
-        expected=wanted,
-        found=got,
-        **place,
-    )
+    return Difference(f"step {expected.step}: {message}", step=expected.step, **details)
 
 
 def _compare_sequences(expected: StepDigests, actual: StepDigests) -> Difference | None:
@@ -190,38 +181,31 @@ def _compare_values(
         places.setdefault(int(row.sequences[index]), []).append((row, index))
     for row, index in _places(expected):
         other, place = places[int(row.sequences[index])].pop(0)
-        field = _differing_field(row, index, other, place)
-        if field is None:
+        differs = row.digests[index] != other.digests[place]
+        if row.lengths[index] == other.lengths[place] and not differs.any():
             continue
+        field = FIELDS[int(np.argmax(differs))] if row.lengths[index] == other.lengths[place] else "boundaries"
         at: int | None = None
-        wanted: float | int | str | None
-        got: float | int | str | None
+        wanted: Any
+        got: Any
+        values = reference.arrays(expected.step, row, index).get(field)
+        others = run.arrays(expected.step, other, place).get(field)
         if field == "boundaries":
             wanted, got = int(row.lengths[index]), int(other.lengths[place])
             at = min(wanted, got)
             message = f"the boundaries hold {got} tokens, not {wanted}"
+        elif values is not None and others is not None:
+            at = _first_difference(values, others)
+            wanted, got = _number(values, at), _number(others, at)
+            message = f"{field} at position {at} is {got}, not {wanted}"
         else:
-            values = reference.arrays(expected.step, row, index).get(field)
-            others = run.arrays(expected.step, other, place).get(field)
-            if values is not None and others is not None:
-                at = _first_difference(values, others)
-                wanted, got = _number(values, at), _number(others, at)
-                message = f"{field} at position {at} is {got}, not {wanted}"
-            else:
-                column = FIELDS.index(field)
-                wanted, got = f"{row.digests[index, column]:016x}", f"{other.digests[place, column]:016x}"
-                message = f"{field} has the digest {got}, not {wanted} (recorded batches would have its position)"
+            column = FIELDS.index(field)
+            wanted, got = f"{row.digests[index, column]:016x}", f"{other.digests[place, column]:016x}"
+            message = f"{field} has the digest {got}, not {wanted} (recorded batches would have its position)"
         sequence = int(row.sequences[index])
         details: dict[str, Any] = {"sequence": sequence, "position": at, "expected": wanted, "found": got}
         return _difference_in(row, expected.step, field, message, place=f", sequence {sequence}", **details)
     return None
-
-
-def _differing_field(row: RowDigests, index: int, other: RowDigests, place: int) -> str | None:
-    if row.lengths[index] != other.lengths[place]:
-        return "boundaries"
-    differs = row.digests[index] != other.digests[place]
-    return FIELDS[int(np.argmax(differs))] if differs.any() else None
 
 
 def _places(step: StepDigests) -> Iterator[tuple[RowDigests, int]]:
@@ -235,7 +219,7 @@ def _place_of_first(step: StepDigests, sequences: set[int]) -> tuple[RowDigests,
 
 
 def _ids(step: StepDigests) -> list[int]:
-    return [sequence for row in step.rows for sequence in row.sequences.tolist()]
+    return [int(row.sequences[index]) for row, index in _places(step)]
 
 
 def _first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
@@ -243,10 +227,6 @@ def _first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     count = min(values.shape[0], other.shape[0])
     differs = values[:count] != other[:count]
     return int(np.argmax(differs)) if differs.any() else count
-
-
-def _at(values: npt.NDArray[Any], index: int) -> int | None:
-    return int(values[index]) if index < values.shape[0] else None
 
 
 def _number(values: npt.NDArray[Any], index: int) -> float | int | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
@@ -18,66 +18,51 @@ _STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skip
 _SIZES = ("loss", "validation_loss", "grad_norm")
 
 
-class LiveTable:
-    """Shows the progress of cells; a context manager, whose `update` takes each state."""
+@contextmanager
+def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Show the progress of `cells`; yields a function that takes each state."""
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda progress: live.update(_draw(cells, progress), refresh=True)
+        return
+    printed: set[str] = set()
 
-    def __init__(self, cells: Sequence[Cell], console: Console) -> None:
-        self._cells = cells
-        self._console = console
-        self._printed: set[str] = set()
-        self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-
-    def __enter__(self) -> LiveTable:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def update(self, progress: Progress) -> None:
-        if self._live is not None:
-            self._live.update(self._table(progress), refresh=True)
-            return
+    def log(progress: Progress) -> None:
         for name, finished in progress.finished.items():
-            if name not in self._printed:
-                self._printed.add(name)
+            if name not in printed:
+                printed.add(name)
                 outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
-                self._console.print(f"{name}: {outcome}", soft_wrap=True, highlight=False, markup=False)
+                console.print(f"{name}: {outcome}", soft_wrap=True, highlight=False, markup=False)
 
-    def _table(self, progress: Progress) -> Table:
-        done = sum(cell.name in progress.finished for cell in self._cells)
-        table = Table(title=f"{done} of {len(self._cells)} cells", title_justify="left", box=None)
-        table.add_column("cell")
-        table.add_column("steps", justify="right")
-        table.add_column("state")
-        for cell in self._cells:
-            finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
-            if finished is not None:
-                state = Text("failed", "bold red") if finished.reason else Text("ran", "green")
-                if finished.was_kept:
-                    state = Text("kept from before", "green")
-                table.add_row(Text(cell.name), str(cell.steps if not finished.reason else ""), state)
-            elif made is not None:
-                table.add_row(Text(cell.name), f"{made} of {cell.steps}", Text("runs" if made else "starts", "cyan"))
-            else:
-                table.add_row(Text(cell.name), "", Text("waits", "dim"))
-        return table
+    yield log
+
+
+def _draw(cells: Sequence[Cell], progress: Progress) -> Table:
+    done = sum(cell.name in progress.finished for cell in cells)
+    table = Table("cell", title=f"{done} of {len(cells)} cells", title_justify="left", box=None)
+    table.add_column("steps", justify="right")
+    table.add_column("state")
+    for cell in cells:
+        finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
+        steps, state = "", Text("waits", "dim")
+        if finished is not None and finished.reason:
+            state = Text("failed", "bold red")
+        elif finished is not None:
+            steps, state = str(cell.steps), Text("kept from before" if finished.was_kept else "ran", "green")
+        elif made is not None:
+            steps, state = f"{made} of {cell.steps}", Text("runs" if made else "starts", "cyan")
+        table.add_row(Text(cell.name), steps, state)
+    return table
 
 
 def show(report: ParityReport, console: Console) -> None:
     """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
     table = Table(box=None, title=report.title, title_justify="left")
-    for name, justify in (
-        ("cell", "left"),
-        ("steps", "right"),
-        ("data", "left"),
-        *((size, "right") for size in _SIZES),
-    ):
-        table.add_column(name.replace("_", " "), justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column("cell", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("data", no_wrap=True)
+    for size in _SIZES:
+        table.add_column(size.replace("_", " "), justify="right", no_wrap=True)
     table.add_column("")
     for cell in report.cells:
         checks = {check.name: check for check in cell.checks}
@@ -93,11 +78,8 @@ def show(report: ParityReport, console: Console) -> None:
             console.print(f"{cell.name}: {problem}", soft_wrap=True, highlight=False, markup=False)
     compared = [cell for cell in report.cells if not cell.is_reference]
     same = sum(cell.status == "same" for cell in compared)
-    console.print(
-        f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
+    console.print(verdict, soft_wrap=True, highlight=False)
 
 
 def problems(cell: CellResult) -> list[str]:

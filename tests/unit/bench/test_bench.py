@@ -27,7 +27,7 @@ from harness.bench.packing import (
 from harness.bench.preparing import PrepareSettings, bench_preparing
 from harness.bench.probe import measure_apart
 from harness.bench.readers import ROWS_PER_GROUP, BridgeReader, open_unchecked, write_bridge_file
-from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, render_bars, save_picture
+from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, save_picture
 from harness.bench.tokens import TokensSettings, bench_tokens
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
@@ -329,13 +329,13 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
 
 def test_bars_show_every_rank_or_the_busiest_of_neighbors(tmp_path):
     few = Drawing("few", {"one": np.array([1.5, 0.5])})
-    shown = text_of(render_bars(few))
+    shown = text_of(few)
     assert "rank 0 is the busiest, 1.500 x mean" in shown
     lines = [line for line in shown.splitlines() if line.startswith("rank")]
     assert [line.count("█") for line in lines] == [48, 16]
     many = Drawing("many", {"one": np.array([1.0] * 63 + [1.25])})
-    assert "ranks 60-63" in text_of(render_bars(many))
-    assert text_of(render_bars(many)).count("ranks ") == 16
+    assert "ranks 60-63" in text_of(many)
+    assert text_of(many).count("ranks ") == 16
     save_picture(few, tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 
