@@ -196,7 +196,9 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
     """
     figures = []
     for figure in values["figures"]:
-        known = {key: tuple(value) if isinstance(value, list) else value for key, value in figure.items()}
+        known: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in figure.items()
+        }
         del known["met"]
         figures.append(Figure(**known))
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))
