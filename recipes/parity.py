@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -165,16 +166,8 @@ def main(config: ParityConfig) -> int:
     with live_table(cells, console) as watch:
         slots = config.slots or default_slots()
         finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch)
-    known = {cell.name: cell for cell in cells}
     results = [
-        cell_result(
-            cell,
-            finished[cell.name],
-            folder=folder,
-            known=known,
-            reference=finished[cell.reference] if cell.reference else None,
-            device=device,
-        )
+        cell_result(cell, finished, folder=folder, known={cell.name: cell for cell in cells}, device=device)
         for cell in cells
         if cell.is_reported
     ]
@@ -228,9 +221,8 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
     }
     for check in config.checks:
         if check == "versions" and not config.versions:
-            left_out.append(
-                skipped("versions", check, "no other version's interpreter is named: versions='[\"NAME=PATH\"]'")
-            )
+            reason = "no other version's interpreter is named: versions='[\"NAME=PATH\"]'"
+            left_out.append(skipped("versions", check, reason))
             continue
         cases = config.cases(check)
         formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
@@ -271,14 +263,14 @@ def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
 
     An existing one is kept.
     """
+    splits = {"train": 160, "validation": 9}
+    if all((folder / split / "manifest.json").exists() for split in splits):
+        return folder
     rng = np.random.default_rng(0)
     provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": 300})
-    if (folder / "train" / "manifest.json").exists() and (folder / "validation" / "manifest.json").exists():
-        return folder
-    for split, count in (("train", 160), ("validation", 9)):
-        with open_writer(
-            folder / split, format="parquet", pack_size=pack_size, provenance=provenance, overwrite=True
-        ) as writer:
+    options: dict[str, Any] = {"format": "parquet", "pack_size": pack_size, "provenance": provenance, "overwrite": True}
+    for split, count in splits.items():
+        with open_writer(folder / split, **options) as writer:
             for _ in range(count):
                 lengths = rng.integers(5, pack_size // 3, size=rng.integers(1, 4))
                 starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])

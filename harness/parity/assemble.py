@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,25 +27,26 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 
 
 def cell_result(
-    cell: Cell, finished: Finished, *, folder: Path, known: Mapping[str, Cell], reference: Finished | None, device: str
+    cell: Cell, finished: Mapping[str, Finished], *, folder: Path, known: Mapping[str, Cell], device: str
 ) -> CellResult:
     """Return the result of a cell that ran, or failed to.
 
     Args:
+        finished: outcomes of all cells by name.
         folder: of the matrix.
         known: all cells by name.
-        reference: outcome of the cell that this one is compared with, None for a reference.
         device: cpu or cuda; bit-identity is required on CPUs alone.
     """
+    outcome = finished[cell.name]
     recorded = recorded_run(cell.run_folder(folder))
     try:
         steps = recorded.steps
         checks: list[Check] = []
-        reason = finished.reason
+        reason = outcome.reason
         if not reason and cell.plan.program is ISOLATION:
             checks = [isolation_check(cell.record(folder))]
-        elif not reason and cell.reference is not None and reference is not None:
-            if reference.reason:
+        elif not reason and cell.reference is not None:
+            if finished[cell.reference].reason:
                 reason = f"its reference, {cell.reference}, failed"
             else:
                 expected = recorded_run(known[cell.reference].run_folder(folder))
@@ -51,7 +54,7 @@ def cell_result(
                 checks = compare_runs(expected, recorded, tolerances, same_layout=cell.plan.same_layout)
     except FormatError as error:
         steps, checks, reason = [], [], f"{error.what} ({error.where})"
-    status = "failed" if reason else "same" if all(check.passed for check in checks) else "different"
+    status = status_of(reason, checks)
     return CellResult(
         name=cell.name,
         check=cell.check,
@@ -62,10 +65,14 @@ def cell_result(
         checks=checks,
         series=series_of(steps),
         reason=reason or (f"log: {cell.log_file(folder)}" if status == "different" else ""),
-        seconds=finished.seconds,
+        seconds=outcome.seconds,
         tokens_per_s=tokens_per_second(steps),
-        peak_memory_bytes=finished.peak_memory_bytes,
+        peak_memory_bytes=outcome.peak_memory_bytes,
     )
+
+
+def status_of(reason: str, checks: Sequence[Check]) -> str:
+    return "failed" if reason else "same" if all(check.passed for check in checks) else "different"
 
 
 def isolation_check(record: Path) -> Check:
@@ -83,8 +90,7 @@ def skipped(name: str, check: str, reason: str) -> CellResult:
 
 
 def series_of(steps: Sequence[StepMetrics]) -> Series:
-    names = Series.__dataclass_fields__
-    return Series(**{name: [getattr(step, name) for step in steps] for name in names})
+    return Series(**{name: [getattr(step, name) for step in steps] for name in Series.__dataclass_fields__})
 
 
 def tokens_per_second(steps: Sequence[StepMetrics]) -> float | None:
@@ -100,10 +106,8 @@ def environment(device: str) -> dict[str, str]:
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {**facts, "commit": _commit()}
 
 
@@ -118,10 +122,9 @@ def _device_name(device: str) -> str:
 
 
 def _commit() -> str:
-    root = Path(harness.__file__).parent.parent
-
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        command = ["git", "-C", str(Path(harness.__file__).parent.parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
@@ -133,8 +136,6 @@ def _commit() -> str:
 
 def command_line() -> str:
     """Return the command line that started this process, as far as it is known."""
-    import shlex
-
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     program = ["python", "-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 import yaml
 
 from harness.errors import ConfigError, FormatError
-from harness.parity.assemble import environment, series_of, tokens_per_second
+from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
-from harness.parity.result import CellResult, Check, ParityReport
+from harness.parity.result import CellResult, Check, ParityReport, open_document
+from harness.storage import write_atomically
 from harness.train import StepDigests, StepMetrics, from_json, read_digests, to_json
 
 SCHEMA = 1
@@ -75,11 +75,8 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
         )
     broken = next((step for step in digests if step.disagreements), None)
     if broken is not None:
-        raise FormatError(
-            f"step {broken.step}: {broken.disagreements[0]}",
-            where=str(run),
-            fix="fix this first: it is no reference",
-        )
+        what = f"step {broken.step}: {broken.disagreements[0]}"
+        raise FormatError(what, where=str(run), fix="fix this first: it is no reference")
     settings = _settings(run)
     return Baseline(
         name,
@@ -106,68 +103,39 @@ def _settings(run: Path) -> dict[str, Any]:
         settings = yaml.safe_load((run / "config.yaml").read_text())
         return settings if isinstance(settings, dict) else {}
     except (OSError, yaml.YAMLError) as error:
-        raise FormatError(
-            f"the run's settings cannot be read: {error}", where=str(run), fix="name the folder of a run"
-        ) from error
+        what = f"the run's settings cannot be read: {error}"
+        raise FormatError(what, where=str(run), fix="name the folder of a run") from error
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
     """Write a line a step, so that a change of a few steps is a small diff."""
-    head = {
-        "schema": SCHEMA,
-        "name": baseline.name,
-        "created": baseline.created,
-        "environment": baseline.environment,
-        "tolerances": asdict(baseline.tolerances),
-        "settings": baseline.settings,
-    }
+    head = {"schema": SCHEMA} | {key: value for key, value in vars(baseline).items() if key not in ("steps", "digests")}
     steps = [
         json.dumps({"metrics": asdict(metrics), "data": to_json(data)})
         for metrics, data in zip(baseline.steps, baseline.digests, strict=True)
     ]
-    text = json.dumps(head, indent=1)[:-2] + ',\n "steps": [\n  ' + ",\n  ".join(steps) + "\n ]\n}\n"
+    text = json.dumps(head | {"tolerances": asdict(baseline.tolerances)}, indent=1)[:-2]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        write_atomically(path, (text + ',\n "steps": [\n  ' + ",\n  ".join(steps) + "\n ]\n}\n").encode())
     except OSError as error:
         raise ConfigError(
-            f"the baseline cannot be written: {error.strerror}",
-            where=str(path),
-            fix="choose another: baselines=DIR",
+            f"the baseline cannot be written: {error.strerror}", where=str(path), fix="choose another: baselines=DIR"
         ) from error
 
 
 def read_baseline(path: Path) -> Baseline:
     """Read the baseline at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
-    try:
-        values = json.loads(path.read_text())
-        if values["schema"] > SCHEMA:
-            raise FormatError(
-                f"the baseline has schema {values['schema']}, and this version reads up to {SCHEMA}",
-                where=str(path),
-                fix="update this package",
-            )
+    make = f"`harness parity record {path.stem} RUN` makes one from a run that is known to be right"
+    repair = "restore it from the repository's history"
+    missing = f"there is no baseline {path.stem}"
+    with open_document(path, "baseline", SCHEMA, missing=missing, make=make, repair=repair) as values:
         return Baseline(
-            values["name"],
-            values["created"],
-            values["environment"],
-            Tolerances(**values["tolerances"]),
-            values["settings"],
-            [StepMetrics(**step["metrics"]) for step in values["steps"]],
-            [from_json(step["data"]) for step in values["steps"]],
+            **{key: values[key] for key in ("name", "created", "environment", "settings")},
+            tolerances=Tolerances(**values["tolerances"]),
+            steps=[StepMetrics(**step["metrics"]) for step in values["steps"]],
+            digests=[from_json(step["data"]) for step in values["steps"]],
         )
-    except FileNotFoundError:
-        raise FormatError(
-            f"there is no baseline {path.stem}",
-            where=str(path),
-            fix=f"`harness parity record {path.stem} RUN` makes one from a run that is known to be right",
-        ) from None
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise FormatError(
-            f"this is not a baseline: {error}", where=str(path), fix="restore it from the repository's history"
-        ) from None
 
 
 def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
@@ -185,12 +153,7 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
 
 def against(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
     """Compare the run in `run` with the baseline; one that is missing or damaged is a failed cell of the report."""
-    path = baseline_path(name, folder)
-
-    def compared(baseline: Baseline) -> list[Check]:
-        return compare_runs(baseline.recorded(), recorded_run(run), baseline.tolerances)
-
-    return _report(name, run, path, f"Against baseline {name}", compared, command)
+    return _report(name, run, baseline_path(name, folder), f"Against baseline {name}", command)
 
 
 def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
@@ -202,43 +165,31 @@ def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
     path = baseline_path(name, folder)
     old = read_baseline(path)
     new = baseline_of(name, run, old.tolerances)
-
-    def compared(baseline: Baseline) -> list[Check]:
-        # No tolerance, so that everything that moved is in the report.
-        return compare_runs(
-            baseline.recorded(), recorded_run(run), Tolerances(0.0, 0.0, "an update reports everything that moved")
-        )
-
-    report = _report(name, run, path, f"Update of baseline {name}", compared, command)
+    # No tolerance, so that everything that moved is in the report.
+    exact = Tolerances(0.0, 0.0, "an update reports everything that moved")
+    report = _report(name, run, path, f"Update of baseline {name}", command, exact)
     write_baseline(new, path)
     return report
 
 
 def _report(
-    name: str, run: Path, path: Path, title: str, compared: Callable[[Baseline], list[Check]], command: str
+    name: str, run: Path, path: Path, title: str, command: str, tolerances: Tolerances | None = None
 ) -> ParityReport:
+    """Compare the run in `run` with the baseline at `path`, with the baseline's own tolerances where none are given."""
     checks: list[Check] = []
     cells: list[CellResult] = []
     reason, steps, env = "", [], environment(_device_of(run))
     try:
         baseline = read_baseline(path)
-        cells.append(
-            CellResult(
-                name=f"baseline {name}",
-                check="baseline",
-                axes={"made": baseline.created},
-                reference=None,
-                status="same",
-                command=f"see {path}",
-                series=series_of(baseline.steps),
-            )
-        )
+        made, series = {"made": baseline.created}, series_of(baseline.steps)
+        cells.append(CellResult(f"baseline {name}", "baseline", made, None, "same", f"see {path}", series=series))
         env |= {f"baseline {key}": value for key, value in baseline.environment.items() if env.get(key) != value}
-        steps = recorded_run(run).steps
-        if not steps:
-            reason = f"the run made no step ({run})"
+        recorded = recorded_run(run)
+        steps = recorded.steps
+        if steps:
+            checks = compare_runs(baseline.recorded(), recorded, tolerances or baseline.tolerances)
         else:
-            checks = compared(baseline)
+            reason = f"the run made no step ({run})"
     except FormatError as error:
         reason = f"{error.what} ({error.where}); {error.fix}"
     cells.append(
@@ -247,7 +198,7 @@ def _report(
             check="baseline",
             axes={"run": str(run)},
             reference=f"baseline {name}",
-            status="failed" if reason else "same" if all(check.passed for check in checks) else "different",
+            status=status_of(reason, checks),
             command=command,
             checks=checks,
             series=series_of(steps),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import ConfigError
@@ -26,27 +26,28 @@ class Case:
     overrides: tuple[str, ...]
 
     @property
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [(key, value) for key, _, value in (part.partition("=") for part in self.overrides)]
+
+    @property
     def name(self) -> str:
-        pairs = [part.partition("=") for part in self.overrides]
-        words = [value if key in _NAMED_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, _, value in pairs]
+        words = [value if key in _NAMED_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, value in self._pairs]
         return " ".join([*([f"{self.ranks}x"] if self.ranks > 1 or not words else []), *words])
 
     @property
     def axes(self) -> dict[str, str]:
         """Return the settings that distinguish the case, by name; a preset of `configs/parallel` is its `layout`."""
-        pairs = [part.partition("=") for part in self.overrides]
         names = {"parallel": "layout", "schedule.name": "schedule"}
-        values = {names.get(key, key.split(".")[-1]): value for key, _, value in pairs}
-        return {"ranks": str(self.ranks), **values}
+        return {"ranks": str(self.ranks), **{names.get(key, key.split(".")[-1]): value for key, value in self._pairs}}
 
     def value_of(self, name: str) -> str | None:
         """Return the value of FORMAT or VERSION, None where the case does not name it."""
-        return next((part.split("=", 1)[1] for part in self.overrides if part.startswith(f"{name}=")), None)
+        return dict(reversed(self._pairs)).get(name)
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Return the settings of `recipes.sft`."""
-        return tuple(part for part in self.overrides if not part.startswith((f"{FORMAT}=", f"{VERSION}=")))
+        return tuple(f"{key}={value}" for key, value in self._pairs if key not in (FORMAT, VERSION))
 
 
 def parse_case(text: str, *, where: str = "cases") -> Case:
@@ -101,6 +102,9 @@ class CheckPlan:
     has_reference: bool = True
 
 
+_ALONE = CheckPlan(IDENTICAL, same_layout=True)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the matrix.
@@ -128,7 +132,7 @@ class Cell:
     dataset: str
     start: str | None = None
     is_reported: bool = True
-    plan: CheckPlan = field(default_factory=lambda: CheckPlan(IDENTICAL, same_layout=True))
+    plan: CheckPlan = _ALONE
 
     @property
     def overrides(self) -> list[str]:
@@ -219,10 +223,8 @@ def plan_check(
         )
     if start is None:
         return cells
-    first = cells[0]
-    before = Cell(
-        start, check, first.case, None, first.settings, steps_before, first.python, first.dataset, is_reported=False
-    )
+    # With the default plan: it runs alone, whatever the others do.
+    before = replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE)
     return [before, *cells]
 
 

@@ -45,11 +45,8 @@ def compare_runs(
     if same_layout:
         checks.append(_check_data("placement", reference, run, placement_difference))
     checks += [_check_steps(reference.steps, run.steps), _check_counts(reference.steps, run.steps)]
-    for column, limit in (
-        ("loss", tolerances.loss),
-        ("validation_loss", tolerances.loss),
-        ("grad_norm", tolerances.grad_norm),
-    ):
+    limits = {"loss": tolerances.loss, "validation_loss": tolerances.loss, "grad_norm": tolerances.grad_norm}
+    for column, limit in limits.items():
         checks.append(_check_column(column, reference.steps, run.steps, limit, tolerances.reason))
     return checks
 
@@ -68,14 +65,11 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     wanted, made = [step.step for step in reference], [step.step for step in run]
     difference = None
     if wanted != made or not wanted:
-        missing = [step for step in wanted if step not in made]
-        extra = [step for step in made if step not in wanted]
-        message = f"{len(made)} of {len(wanted)} steps were made"
-        if missing:
-            message += f", step {missing[0]} is missing"
-        elif extra:
-            message += f", step {extra[0]} is one too many"
-        first = next(iter(missing or extra), None)
+        message, first = f"{len(made)} of {len(wanted)} steps were made", None
+        if missing := [step for step in wanted if step not in made]:
+            message, first = f"{message}, step {missing[0]} is missing", missing[0]
+        elif extra := [step for step in made if step not in wanted]:
+            message, first = f"{message}, step {extra[0]} is one too many", extra[0]
         difference = Difference(message, step=first, field="steps", expected=len(wanted), found=len(made))
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 
@@ -86,13 +80,8 @@ def _check_counts(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) 
         for column in EXACT:
             wanted, got = getattr(expected, column), getattr(actual, column)
             if wanted != got and difference is None:
-                difference = Difference(
-                    f"step {expected.step}: {column} is {got:,}, not {wanted:,}",
-                    step=expected.step,
-                    field=column,
-                    expected=wanted,
-                    found=got,
-                )
+                message = f"step {expected.step}: {column} is {got:,}, not {wanted:,}"
+                difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
     return Check("trained_tokens", difference is None, 0.0, None, "counts are whole numbers", difference)
 
 
@@ -107,14 +96,9 @@ def _check_column(
         largest = max(largest, size)
         if size > limit and difference is None:
             allowed = f"at most {limit:g}" if limit else "expected bit-identical"
-            difference = Difference(
-                f"step {expected.step}: {column} is {_format(got)}, not {_format(wanted)} "
-                f"(relative difference {size:.1e}, {allowed})",
-                step=expected.step,
-                field=column,
-                expected=wanted,
-                found=got,
-            )
+            message = f"step {expected.step}: {column} is {_format(got)}, not {_format(wanted)}"
+            message += f" (relative difference {size:.1e}, {allowed})"
+            difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
     if not pairs:
         difference = Difference(f"there is no step whose {column} could be compared", field=column)
     is_known = pairs and math.isfinite(largest)

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.errors import FormatError
+from harness.storage import write_atomically
 
 SCHEMA = 1
 REPORT_FILE = "report.json"
@@ -162,27 +165,39 @@ class ParityReport:
 
 def write_report(report: ParityReport, path: Path) -> None:
     """Write `report` as JSON (numbers that are not finite become null), whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(asdict(report)), indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, (json.dumps(_finite(asdict(report)), indent=1) + "\n").encode())
 
 
 def read_report(path: Path) -> ParityReport:
     """Read the report at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
     fix = "make it again with `python -m recipes.parity`"
+    missing = "there is no parity report"
+    with open_document(path, "parity report", SCHEMA, missing=missing, make=fix, repair=fix) as values:
+        return ParityReport(**{**values, "cells": [_cell(cell) for cell in values["cells"]]})
+
+
+@contextmanager
+def open_document(
+    path: Path, noun: str, schema: int, *, missing: str, make: str, repair: str
+) -> Iterator[dict[str, Any]]:
+    """Give a JSON object of at most this `schema` to the body, which parses it.
+
+    Raises:
+        FormatError: the file is missing (fix: `make`), damaged (fix: `repair`), or of a newer schema.
+    """
     try:
         values = json.loads(path.read_text())
-        if values["schema"] > SCHEMA:
+        if values["schema"] > schema:
             raise FormatError(
-                f"the report has schema {values['schema']}, and this version reads up to {SCHEMA}",
+                f"the {noun} has schema {values['schema']}, and this version reads up to {schema}",
                 where=str(path),
                 fix="update this package",
             )
-        return ParityReport(**{**values, "cells": [_cell(cell) for cell in values["cells"]]})
+        yield values
     except FileNotFoundError:
-        raise FormatError("there is no parity report", where=str(path), fix=fix) from None
+        raise FormatError(missing, where=str(path), fix=make) from None
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise FormatError(f"this is not a parity report: {error}", where=str(path), fix=fix) from None
+        raise FormatError(f"this is not a {noun}: {error}", where=str(path), fix=repair) from None
 
 
 def _cell(values: dict[str, Any]) -> CellResult:

@@ -17,6 +17,7 @@ from harness.parity.pages.message import render_message
 from harness.parity.pages.nights import render_nights
 from harness.parity.pages.page import render_page
 from harness.parity.result import ParityReport
+from harness.storage import write_atomically
 
 __all__ = ["HTML_FILE", "render_all", "render_history"]
 
@@ -30,12 +31,8 @@ def render_all(report: ParityReport, folder: Path) -> None:
     Raises:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
     """
-    files = {
-        MESSAGE_FILE: render_message(report),
-        JUNIT_FILE: render_junit(report),
-        HTML_FILE: render_page(report),
-    }
-    write_files(files, folder)
+    files = {MESSAGE_FILE: render_message(report), JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
+    _write_files(files, folder)
 
 
 def render_history(history: History, folder: Path) -> None:
@@ -44,23 +41,15 @@ def render_history(history: History, folder: Path) -> None:
     Raises:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
     """
-    write_files({HISTORY_FILE: render_nights(history)}, folder)
+    _write_files({HISTORY_FILE: render_nights(history)}, folder)
 
 
-def write_files(files: dict[str, str], folder: Path) -> None:
-    """Write texts by file name, each whole or not at all.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
+def _write_files(files: dict[str, str], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            partial = folder / f"{name}.partial"
             # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
-            partial.write_text(text, encoding="utf-8", errors="replace")
-            partial.replace(folder / name)
+            write_atomically(folder / name, text.encode(errors="replace"))
     except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written: {error.strerror}", where=str(folder), fix="name another folder"
-        ) from error
+        what = f"the report cannot be written: {error.strerror}"
+        raise ConfigError(what, where=str(folder), fix="name another folder") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.parity.result import CellResult, ParityReport, Series
@@ -34,15 +34,8 @@ TRANSPARENT: dict[str, Any] = {
 }
 
 Values = Sequence[float | None]
-
-
-@dataclass(frozen=True)
-class Style:
-    """Line style of all curves of a cell."""
-
-    color: str
-    dash: str = "solid"
-    width: float = 1.6
+# Plotly's style of a line: color, dash and width.
+Style = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,14 +80,13 @@ def styles_of(report: ParityReport) -> dict[str, Style]:
     compared = [cell for cell in drawn if cell.reference is not None]
     colored = compared if len(compared) <= _MOST_COLORED else [cell for cell in compared if cell.status != "same"]
     numbers = {cell.name: number for number, cell in enumerate(colored)}
-    styles = {}
+    styles: dict[str, Style] = {}
     for cell in drawn:
+        color, dash, width = (_REFERENCE, "solid", 5.0) if cell.reference is None else (_QUIET, "solid", 1.0)
         if cell.name in numbers:
-            number = numbers[cell.name]
-            dash = _DASHES[number // len(_COLORS) % len(_DASHES)]
-            styles[cell.name] = Style(_COLORS[number % len(_COLORS)], dash)
-        else:
-            styles[cell.name] = Style(_QUIET, width=1) if cell.reference is not None else Style(_REFERENCE, width=5)
+            row, column = divmod(numbers[cell.name], len(_COLORS))
+            color, dash, width = _COLORS[column], _DASHES[row % len(_DASHES)], 1.6
+        styles[cell.name] = {"color": color, "dash": dash, "width": width}
     return styles
 
 
@@ -145,13 +137,12 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
         kept_steps, kept = thin(steps, values, points)
         if all(value is None for value in kept):
             return None
-        style = styles[cell.name]
         return {
             "name": plain(cell.name),
             "x": pool.add(kept_steps),
             "y": pool.add(kept),
             "mode": "lines+markers" if len(kept) == 1 else "lines",
-            "line": {"color": style.color, "dash": style.dash, "width": style.width},
+            "line": styles[cell.name],
             "opacity": 0.5 if cell.reference is None else 1,
             "meta": cell.name,
         } | changed
@@ -181,62 +172,37 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
     made = [step for cell in drawn for step in cell.series.step]
     ends = (min(made, default=0), max(made, default=0))
     hover = "x unified" if len(drawn) <= _MOST_TOGETHER else "closest"
-    charts = [
-        Chart(
-            "loss",
-            "Loss",
-            "Mean of a trained token, nats; references are thick and gray, diamonds are validation." + thinned,
-            column("loss") + validation,
-            _layout("loss", ":.6f", hover, ends),
-        ),
-        *(
-            Chart(
-                f"{name}-difference",
-                f"{title}: difference from the reference",
-                "Relative, on a logarithmic scale; 0 is bit-identical, dashed lines are tolerances." + thinned,
-                apart(name),
-                _layout("relative difference", "", hover, ends) | _log_axis(report, name),
-                is_log=True,
-            )
-            for name, title in (("loss", "Loss"), ("grad_norm", "Gradient norm"))
-        ),
-        Chart(
-            "fill",
-            "Fill",
-            "Share of the rows' capacity that holds tokens, per step." + thinned,
-            column("fill"),
-            _layout("fill", ":.2%", hover, ends),
-        ),
-        Chart(
-            "imbalance",
-            "Imbalance",
-            "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
-            + thinned,
-            column("imbalance_cost") + dotted("imbalance_tokens", "tokens"),
-            _layout("busiest / mean", ":.4f", hover, ends),
-        ),
-        Chart(
-            "time",
-            "Time of a step",
-            "Seconds on the clock; dots are the wait for data within them. Cells that ran side by side share a machine."
-            + thinned,
-            column("step_s") + dotted("data_wait_s", "waiting"),
-            _layout("seconds", ":.3f", hover, ends),
-        ),
-    ]
-    return [chart for chart in charts if chart.traces]
+
+    def chart(name: str, title: str, note: str, traces: list[dict[str, Any]], y_title: str, y_format: str) -> Chart:
+        return Chart(name, title, note + thinned, traces, _layout(y_title, y_format, hover, ends))
+
+    note = "Mean of a trained token, nats; references are thick and gray, diamonds are validation."
+    charts = [chart("loss", "Loss", note, column("loss") + validation, "loss", ".6f")]
+    for name, title in (("loss", "Loss"), ("grad_norm", "Gradient norm")):
+        note = "Relative, on a logarithmic scale; 0 is bit-identical, dashed lines are tolerances."
+        title = f"{title}: difference from the reference"  # noqa: PLW2901
+        linear = chart(f"{name}-difference", title, note, apart(name), "", "")
+        charts.append(replace(linear, layout=linear.layout | _log_axis(report, name), is_log=True))
+    note = "Share of the rows' capacity that holds tokens, per step."
+    charts.append(chart("fill", "Fill", note, column("fill"), "fill", ".2%"))
+    note = "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
+    traces = column("imbalance_cost") + dotted("imbalance_tokens", "tokens")
+    charts.append(chart("imbalance", "Imbalance", note, traces, "busiest / mean", ".4f"))
+    note = "Seconds on the clock; dots are the wait for data within them. Cells that ran side by side share a machine."
+    traces = column("step_s") + dotted("data_wait_s", "waiting")
+    charts.append(chart("time", "Time of a step", note, traces, "seconds", ".3f"))
+    return [drawn_chart for drawn_chart in charts if drawn_chart.traces]
 
 
 def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> dict[str, Any]:
     # The same range on every chart, so that charts line up.
     pad = max(0.5, 0.015 * (steps[1] - steps[0]))
     ends = [steps[0] - pad, steps[1] + pad]
+    steps_axis = {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends}
     spike = {"spikethickness": 1, "spikecolor": _REFERENCE, "spikedash": "solid"}
     return {
-        "xaxis": AXIS
-        | {"title": {"text": "step", "standoff": 6}, "hoverformat": ",d", "tickformat": ",d", "range": ends}
-        | spike,
-        "yaxis": AXIS | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format.removeprefix(":")},
+        "xaxis": AXIS | steps_axis | spike,
+        "yaxis": AXIS | {"title": {"text": y_title, "standoff": 6}, "hoverformat": y_format},
         "hovermode": hover,
         "showlegend": False,
         **TRANSPARENT,
@@ -244,36 +210,18 @@ def _layout(y_title: str, y_format: str, hover: str, steps: tuple[int, int]) -> 
 
 
 def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
-    tolerances = {
-        check.tolerance
-        for cell in report.cells
-        for check in cell.checks
-        if check.name == column and check.tolerance > 0
+    checks = [check for cell in report.cells for check in cell.checks if check.name == column]
+    tolerances = sorted({check.tolerance for check in checks if check.tolerance > 0})
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dash", "width": 1.2}}
+    powers = range(-15, 4, 3)
+    axis = {
+        "type": "log",
+        "title": {"text": "relative difference", "standoff": 6},
+        "tickvals": [FLOOR, *(10.0**power for power in powers)],
+        "ticktext": ["0", *(f"1e{power}" if power else "1" for power in powers)],
+        "range": [math.log10(FLOOR) - 0.7, 0.5],
     }
-    lines = [
-        {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": tolerance,
-            "y1": tolerance,
-            "line": {"dash": "dash", "width": 1.2},
-        }
-        for tolerance in sorted(tolerances)
-    ]
-    ticks = [FLOOR, *(10.0**power for power in range(-15, 4, 3))]
-    return {
-        "yaxis": AXIS
-        | {
-            "type": "log",
-            "title": {"text": "relative difference", "standoff": 6},
-            "tickvals": ticks,
-            "ticktext": ["0", *(f"1e{power}" if power else "1" for power in range(-15, 4, 3))],
-            "range": [math.log10(FLOOR) - 0.7, 0.5],
-        },
-        "shapes": lines,
-    }
+    return {"yaxis": AXIS | axis, "shapes": [line | {"y0": tolerance, "y1": tolerance} for tolerance in tolerances]}
 
 
 def _relative(expected: float | None, actual: float | None) -> float | None:

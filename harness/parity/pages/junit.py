@@ -29,11 +29,8 @@ def render_junit(report: ParityReport) -> str:
         suite = ElementTree.SubElement(root, "testsuite", name="parity", timestamp=_clean(report.created))
         case = ElementTree.SubElement(suite, "testcase", classname="parity", name="something was compared", time="0")
         _add(case, "error", words.summary(report), report.command)
-    for suite in root:
-        _count(suite)
-    for name in ("tests", "failures", "errors", "skipped"):
-        root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
-    root.set("time", f"{sum(cell.seconds for cell in report.cells):.3f}")
+    for element in (*root, root):
+        _count(element)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -61,12 +58,12 @@ def _add(case: ElementTree.Element, kind: str, message: str, text: str) -> None:
     ElementTree.SubElement(case, kind, message=_clean(message)).text = _clean(text)
 
 
-def _count(suite: ElementTree.Element) -> None:
-    cases = suite.findall("testcase")
-    suite.set("tests", str(len(cases)))
+def _count(element: ElementTree.Element) -> None:
+    cases = list(element.iter("testcase"))
+    element.set("tests", str(len(cases)))
     for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-        suite.set(name, str(sum(case.find(kind) is not None for case in cases)))
-    suite.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
+        element.set(name, str(sum(case.find(kind) is not None for case in cases)))
+    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
 
 
 def _clean(text: str) -> str:

@@ -75,27 +75,24 @@ class Cost:
 
 def group_cells(report: ParityReport) -> list[Group]:
     """Return the cells by check, in the order of the report."""
-    groups: dict[str, list[CellResult]] = {}
-    for cell in report.cells:
-        groups.setdefault(cell.check, []).append(cell)
-    return [_group(name, cells) for name, cells in groups.items()]
+    names = dict.fromkeys(cell.check for cell in report.cells)
+    return [_group(name, [cell for cell in report.cells if cell.check == name]) for name in names]
 
 
 def _group(name: str, cells: list[CellResult]) -> Group:
-    checks: dict[str, list[Check]] = {}
-    for cell in cells:
-        for check in cell.checks:
-            checks.setdefault(check.name, []).append(check)
-    limits = {}
-    for column, same_name in checks.items():
-        tolerances = {check.tolerance for check in same_name}
+    checks = [check for cell in cells for check in cell.checks]
+    columns = list(dict.fromkeys(check.name for check in checks))
+    limits: dict[str, float | None] = {}
+    for column in columns:
+        tolerances = {check.tolerance for check in checks if check.name == column}
         limits[column] = tolerances.pop() if len(tolerances) == 1 else None
-    reasons: dict[str, list[str]] = {}
-    for column, same_name in checks.items():
-        for reason in dict.fromkeys(check.reason for check in same_name if check.reason):
-            reasons.setdefault(reason, []).append(column)
-    shared = [(", ".join(columns), reason) for reason, columns in reasons.items()]
-    return Group(name, cells, arrange(cells), list(checks), limits, shared)
+    reasons: dict[str, dict[str, None]] = {}
+    for column in columns:
+        for check in checks:
+            if check.name == column and check.reason:
+                reasons.setdefault(check.reason, {})[column] = None
+    shared = [(", ".join(named), reason) for reason, named in reasons.items()]
+    return Group(name, cells, arrange(cells), columns, limits, shared)
 
 
 def arrange(cells: Sequence[CellResult]) -> Grid:
@@ -114,17 +111,12 @@ def arrange(cells: Sequence[CellResult]) -> Grid:
     rows, columns = values[row_axis], list(dict.fromkeys(map(column_of, cells)))
     if len(columns) > _MOST_COLUMNS or 2 * len(cells) < len(rows) * len(columns):
         column_axes, columns = [], [""]
-    placed = [
-        [
-            [
-                cell
-                for cell in cells
-                if cell.axes.get(row_axis, "") == row and (not column_axes or column_of(cell) == column)
-            ]
-            for column in columns
-        ]
-        for row in rows
-    ]
+
+    def at(row: str, column: str) -> list[CellResult]:
+        in_row = [cell for cell in cells if cell.axes.get(row_axis, "") == row]
+        return [cell for cell in in_row if not column_axes or column_of(cell) == column]
+
+    placed = [[at(row, column) for column in columns] for row in rows]
     return Grid([row or "none" for row in rows], columns, placed, row_axis, " · ".join(column_axes), settled)
 
 
@@ -143,15 +135,8 @@ def costs(report: ParityReport) -> tuple[str, list[Cost]]:
         cells = [cell for cell in ran if cell.axes.get(axis) == value]
         rates = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
         memory = [cell.peak_memory_bytes for cell in cells if cell.peak_memory_bytes is not None]
-        summaries.append(
-            Cost(
-                value,
-                len(cells),
-                statistics.median(rates) if rates else None,
-                min(rates, default=None),
-                max(rates, default=None),
-                max(memory, default=None),
-                statistics.median(cell.seconds for cell in cells),
-            )
-        )
+        rate = statistics.median(rates) if rates else None
+        slowest, fastest = min(rates, default=None), max(rates, default=None)
+        seconds = statistics.median(cell.seconds for cell in cells)
+        summaries.append(Cost(value, len(cells), rate, slowest, fastest, max(memory, default=None), seconds))
     return axis, summaries

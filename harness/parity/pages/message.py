@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from harness.parity.pages import words
 from harness.parity.pages.matrix import costs, group_cells
@@ -46,10 +47,8 @@ def _checks(report: ParityReport) -> list[str]:
     lines = ["| check | cells | same | different | failed | skipped | largest |", "|---|--:|--:|--:|--:|--:|---|"]
     for group in groups[:_MOST_GROUPS]:
         cells = [cell for cell in group.cells if not cell.is_reference or cell.status != "same"]
-        counted = [
-            sum(cell.status == status for cell in cells) for status in ("same", "different", "failed", "skipped")
-        ]
-        numbers = " | ".join(map(str, counted))
+        counts = Counter(cell.status for cell in cells)
+        numbers = " | ".join(str(counts[status]) for status in ("same", "different", "failed", "skipped"))
         lines.append(f"| {_text(group.name, 40)} | {len(cells)} | {numbers} | {_largest(group.compared)} |")
     if len(groups) > _MOST_GROUPS:
         lines.append(f"| and {len(groups) - _MOST_GROUPS} more | | | | | | |")
@@ -91,7 +90,5 @@ def _code(command: str) -> str:
     if len(short) > _LONGEST_COMMAND:
         # Half a command must not be run.
         return "the command is in report.html"
-    fence = "`"
-    while fence in short:
-        fence += "`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", short)), default=0))
     return f"{fence}{short}{fence}" if len(fence) == 1 else f"{fence} {short} {fence}"

@@ -39,45 +39,31 @@ def render_nights(history: History) -> str:
 
 def _draw(number: int, metric: Metric, pool: Pool) -> Chart | None:
     nights = sorted(metric.nights, key=lambda night: night.created)
-    if all(finite(night.value) is None for night in nights):
+    values = [finite(night.value) for night in nights]
+    if all(value is None for value in values):
         return None
     when = pool.add([night.created for night in nights])
     banded = [finite(night.low) is not None and finite(night.high) is not None for night in nights]
     low, high = (
-        pool.add([finite(value) if there else None for value, there in zip(ends, banded, strict=True)])
-        for ends in ([night.low for night in nights], [night.high for night in nights])
+        pool.add([finite(getattr(night, end)) if there else None for night, there in zip(nights, banded, strict=True)])
+        for end in ("low", "high")
     )
-    values = pool.add([finite(night.value) for night in nights])
     # A night without a value is marked on the edge of its band.
     marks = [
-        (finite(night.value) if finite(night.value) is not None else night.low) if night.left_band else None
-        for night in nights
+        (night.low if value is None else value) if night.left_band else None
+        for night, value in zip(nights, values, strict=True)
     ]
-    edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "connectgaps": False}
-    left = {"symbol": "x", "size": 11, "color": _LEFT, "line": {"width": 1, "color": _LEFT}}
+    edge: dict[str, Any] = {"x": when, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "connectgaps": False}
+    line: dict[str, Any] = {"x": when, "mode": "lines+markers", "line": {"color": _LINE, "width": 1.6}}
+    left: dict[str, Any] = {"symbol": "x", "size": 11, "color": _LEFT, "line": {"width": 1, "color": _LEFT}}
+    cross = {"name": "left its band", "x": when, "mode": "markers", "marker": left, "hoverinfo": "skip"}
     traces: list[dict[str, Any]] = [
-        {"name": "band, low", "x": when, "y": low, **edge},
-        {"name": "band, high", "x": when, "y": high, **edge, "fill": "tonexty", "fillcolor": _BAND},
-        {
-            "name": plain(metric.name),
-            "x": when,
-            "y": values,
-            "mode": "lines+markers",
-            "line": {"color": _LINE, "width": 1.6},
-            "marker": {"size": 5},
-        },
+        {"name": "band, low", "y": low, **edge},
+        {"name": "band, high", "y": high, **edge, "fill": "tonexty", "fillcolor": _BAND},
+        {"name": plain(metric.name), "y": pool.add(values), **line, "marker": {"size": 5}},
     ]
     if any(mark is not None for mark in marks):
-        traces.append(
-            {
-                "name": "left its band",
-                "x": when,
-                "y": pool.add(marks),
-                "mode": "markers",
-                "marker": left,
-                "hoverinfo": "skip",
-            }
-        )
+        traces.append(cross | {"y": pool.add(marks)})
     outside = sum(night.left_band for night in nights)
     summary = f"Outside its band on {outside} of {len(nights)} nights. " if outside else "Never outside its band. "
     # Without a band nothing was compared.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import fields
 
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
 
@@ -44,11 +43,8 @@ def summary(report: ParityReport) -> str:
 
 def first_problem(report: ParityReport) -> CellResult | None:
     """Return the first cell that differs, else the first that failed, else None."""
-    for status in ("different", "failed"):
-        for cell in report.cells:
-            if cell.status == status:
-                return cell
-    return None
+    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
+    return min(bad, key=lambda cell: cell.status, default=None)  # "different" sorts before "failed"
 
 
 def trouble(cell: CellResult) -> str:
@@ -65,12 +61,8 @@ def trouble(cell: CellResult) -> str:
 
 def places(difference: Difference) -> list[tuple[str, str]]:
     """Return the known parts of a difference's place as (name, value): step, microbatch, rank, ..."""
-    parts = []
-    for field in fields(difference):
-        value = getattr(difference, field.name)
-        if field.name != "message" and value is not None:
-            parts.append((field.name, value if isinstance(value, str) else number(value)))
-    return parts
+    known = {name: value for name, value in vars(difference).items() if name != "message" and value is not None}
+    return [(name, value if isinstance(value, str) else number(value)) for name, value in known.items()]
 
 
 def size_of(check: Check) -> str:
