@@ -35,11 +35,11 @@ TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainCo
 _NOISE = ("full_key", "object_type", "To append to your config")
 _OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w./@]*)=?.*", re.DOTALL)
 _MISSING_FILE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
+# Flags and the fields of `Options` that they set.
+_WITH_VALUE = {"--config-dir": "config_dir", "-cd": "config_dir", "--config-name": "config_name", "-cn": "config_name"}
 # Handed to Hydra's own command line, with all other arguments.
-_HYDRA_FLAGS = {
-    *("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"),
-    *("--experimental-rerun", "--package", "-p", "--resolve"),
-}
+_HYDRA_FLAGS = "--multirun -m --info -i --hydra-help --shell-completion -sc --experimental-rerun --package -p --resolve"
+_SWITCHES = {"-h": "help", "--help": "help", **dict.fromkeys(_HYDRA_FLAGS.split(), "is_hydras")}
 
 
 @dataclass(frozen=True)
@@ -74,34 +74,28 @@ class Options:
         rest = list(arguments)
         while rest:
             name, equals, value = rest.pop(0).partition("=")
-            if name in _HYDRA_FLAGS or name == "--config-path":
-                values["is_hydras"] = name != "--config-path"
-                if name == "--config-path":
-                    raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
+            if name == "--config-path":
+                raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
+            if name in _SWITCHES:
+                values[_SWITCHES[name]] = True
             elif name in ("--cfg", "-c"):
                 takes_value = bool(equals) or (rest and rest[0] in ("job", "hydra", "all"))
                 values["is_hydras" if takes_value else "show"] = True
                 if takes_value and not equals:
                     rest.pop(0)
-            elif name in ("-h", "--help"):
-                values["help"] = True
-            elif name in ("--config-dir", "-cd", "--config-name", "-cn"):
+            elif name in _WITH_VALUE:
                 if not equals and not rest:
                     raise ConfigError(f"{name} has no value", where=where, fix=f"{name} VALUE")
-                is_dir = name in ("--config-dir", "-cd")
-                value = value if equals else rest.pop(0)
-                values["config_dir" if is_dir else "config_name"] = Path(value) if is_dir else value
+                values[_WITH_VALUE[name]] = value if equals else rest.pop(0)
             elif name.startswith("-"):
                 fix = "settings are key=value; flags are --cfg, --help, --config-dir, --config-name and --multirun"
                 raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
             else:
                 overrides.append(name + equals + value)
-        folder = values.get("config_dir")
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(
-                "there is no such folder", where=str(folder), fix="--config-dir names a folder of YAML files"
-            )
-        return cls(overrides=overrides, **values)
+        folder = values.pop("config_dir", None)
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError("there is no such folder", where=folder, fix="--config-dir names a folder of YAML files")
+        return cls(overrides, None if folder is None else Path(folder), **values)
 
 
 @dataclass(frozen=True)
@@ -219,13 +213,8 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
                 if options.is_hydras:
                     _run_hydra(name, schema, main)
                     return
-                config = compose_config(
-                    name,
-                    schema,
-                    options.overrides,
-                    config_dir=options.config_dir,
-                    config_name=options.config_name,
-                )
+                folder, file = options.config_dir, options.config_name
+                config = compose_config(name, schema, options.overrides, config_dir=folder, config_name=file)
                 if options.show:
                     print(render_settings(config), end="")
                     return
@@ -269,17 +258,16 @@ def _nearest(
     if missing is not None:
         near = nearest_name(missing[2], _names(missing[1], config_dir))
         return None if near is None else f"{missing[1]}={near}"
-    groups = [folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()]
+    groups = _groups(config_dir)
     known = {setting.key for setting in explain_settings(schema)}
     known |= {key[: match.start()] for key in known for match in re.finditer(r"\.", key)}
     given = [match[1] for text in overrides if (match := _OVERRIDE.fullmatch(text)) and not text.startswith("hydra")]
     unknown = [key for key in (*keys, *given) if key and key not in known and key not in groups]
-    return nearest_name(unknown[0], sorted(known | set(groups))) if unknown else None
+    return nearest_name(unknown[0], sorted(known | groups)) if unknown else None
 
 
 def _usage(name: str, config_dir: Path | None) -> str:
-    groups = sorted({folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()})
-    files = "\n".join(f"  {group}=  {', '.join(_names(group, config_dir))}" for group in groups)
+    files = "\n".join(f"  {group}=  {', '.join(_names(group, config_dir))}" for group in sorted(_groups(config_dir)))
     return (
         f"\nSettings are key=value; `python -m recipes.{name} --cfg` prints each with its value and its explanation.\n"
         f"Groups of settings, one file each:\n{files}\n"
@@ -289,6 +277,10 @@ def _usage(name: str, config_dir: Path | None) -> str:
 
 def _folders(config_dir: Path | None) -> list[Path]:
     return [CONFIGS, *([] if config_dir is None else [config_dir])]
+
+
+def _groups(config_dir: Path | None) -> set[str]:
+    return {folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()}
 
 
 def _names(group: str, config_dir: Path | None) -> list[str]:

@@ -28,7 +28,7 @@ from harness.formats import (
 from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.storage import is_uri
 
-data_app = typer.Typer(pretty_exceptions_enable=False)
+data_app = typer.Typer()
 
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Source = Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")]

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from harness.indexed import IndexedReport, TokenSource
 
 indexed_app = typer.Typer(
-    name="indexed",
     help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
 )
 
 Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]

@@ -16,12 +16,10 @@ from harness.cli.settings import class_of
 from harness.launch import SubmitConfig
 from harness.settings import render_settings, to_plain
 
-launch_app = typer.Typer(pretty_exceptions_enable=False)
+launch_app = typer.Typer()
 preflight_app = typer.Typer(
-    name="preflight",
     help="Check that every node of a job can start training; the batch scripts of `harness submit` run these.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
 )
 
 

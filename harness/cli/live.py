@@ -15,10 +15,8 @@ from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 from harness.errors import ConfigError
 
 live_app = typer.Typer(
-    name="live",
     help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
 )
 
 # Flushed: a log shows the progress of the producer.

@@ -30,12 +30,10 @@ class _ParityGroup(TyperGroup):
 
 
 parity_app = typer.Typer(
-    name="parity",
     cls=_ParityGroup,
     help="Prove that other settings train the same: `harness parity check=layouts` runs the matrix, as "
     "`python -m recipes.parity` does; `harness parity --cfg` prints its settings. Further commands compare runs with "
     "baselines, follow a matrix over the nights, and join the reports of many nodes.",
-    pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]

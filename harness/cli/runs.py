@@ -16,7 +16,7 @@ from harness.checks import require_choice, require_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError, HarnessError
 
-runs_app = typer.Typer(pretty_exceptions_enable=False)
+runs_app = typer.Typer()
 
 _FORWARDED = {"ignore_unknown_options": True}
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe")]
