@@ -72,8 +72,20 @@ class CheckpointError(HarnessError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 
 
+# Packages that commands import when they run, and the extra that installs each.
+_EXTRAS = {
+    **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
+    **dict.fromkeys(("tokenizers", "transformers"), "tokenize"),
+    **dict.fromkeys(("jinja2", "plotly"), "report"),
+    "ray": "ray",
+}
+
+
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used
-    """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130."""
+    """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130.
+
+    A missing package of one of the extras is such an error too.
+    """
 
     def __enter__(self) -> None:
         return None
@@ -82,6 +94,11 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         if isinstance(error, KeyboardInterrupt):
             print("interrupted", file=sys.stderr)
             sys.exit(130)
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
+            extra = _EXTRAS[(error.name or "").partition(".")[0]]
+            error = ConfigError(
+                f"the package {error.name} is not installed", where=sys.executable, fix=f"pip install '.[{extra}]'"
+            )
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
         # Before the job is joined an error is that of a node (its files, its packages), and one process of each node

@@ -97,7 +97,7 @@ def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Ha
         import ray
     except ImportError as error:
         raise ConfigError(
-            "Ray is not installed", where="engine", fix="pip install 'ray', or set engine=local"
+            "Ray is not installed", where="engine", fix="pip install '.[ray]', or set engine=local"
         ) from error
 
     here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines

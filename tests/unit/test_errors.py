@@ -71,3 +71,17 @@ def test_a_fault_of_one_rank_of_a_running_job_names_the_rank(monkeypatch, capsys
     with pytest.raises(SystemExit), exit_on_error():
         raise error
     assert capsys.readouterr().err == "rank 3: FormatError: this rank's shard is damaged\n"
+
+
+def test_a_missing_package_names_the_extra_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+
+    assert end.value.code == 2
+    assert "the package torch.nn is not installed" in (message := capsys.readouterr().err)
+    assert "[train]" in message
+
+
+def test_a_module_that_should_exist_is_not_taken_for_a_missing_package() -> None:
+    with pytest.raises(ModuleNotFoundError), exit_on_error():
+        raise ModuleNotFoundError("No module named 'harness.nothing'", name="harness.nothing")
