@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,10 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Return the config of the initial weights if they still exist, as it has more than this project needs."""
     if model.init_from is not None:
-        try:
+        with suppress(ConfigError):
             folder = find_weights(model.init_from)
             read_hf_config(folder)
             return dict(json.loads((folder / "config.json").read_text()))
-        except ConfigError:
-            pass
     return to_hf_config(model, vocab_size=vocab_size)
 
 
@@ -157,11 +156,9 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
         pending[name] = tensor
         total, weights = total + size, weights + tensor.numel()
     flush()
-    names = (
-        ["model.safetensors"]
-        if len(files) == 1
-        else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    )
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
     for number, name in enumerate(names):
         (folder / f"part-{number}").rename(folder / name)
     if len(files) > 1:

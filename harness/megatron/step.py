@@ -59,12 +59,8 @@ class MegatronStep:
         decay_steps: int,
         row_tokens: int | None = None,
     ) -> None:
-        self.chunks = chunks
-        self.vocab_size = vocab_size
-        self.layout = layout
-        self.row_tokens = row_tokens
-        self.group_size = parallel.group_size
-        self.device = device
+        self.chunks, self.layout, self.device = chunks, layout, device
+        self.vocab_size, self.row_tokens, self.group_size = vocab_size, row_tokens, parallel.group_size
         self.config = get_model_config(chunks[0])
         self.optimizer: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(

@@ -129,12 +129,11 @@ def build_chunks(
     num_chunks = parallel.virtual_pipeline_parallel_size or 1
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
+        with_engine = use_transformer_engine(model.attention, device)
         chunks.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=_layers(
-                    config, transformer_engine=use_transformer_engine(model.attention, device), vp_stage=vp_stage
-                ),
+                transformer_layer_spec=_layers(config, transformer_engine=with_engine, vp_stage=vp_stage),
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -5,16 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from harness.errors import ConfigError
 from harness.formats import PackReader, find_tokenizer_folder
 from harness.loader import (
-    Blend,
     JoinedReader,
     LiveData,
     Loader,
     LoaderConfig,
-    LoaderState,
     PackSource,
     RankLayout,
     RunData,
@@ -137,49 +136,37 @@ def make_feeds(
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
 
-    def feed(
-        reader: PackSource,
-        settings: LoaderConfig,
-        *,
-        start: LoaderState | None = None,
-        epochs: int | None = None,
-        blend: Blend | None = None,
-    ) -> Feed:
+    cost, hash = sequence_cost(config.model), data.tokenizer_hash if isinstance(data, RunData) else ""
+
+    def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
         def loader() -> Loader:
             return Loader(
                 readable(reader, layout),
                 settings,
                 schedule=config.schedule,
                 layout=layout,
-                cost=sequence_cost(config.model),
-                tokenizer=data.tokenizer_hash if isinstance(data, RunData) else "",
-                blend=blend,
-                state=start,
-                num_epochs=epochs,
+                cost=cost,
+                tokenizer=hash,
+                **options,
             )
 
         return Feed(loader, layout, device=ranks.device)
 
-    training = (
-        live_feed(config, data, layout, state)
-        if isinstance(data, LiveData)
-        else feed(data.train, config.loader, start=state, blend=data.blend)
-    )
+    training: Feed | LiveFeed
+    if isinstance(data, LiveData):
+        row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
+        training = LiveFeed(
+            data.train,
+            BatchPlan(layout, config.loader.global_batch_size, row_tokens, cost),
+            tokenizer=data.tokenizer,
+            state=state,
+            seed=config.loader.seed,
+            allow_other_data=config.loader.allow_other_data,
+            timeout_s=config.trainer.timeout_s + 60,
+        )
+    else:
+        training = feed(data.train, config.loader, state=state, blend=data.blend)
     sets = {**({OWN_VALIDATION: data.validation} if data.validation is not None else {}), **data.evaluation}
     # Validation is short and rare: workers of its own would cost more than they save.
     once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
-    return training, {name: feed(reader, once, epochs=1) for name, reader in sets.items()}
-
-
-def live_feed(config: SftConfig, data: LiveData, layout: RankLayout, state: LoaderState | None) -> LiveFeed:
-    """Return the training batches of live chunks, starting at `state`."""
-    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
-    return LiveFeed(
-        data.train,
-        BatchPlan(layout, config.loader.global_batch_size, row_tokens, sequence_cost(config.model)),
-        tokenizer=data.tokenizer,
-        state=state,
-        seed=config.loader.seed,
-        allow_other_data=config.loader.allow_other_data,
-        timeout_s=config.trainer.timeout_s + 60,
-    )
+    return training, {name: feed(reader, once, num_epochs=1) for name, reader in sets.items()}

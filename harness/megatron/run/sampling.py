@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from harness.megatron.batch import to_device
 from harness.megatron.step import MegatronStep
+from harness.plan import TrainerConfig
 from harness.prep import ChatTokenizer
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
@@ -108,23 +109,16 @@ class Sampler:
 
     Args:
         folder: the run's; None if this rank writes nothing.
-        prompts: user messages, each in a conversation of its own.
-        max_tokens: of an answer.
+        trainer: has the prompts, each a conversation of its own, and the longest answer.
         first_step: lines of this step and later ones, left by a stopped run, are removed.
     """
 
     def __init__(
-        self,
-        step: MegatronStep,
-        tokenizer: ChatTokenizer,
-        folder: Path | None,
-        *,
-        prompts: Sequence[str],
-        max_tokens: int,
-        first_step: int = 1,
+        self, step: MegatronStep, tokenizer: ChatTokenizer, folder: Path | None, trainer: TrainerConfig, first_step: int
     ) -> None:
-        self._step, self._tokenizer, self._prompts, self._max_tokens = step, tokenizer, list(prompts), max_tokens
-        self._ids = [tokenizer.prompt(prompt) for prompt in prompts]
+        self._step, self._tokenizer = step, tokenizer
+        self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
+        self._ids = [tokenizer.prompt(prompt) for prompt in self._prompts]
         self._path = None if folder is None else folder / SAMPLES_FILE
         if self._path is not None:
             keep_lines_before(self._path, first_step)

@@ -84,7 +84,6 @@ class _OpenRun:
         validated: losses of the validations before it.
     """
 
-    ranks: runtime.Runtime
     task: Task
     layout: RankLayout
     folder: Path
@@ -126,7 +125,10 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
 
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
             run = _open_run(config, open_task, ranks, watchdog, stack)
-            sampler = _make_sampler(config, run)
+            sampler = None
+            if run.task.tokenizer is not None and trainer.sample_prompts:
+                writes_to = run.folder if ranks.rank == 0 else None
+                sampler = Sampler(run.step, run.task.tokenizer, writes_to, trainer, run.first_step)
             records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
             log = stack.enter_context(records.progress).log
             if run.newest is not None:
@@ -185,7 +187,7 @@ def _open_run(
     runtime.on_rank_0(lambda: stack.enter_context(opened))
     watchdog.training_begins(folder, limit_s=trainer.timeout_s)
     validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
-    return _OpenRun(ranks, task, layout, folder, newest, first_step, training, validation, step, validated)
+    return _OpenRun(task, layout, folder, newest, first_step, training, validation, step, validated)
 
 
 def _train(
@@ -207,7 +209,7 @@ def _train(
             checkpoints.start(Progress(number, state))
 
     def stop() -> str | None:
-        checkpoints.poll()
+        checkpoints.finish(wait=False)
         return signals.agreed()
 
     def wait() -> str | None:
@@ -237,19 +239,6 @@ def _train(
     if reason is None:
         _mark_trained(run.training, whole_checkpoints(folder)[-1:])
     return reason
-
-
-def _make_sampler(config: RunConfig, run: _OpenRun) -> Sampler | None:
-    if run.task.tokenizer is None or not config.trainer.sample_prompts:
-        return None
-    return Sampler(
-        run.step,
-        run.task.tokenizer,
-        run.folder if run.ranks.rank == 0 else None,
-        prompts=config.trainer.sample_prompts,
-        max_tokens=config.trainer.sample_tokens,
-        first_step=run.first_step,
-    )
 
 
 def _slurm_folder(config: RunConfig) -> Path | None:

@@ -42,16 +42,18 @@ class Progress:
     loader: LoaderState
 
 
-def _weights(step: MegatronStep) -> dict[str, Any]:
+def _models(step: MegatronStep) -> dict[str, Any]:
+    """Return the chunks of the model by their names in a checkpoint."""
     names = ["model"] if len(step.chunks) == 1 else [f"model{index}" for index in range(len(step.chunks))]
-    return {name: chunk.module.sharded_state_dict() for name, chunk in zip(names, step.chunks, strict=True)}
+    return {name: chunk.module for name, chunk in zip(names, step.chunks, strict=True)}
 
 
 def _run_state(
     step: MegatronStep, *, is_loading: bool
 ) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
     """Return the tree that `dist_checkpointing` saves or loads, and the optimizer's share of it."""
-    weights = _weights(step)
+    weights = {name: model.sharded_state_dict() for name, model in _models(step).items()}
+    parts = optimizer_state.parts_of(step.optimizer)
     tensors = [
         optimizer_state.sharded_tensors(
             part,
@@ -59,12 +61,12 @@ def _run_state(
             is_float32=step.config.params_dtype == torch.float32,
             is_loading=is_loading,
         )
-        for part in optimizer_state.parts_of(step.optimizer)
+        for part in parts
     ]
     state = {
         **weights,
         "optimizer": {str(number): part.by_number for number, part in enumerate(tensors)},
-        "optimizer_steps": max(map(optimizer_state.steps_taken, optimizer_state.parts_of(step.optimizer))),
+        "optimizer_steps": max(map(optimizer_state.steps_taken, parts)),
         "scheduler": step.scheduler.state_dict(),
     }
     return state, tensors
@@ -77,21 +79,20 @@ def read_progress(path: Path) -> Progress:
         CheckpointError: a file is missing, damaged, or has another size than was written.
     """
 
-    def damaged(what: str) -> CheckpointError:
-        fix = "remove this folder; an older checkpoint beside it is used then"
-        return CheckpointError(what, where=str(path), fix=fix)
-
+    fix = "remove this folder; an older checkpoint beside it is used then"
     try:
         document = json.loads((path / RUN_FILE).read_text())
         progress = Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
         sizes = {str(name): int(size) for name, size in document.get("files", {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(f"the checkpoint's {RUN_FILE} cannot be read: {error}") from error
+        what = f"the checkpoint's {RUN_FILE} cannot be read: {error}"
+        raise CheckpointError(what, where=str(path), fix=fix) from error
     for name, size in sizes.items():
         now = (path / name).stat().st_size if (path / name).is_file() else None
         if now != size:
             problem = "is missing" if now is None else f"has {now:,} bytes"
-            raise damaged(f"the checkpoint's file {name} {problem}, {size:,} were written")
+            what = f"the checkpoint's file {name} {problem}, {size:,} were written"
+            raise CheckpointError(what, where=str(path), fix=fix)
     return progress
 
 
@@ -105,10 +106,9 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     for path in reversed(whole_checkpoints(folder)):
         try:
             read_progress(path)
+            return path, passed_over
         except CheckpointError as error:
             passed_over.append(error)
-        else:
-            return path, passed_over
     if passed_over:
         raise passed_over[0]
     return None, []
@@ -140,8 +140,8 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
             where=str(path),
             fix="resume with the model settings of the run that wrote it (its config.yaml)",
         ) from error
-    for index, chunk in enumerate(step.chunks):
-        chunk.module.load_state_dict(state["model" if len(step.chunks) == 1 else f"model{index}"])
+    for name, model in _models(step).items():
+        model.load_state_dict(state[name])
     parts = optimizer_state.parts_of(step.optimizer)
     for number, (part, asked) in enumerate(zip(parts, tensors, strict=True)):
         optimizer_state.put_back(part, asked, state["optimizer"][str(number)], state["optimizer_steps"])
@@ -201,19 +201,12 @@ class CheckpointWriter:
         if not self._in_background:
             self.finish()
 
-    def poll(self) -> None:
-        """Complete the checkpoint that is being written if every rank has written its part."""
-        self._finalize(blocking=False)
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and complete it."""
-        self._finalize(blocking=True)
-
-    def _finalize(self, *, blocking: bool) -> None:
+    def finish(self, *, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written; without `wait`, only if every rank has written its part."""
         if self._writing is None:
             return
         try:
-            finished = self._calls.maybe_finalize_async_calls(blocking=blocking)
+            finished = self._calls.maybe_finalize_async_calls(blocking=wait)
         except CheckpointException as error:
             self._fail_together(error)
         if finished:
@@ -225,8 +218,7 @@ class CheckpointWriter:
         for leftover in ("unfinished*", "removed"):  # of a killed run
             for old in self._folder.glob(f"step-*.{leftover}"):
                 shutil.rmtree(old, ignore_errors=True)
-        name = f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
-        path = self._folder / name
+        path = self._folder / f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
         path.mkdir(parents=True)
         return path
 
@@ -286,5 +278,4 @@ def _sync(path: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     # Renamed first: what a kill leaves behind must not pass for whole.
-    removed = checkpoint.rename(checkpoint.with_suffix(".removed"))
-    shutil.rmtree(removed)
+    shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".removed")))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,18 +84,19 @@ def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tenso
         by_weight: dict[int, dict[str, torch.Tensor]] = {}
         for number, (weight, name) in enumerate(tensors.places):
             by_weight.setdefault(weight, {})[name] = loaded[str(number)]
-        for weight, parameter in enumerate(_weights_of(part)):
+        # In the order in which the optimizer numbers them.
+        for weight, parameter in enumerate(chain.from_iterable(buffer.param_index_map for buffer in part.buffers)):
             by_weight[weight].setdefault(_MAIN, parameter)
         part.load_parameter_state_from_fully_reshardable(by_weight)
     else:
         for number, value in enumerate(tensors.values):
             value.copy_(loaded[str(number)])
-    _set_steps(inner, steps)
-
-
-def _weights_of(part: DistributedOptimizer) -> list[torch.nn.Parameter]:
-    """Return the model's weights in the order in which the distributed optimizer numbers them."""
-    return [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+    if _counts_by_weight(inner):
+        for state in inner.state.values():
+            state["step"] = torch.tensor(float(steps))
+    else:  # Transformer Engine's and Apex's Adam count by group
+        for group in inner.param_groups:
+            group["step"] = steps
 
 
 def steps_taken(part: Any) -> int:
@@ -105,15 +107,6 @@ def steps_taken(part: Any) -> int:
     return max(counts, default=0)
 
 
-def _set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    if _counts_by_weight(inner):
-        for state in inner.state.values():
-            state["step"] = torch.tensor(float(steps))
-    else:  # Transformer Engine's and Apex's Adam count by group
-        for group in inner.param_groups:
-            group["step"] = steps
-
-
 def _counts_by_weight(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
@@ -122,14 +115,10 @@ def _make_empty_state(inner: torch.optim.Optimizer) -> None:
     """Create the state that PyTorch's Adam creates in its first step; Megatron needs it before loading."""
     if not _counts_by_weight(inner):
         return
-    for group in inner.param_groups:
-        for weight in group["params"]:
-            if not inner.state[weight]:
-                inner.state[weight] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(weight.data),
-                    "exp_avg_sq": torch.zeros_like(weight.data),
-                }
+    for weight in chain.from_iterable(group["params"] for group in inner.param_groups):
+        if not inner.state[weight]:
+            moments = {name: torch.zeros_like(weight.data) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[weight] = {"step": torch.tensor(0.0), **moments}
 
 
 def _sharded_in(state: Any) -> Iterator[ShardedBase]:
@@ -137,9 +126,6 @@ def _sharded_in(state: Any) -> Iterator[ShardedBase]:
     if isinstance(state, ShardedBase):
         if hasattr(state, "replica_id"):
             yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _sharded_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
+    elif isinstance(state, (dict, list, tuple)):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from _sharded_in(value)
