@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from contextlib import nullcontext
 from unittest import mock
 
 
@@ -29,21 +30,14 @@ def prepare_process() -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        _import_megatron()
+        import torch
+
+        # Megatron-Core gives its fused functions to torch.compile on import, which loads the compiler: a second or two
+        # of every start. Nothing calls these functions on a CPU, so they are left uncompiled.
+        uncompiled = mock.patch.object(torch, "compile", lambda function, **options: function)
+        with uncompiled if torch.version.cuda is None else nullcontext():
+            import megatron.core  # noqa: F401
     finally:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def _import_megatron() -> None:
-    import torch
-
-    if torch.version.cuda is not None:
-        import megatron.core
-
-        return
-    # Megatron-Core gives its fused functions to torch.compile on import, which loads the compiler: a second or two of
-    # every start. Nothing calls these functions on a CPU, so they are left uncompiled.
-    with mock.patch.object(torch, "compile", lambda function, **options: function):
-        import megatron.core  # noqa: F401

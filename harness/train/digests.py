@@ -20,7 +20,7 @@ from harness.errors import FormatError
 from harness.loader import RankBatch
 from harness.records import Int64Array
 from harness.thd import ThdBatch
-from harness.train.metrics import keep_lines_before, whole_lines
+from harness.train.metrics import keep_lines_before, read_lines
 
 DIGESTS_FILE = "digests.jsonl"
 BATCHES = "batches"
@@ -233,17 +233,7 @@ def read_digests(folder: Path) -> list[StepDigests]:
     path = folder / DIGESTS_FILE
     if not path.exists():
         raise FormatError("the run recorded no digests", where=str(path), fix="run it with trainer.record_digests=true")
-    steps = []
-    for number, line in enumerate(whole_lines(path), start=1):
-        try:
-            steps.append(from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(
-                f"line {number} is not a step's digests: {error}",
-                where=str(path),
-                fix="the file was changed by hand or written by another version; run it again",
-            ) from error
-    return steps
+    return read_lines(path, from_json, "digests", remedy="run it again")
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from harness.errors import FormatError
 from harness.train.loop import StepRecord
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
+T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -169,18 +170,24 @@ def keep_lines_before(path: Path, first_step: int) -> None:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
+
+    def parse(values: dict[str, Any]) -> StepMetrics:
+        return StepMetrics(**{**values, **{name: math.nan for name in ("loss", "grad_norm") if values[name] is None}})
+
+    return read_lines(path, parse, "metrics", remedy="start a new run folder")
+
+
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
+    """Return the parsed lines of a file of JSON lines, one per step; raise FormatError for a line of another `kind`."""
     steps = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            values: dict[str, Any] = json.loads(line)
-            for name in ("loss", "grad_norm"):
-                values[name] = math.nan if values[name] is None else values[name]
-            steps.append(StepMetrics(**values))
+            steps.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise FormatError(
-                f"line {number} is not a step's metrics: {error}",
+                f"line {number} is not a step's {kind}: {error}",
                 where=str(path),
-                fix="the file was changed by hand or written by another version; start a new run folder",
+                fix=f"the file was changed by hand or written by another version; {remedy}",
             ) from error
     return steps
 

@@ -13,9 +13,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from harness.formats import open_writer
 from harness.indexed import UINT16, IndexedWriter
 from harness.loader import CorpusConfig, LoaderConfig, LoaderState, RankBatch, RankLayout
-from harness.megatron.data.corpus import Corpus, TokenIds, open_corpus
+from harness.megatron.data.corpus import Corpus, TokenIds, find_packs, open_corpus
 from harness.megatron.data.samples import SampleLoader, SampleReader
-from harness.megatron.data.sources import find_packs
 from harness.megatron.job import runtime
 from harness.records import Pack
 

@@ -1,17 +1,16 @@
 """Data of a Megatron job: batches for every rank, a pretraining corpus through Megatron's datasets, and streams.
 
 `feed` gives each rank the batches of a loader, and turns an error of one rank into an error of all; `live_feed` does
-the same for live chunks. `corpus` builds Megatron's datasets from the checked `sources`; `samples` reads them.
+the same for live chunks. `corpus` checks the sources and builds Megatron's datasets; `samples` reads them.
 `two_phase` has the functions of Megatron's data scheduler for streams of unknown lengths. Read `feed` first.
 """
 
 from __future__ import annotations
 
-from harness.megatron.data.corpus import build_corpus, open_corpus
+from harness.megatron.data.corpus import build_corpus, find_packs, open_corpus
 from harness.megatron.data.feed import Feed, readable, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.data.samples import SampleLoader, SampleReader
-from harness.megatron.data.sources import find_packs
 from harness.megatron.data.two_phase import (
     PackedGlobalBatch,
     get_batch_on_this_rank_for_sequence_packing,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import json
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,21 +21,22 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path, parse_s3_path
 from megatron.core.datasets.utils import Split
 
-from harness.errors import ConfigError, HarnessError
-from harness.formats import PackReader
-from harness.loader import SPLITS, CorpusConfig, CorpusSource
+from harness.errors import ConfigError, FormatError, HarnessError
+from harness.formats import PackReader, holds_manifest
+from harness.indexed import BIN, HEADER, IDX, MappedIndex, verify_indexed, with_suffix
+from harness.loader import SPLITS, CorpusConfig, CorpusSource, open_train
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
-from harness.megatron.data.sources import check_dtype, check_size, check_sources, check_split, facts_of
 from harness.megatron.job import runtime
 
 
@@ -96,7 +98,7 @@ class _Sources:
     def _open(self, path: str, config: Any) -> IndexedDataset:
         if not is_object_storage_path(path):
             dataset = GPTDataset.build_low_level_dataset(path, config)
-            check_dtype(dataset, path, has_counts=self._counts is not None)
+            _check_dtype(dataset, path, has_counts=self._counts is not None)
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
@@ -108,9 +110,9 @@ class _Sources:
     def __call__(self, dataset: Any, path: str, indices: Any, num_samples: Any, split: Split, config: Any) -> Any:
         kind = PackDataset if path in self._packs else GPTDataset
         if indices is not None:
-            check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
+            _check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
         config = copy.copy(config)
-        config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, facts_of(dataset))
+        config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, _facts_of(dataset))
         built = kind(dataset, path, indices, num_samples, split, config)
         self.built[path, split] = built
         return BlendPart(built) if self.is_mixed else built
@@ -136,7 +138,7 @@ def open_corpus(
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
     """
-    runtime.on_rank_0(lambda: check_sources(config, packs))
+    runtime.on_rank_0(lambda: _check_sources(config, packs))
     mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     build = partial(build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2)
     turns = [build if turn == mine and (reads or mine < 2) else lambda: None for turn in range(3)]
@@ -206,14 +208,14 @@ def build_corpus(
             "`harness verify X.idx` checks a pair",
         ) from error
     first = blends.get("train", blends.get("all", []))
-    check_size(train, sizes[0], first)
+    _check_size(train, sizes[0], first)
     order = {
         "samples of": config.sequence_length,
         "split": None if config.is_per_split else config.split,
         "weights": [source.weight for source in first],
         "epochs": [epochs_of(sources.built[source.path, Split.train]) for source in first],
     }
-    facts = json.dumps([facts_of(sources.opened[source.path]) for source in first])
+    facts = json.dumps([_facts_of(sources.opened[source.path]) for source in first])
     fingerprint = str(xxhash.xxh3_128(facts.encode()).hexdigest())
     return Corpus(train, validation, test, fingerprint, json.dumps(order))
 
@@ -272,3 +274,162 @@ def _is_cut_short(index: Path) -> bool:
     except (ValueError, EOFError, OSError):
         return True
     return False
+
+
+def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
+    """Open the packed SFT datasets among the sources, by path.
+
+    Raises:
+        HarnessError: one is damaged, or its packs are longer than a sample.
+    """
+    if config.fast_cache_load:  # each file access costs time, and packs have no index to build
+        return {}
+    packs = {}
+    for source in (source for some in config.sources().values() for source in some):
+        if source.path in packs or not _is_packed(source.path):
+            continue
+        packs[source.path] = reader = open_train(source.path)[0]
+        if reader.pack_size - 1 > config.sequence_length:
+            raise ConfigError(
+                f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}",
+                where=source.path,
+                fix=f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs",
+            )
+    return packs
+
+
+def _facts_of(opened: Any) -> list[Any]:
+    """Return facts that identify a source, read from a few pages of its index."""
+    if isinstance(opened, PackReader):
+        return [opened.fingerprint]
+    lengths, pointers = opened.index.sequence_lengths, opened.index.sequence_pointers
+    probes = np.linspace(0, len(lengths) - 1, 64).astype(np.int64)
+    return [len(lengths), int(opened.index.document_count), int(pointers[-1]), lengths[probes].tolist()]
+
+
+def _check_size(train: Any, wanted: int, sources: list[CorpusSource]) -> None:
+    if train is None or len(train) < wanted:
+        raise ConfigError(
+            f"the run trains {wanted:,} samples, and the sources have {0 if train is None else len(train):,}"
+            + (" in one epoch, which is what a blend without weights gives" if len(sources) > 1 else ""),
+            where="data, trainer.steps, loader.global_batch_size",
+            fix="give the sources of the blend weights, or train fewer steps",
+        )
+
+
+def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
+    """Refuse pairs that are missing, and those on a disk whose sizes do not match their index."""
+    named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
+    remote = [path for path in named if is_object_storage_path(path)]
+    _check_storage(config, remote)
+    try:
+        Path(config.cache).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.cache).close()
+    except OSError as error:
+        raise ConfigError(
+            f"built indices cannot be written: {error.strerror or error}",
+            where=str(Path(config.cache)),
+            fix="set data.path_to_cache to a writable folder",
+        ) from None
+    if config.fast_cache_load:
+        return
+    for path in named:
+        if path not in remote:
+            _check_pair(Path(path))
+
+
+def _check_split(
+    opened: Any, path: str, indices: npt.NDArray[Any], num_samples: int | None, split: str, sequence_length: int
+) -> None:
+    """Refuse an empty split of a source, for which Megatron would count epochs for ever."""
+    if isinstance(opened, PackReader):
+        what, enough = f"{indices.shape[0]:,} of {len(opened):,} packs", indices.shape[0] > 0
+    else:
+        # So many documents are enough with a token each, and reading all lengths takes long.
+        if indices.shape[0] > sequence_length:
+            return
+        tokens = int(opened.sequence_lengths[indices].sum(dtype=np.int64))
+        what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
+        enough = tokens > (sequence_length if num_samples is None else 0)
+    if not enough:
+        raise ConfigError(
+            f"{split} gets {what} of a source, which is less than one sample",
+            where=path,
+            fix="give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
+            "data.blend_per_split",
+        )
+
+
+def _check_pair(prefix: Path) -> None:
+    missing = [suffix for suffix in (BIN, IDX) if not with_suffix(prefix, suffix).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{with_suffix(prefix, missing[0]).name} is missing",
+            where=str(prefix),
+            fix="name X of X.bin and X.idx without their suffix, or the folder of a packed dataset",
+        )
+    index = MappedIndex(with_suffix(prefix, IDX))
+    if index.header.num_sequences == 0:
+        raise FormatError("the corpus has no sequences", where=str(prefix), fix="remove it from the sources")
+    end = int(index.pointers[-1]) + int(index.lengths[-1]) * index.header.dtype.itemsize
+    size = with_suffix(prefix, BIN).stat().st_size
+    if end > size:
+        problems = verify_indexed(prefix)
+        raise FormatError(
+            problems[0].what if problems else f"the file has {size:,} bytes, and its index needs {end:,}",
+            where=str(with_suffix(prefix, BIN)),
+            fix="copy the pair again; `harness verify` checks all of it",
+        )
+
+
+def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
+    if remote and config.object_storage_cache_path is None:
+        raise ConfigError(
+            f"{remote[0]} is in object storage, and no folder is set for a local copy of its index",
+            where="data.object_storage_cache_path",
+            fix="name a folder on this machine",
+        )
+    in_s3 = [path for path in remote if path.startswith("s3://")]
+    if not in_s3:
+        return
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise ConfigError(
+            "Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix="pip install '.[s3]'"
+        ) from None
+    if config.fast_cache_load:
+        return
+    client = boto3.client("s3")
+    for path in in_s3:
+        bucket, key = parse_s3_path(path)
+        for suffix in (IDX, BIN):
+            try:
+                client.head_object(Bucket=bucket, Key=key + suffix)
+            except (BotoCoreError, ClientError) as error:
+                is_gone = isinstance(error, ClientError) and error.response["Error"]["Code"] == "404"
+                raise ConfigError(
+                    f"{key}{suffix} is not in the bucket"
+                    if is_gone
+                    else f"object storage refused the request: {error}",
+                    where=path + suffix,
+                    fix="name X of X.bin and X.idx" if is_gone else "check AWS_ENDPOINT_URL and the credentials",
+                ) from None
+
+
+def _check_dtype(dataset: IndexedDataset, path: str, *, has_counts: bool) -> None:
+    """Refuse a pair of another dtype than Megatron assumes with counts, when it reads no header."""
+    if has_counts and HEADER.unpack_from(dataset.index.bin_buffer)[2] != DType.code_from_dtype(dataset.index.dtype):
+        raise FormatError(
+            f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for this "
+            "vocabulary, and the pair holds another dtype",
+            where=path + IDX,
+            fix="leave data.per_dataset_sequences_path null, or write the pair again for model.vocab_size",
+        )
+
+
+def _is_packed(path: str) -> bool:
+    if is_object_storage_path(path):  # a lookup costs a request for each of many sources
+        return path.endswith("/")
+    return holds_manifest(path) or holds_manifest(f"{path}/train")
