@@ -123,7 +123,7 @@ def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
         raise ConfigError(
             f"the settings of the model do not match its weights: {both}",
             where=f"model.init_from={where}",
-            fix=" ".join(f"model.{name}={_text(value)}" for name, value in wrong.items()),
+            fix=" ".join(f"model.{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in wrong.items()),
         )
     if model.max_sequence_length > stored.max_positions:
         raise ConfigError(
@@ -132,10 +132,6 @@ def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
             where=f"model.init_from={where}",
             fix=f"model.max_sequence_length={stored.max_positions} or less",
         )
-
-
-def _text(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:

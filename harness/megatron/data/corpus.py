@@ -259,21 +259,14 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
             yield
             return
         building = folder / ".building"
-        if building.exists():
-            for path in folder.glob("*Dataset-*.npy"):
-                if _is_cut_short(path):
-                    path.unlink(missing_ok=True)
+        for path in folder.glob("*Dataset-*.npy") if building.exists() else ():
+            try:
+                np.load(path, mmap_mode="r")
+            except (ValueError, EOFError, OSError):
+                path.unlink(missing_ok=True)
         building.touch()
         yield
         building.unlink(missing_ok=True)  # other nodes get in where locks are local to a node
-
-
-def _is_cut_short(index: Path) -> bool:
-    try:
-        np.load(index, mmap_mode="r")
-    except (ValueError, EOFError, OSError):
-        return True
-    return False
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:

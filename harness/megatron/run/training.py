@@ -119,10 +119,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
         ranks = stack.enter_context(runtime.start(trainer.device, **limits))
         signals = stack.enter_context(StopSignals())
 
-        def leave(stop: Stop) -> bool:
-            folder = _slurm_folder(config)
-            return folder is None or leave_early_stop(folder, stop)
-
+        folder = _slurm_folder(config)
+        leave = partial(leave_early_stop, folder) if folder is not None else lambda stop: True
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
             run = _open_run(config, open_task, ranks, watchdog, stack)
             sampler = None
