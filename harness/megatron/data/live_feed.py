@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -123,9 +122,7 @@ class LiveFeed:
     def __enter__(self) -> LiveFeed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._loader.close()
         if error is None and self._is_rank_0:
             self._write_status(state="ended")

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed
@@ -127,9 +126,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         lost = None
         if isinstance(error, RuntimeError) and self._world > 1 and is_about_ranks(error):
             lost = self._lost(error)

@@ -55,7 +55,7 @@ class Shard:
         return self.rank * share, (self.rank + 1) * share
 
 
-class HfWeights:
+class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
     Raises:
@@ -65,19 +65,19 @@ class HfWeights:
     def __init__(self, folder: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        super().__init__()
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self._open = ExitStack()
         try:
             if (folder / INDEX_FILE).is_file():
                 names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
             else:
                 names = sorted(path.name for path in folder.glob("*.safetensors"))
             for name in names:
-                file = self._open.enter_context(safe_open(folder / name, framework="pt"))
+                file = self.enter_context(safe_open(folder / name, framework="pt"))
                 self._files.update(dict.fromkeys(file.keys(), file))
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            self._open.close()
+            self.close()
             raise FormatError(
                 f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
             ) from None
@@ -87,12 +87,6 @@ class HfWeights:
                 where=str(folder),
                 fix="write them with save_pretrained(..., safe_serialization=True)",
             )
-
-    def __enter__(self) -> HfWeights:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
 
     @property
     def names(self) -> set[str]:
