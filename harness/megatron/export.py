@@ -113,11 +113,8 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / "config.yaml"
     if not config.is_file():
-        raise ConfigError(
-            "not a run: there is no config.yaml",
-            where=str(config),
-            fix="name the folder of a run (runs/sft-001), or one of its checkpoints",
-        )
+        fix = "name the folder of a run (runs/sft-001), or one of its checkpoints"
+        raise ConfigError("not a run: there is no config.yaml", where=str(config), fix=fix)
     path = source if is_checkpoint else find_newest(run / CHECKPOINTS)[0]
     if path is None:
         raise CheckpointError(

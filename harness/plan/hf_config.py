@@ -52,11 +52,8 @@ def read_hf_config(folder: Path) -> HfModel:
         values = json.loads(path.read_text())
         return _convert(values, path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the model's config.json cannot be read: {error}",
-            where=str(path),
-            fix="name a folder with config.json and *.safetensors, as written by save_pretrained",
-        ) from None
+        fix = "name a folder with config.json and *.safetensors, as written by save_pretrained"
+        raise ConfigError(f"the model's config.json cannot be read: {error}", where=str(path), fix=fix) from None
     except KeyError as error:
         raise ConfigError(f"config.json has no {error}", where=str(path), fix="download the model again") from None
 

@@ -101,11 +101,8 @@ class TrainerConfig:
         require_numbers(self, "trainer", "eval_interval", "early_stop", "checkpoint_interval", lowest=0)
         require_numbers(self, "trainer", "timeout_s", "startup_timeout_s", above=0)
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
-            raise ConfigError(
-                f"trackers are {', '.join(self.trackers)}",
-                where="trainer.trackers",
-                fix=f"[] or some of {', '.join(TRACKERS)}, each once",
-            )
+            fix = f"[] or some of {', '.join(TRACKERS)}, each once"
+            raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)
 
     @property
     def patience_s(self) -> float:

@@ -59,17 +59,11 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         return numbered[max(resumable)]
     folder = Path(run_dir)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(
-            "the run folder is not empty",
-            where=str(folder),
-            fix="resume=true continues the run in it; run_dir= names another folder",
-        )
+        fix = "resume=true continues the run in it; run_dir= names another folder"
+        raise ConfigError("the run folder is not empty", where=str(folder), fix=fix)
     if resume == "true" and not whole_checkpoints(folder / CHECKPOINTS):
-        raise ConfigError(
-            "the run folder has no whole checkpoint to resume from",
-            where=str(folder),
-            fix="resume=auto starts a new run in that case",
-        )
+        fix = "resume=auto starts a new run in that case"
+        raise ConfigError("the run folder has no whole checkpoint to resume from", where=str(folder), fix=fix)
     return folder
 
 
@@ -89,11 +83,8 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[N
     try:
         running.acquire()
     except FormatError:
-        raise ConfigError(
-            "another run is still writing to this folder",
-            where=str(folder),
-            fix="wait for it or end it, then resume; or name another folder with run_dir=",
-        ) from None
+        fix = "wait for it or end it, then resume; or name another folder with run_dir="
+        raise ConfigError("another run is still writing to this folder", where=str(folder), fix=fix) from None
     try:
         path = folder / "config.yaml"
         if path.exists() and path.read_text() != settings:

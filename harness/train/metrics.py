@@ -184,11 +184,8 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
         try:
             steps.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(
-                f"line {number} is not a step's {kind}: {error}",
-                where=str(path),
-                fix=f"the file was changed by hand or written by another version; {remedy}",
-            ) from error
+            fix = f"the file was changed by hand or written by another version; {remedy}"
+            raise FormatError(f"line {number} is not a step's {kind}: {error}", where=str(path), fix=fix) from error
     return steps
 
 

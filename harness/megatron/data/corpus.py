@@ -356,11 +356,8 @@ def _check_split(
 def _check_pair(prefix: Path) -> None:
     missing = [suffix for suffix in (BIN, IDX) if not with_suffix(prefix, suffix).is_file()]
     if missing:
-        raise ConfigError(
-            f"{with_suffix(prefix, missing[0]).name} is missing",
-            where=str(prefix),
-            fix="name X of X.bin and X.idx without their suffix, or the folder of a packed dataset",
-        )
+        fix = "name X of X.bin and X.idx without their suffix, or the folder of a packed dataset"
+        raise ConfigError(f"{with_suffix(prefix, missing[0]).name} is missing", where=str(prefix), fix=fix)
     index = MappedIndex(with_suffix(prefix, IDX))
     if index.header.num_sequences == 0:
         raise FormatError("the corpus has no sequences", where=str(prefix), fix="remove it from the sources")

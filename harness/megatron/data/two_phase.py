@@ -170,11 +170,8 @@ def wrap_data_iterator(
         HarnessError: on every rank, where any rank's stream or the schedule fails.
     """
     if config.name not in scheduler_map:
-        raise ConfigError(
-            f"the schedule {config.name} does not work on streams",
-            where="schedule.name",
-            fix=f"choose one of {', '.join(scheduler_map)}",
-        )
+        fix = f"choose one of {', '.join(scheduler_map)}"
+        raise ConfigError(f"the schedule {config.name} does not work on streams", where="schedule.name", fix=fix)
     scheduler = scheduler_map[config.name](config.max_tokens_per_rank, layout=layout, device=device, cost=cost)
     return scheduler.run(original_data_iterator, num_microbatches)
 

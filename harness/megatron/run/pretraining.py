@@ -41,11 +41,8 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
     config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0
     data = config.data
     if data.eod is not None and not 0 <= data.eod < vocab_size:
-        raise ConfigError(
-            f"data.eod is {data.eod}, and the model has {vocab_size:,} tokens",
-            where="data.eod",
-            fix="set it to the id of the token that ends a document",
-        )
+        fix = "set it to the id of the token that ends a document"
+        raise ConfigError(f"data.eod is {data.eod}, and the model has {vocab_size:,} tokens", where="data.eod", fix=fix)
     sources = [source.path for some in data.sources().values() for source in some]
     row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.pad_to_multiple)[0])
     return Task(

@@ -82,11 +82,8 @@ class HfWeights(ExitStack):
                 f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
             ) from None
         if not self._files:
-            raise FormatError(
-                "the folder has no *.safetensors",
-                where=str(folder),
-                fix="write them with save_pretrained(..., safe_serialization=True)",
-            )
+            fix = "write them with save_pretrained(..., safe_serialization=True)"
+            raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)
 
     @property
     def names(self) -> set[str]:
@@ -138,11 +135,8 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int) -> No
     for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise FormatError(
-                f"the weights {verb} {odd[0]}{more}",
-                where=str(weights.folder),
-                fix="they are damaged, or of another model than config.json describes: download them again",
-            )
+            fix = "they are damaged, or of another model than config.json describes: download them again"
+            raise FormatError(f"the weights {verb} {odd[0]}{more}", where=str(weights.folder), fix=fix)
     for name, shape in wrong.items():
         raise FormatError(
             f"{name} is {list(shape)}, and config.json requires {list(expected[name])}",
