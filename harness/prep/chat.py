@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +11,8 @@ from enum import StrEnum
 import xxhash
 
 ROLES = ("system", "user", "assistant", "tool")
+# JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class BadReason(StrEnum):
@@ -87,11 +90,7 @@ class BadRecord:
 
 
 class _BadRecordError(Exception):
-    """Stops parsing; `parse_record` turns it into a BadRecord."""
-
-    def __init__(self, reason: BadReason, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+    """Stops parsing; `parse_record` turns it, with its reason and detail, into a BadRecord."""
 
 
 def parse_line(line: bytes, where: str) -> Conversation | BadRecord:
@@ -124,7 +123,7 @@ def parse_record(record: object, where: str) -> Conversation | BadRecord:
     try:
         return Conversation(_parse_messages(record), where)
     except _BadRecordError as bad:
-        return BadRecord(where, bad.reason, bad.detail)
+        return BadRecord(where, *bad.args)
 
 
 def _parse_messages(record: object) -> tuple[Message, ...]:
@@ -146,33 +145,19 @@ def _parse_turn(turn: object, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise _BadRecordError(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
     role, content = turn.get("role"), turn.get("content")
-    if role not in ROLES:
-        raise _BadRecordError(
-            BadReason.UNKNOWN_ROLE, f"turn {number} has role {role!r}, expected one of {', '.join(ROLES)}"
-        )
     extra = sorted(key for key, value in turn.items() if key not in ("role", "content") and value is not None)
-    if extra:
-        what = f"turn {number} has the field {extra[0]!r}, which templates would not see"
-        raise _BadRecordError(BadReason.UNKNOWN_FIELD, what)
-    if content is None:
-        raise _BadRecordError(BadReason.EMPTY_TURN, f"turn {number} ({role}) has no content")
-    if not isinstance(content, str):
-        raise _BadRecordError(
-            BadReason.NOT_TEXT, f"turn {number} ({role}) has content of type {type(content).__name__}"
-        )
-    if not content.strip():
-        raise _BadRecordError(BadReason.EMPTY_TURN, f"turn {number} ({role}) is empty")
-    # JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
-    if not _is_encodable(content):
-        raise _BadRecordError(BadReason.NOT_TEXT, f"turn {number} ({role}) holds half a surrogate pair")
-    return Message(role, content)
-
-
-def _is_encodable(text: str) -> bool:
-    if text.isascii():  # a flag of the string; encoding would copy it
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    if role not in ROLES:
+        reason, problem = BadReason.UNKNOWN_ROLE, f"has role {role!r}, expected one of {', '.join(ROLES)}"
+    elif extra:
+        reason, problem = BadReason.UNKNOWN_FIELD, f"has the field {extra[0]!r}, which templates would not see"
+    elif content is None:
+        reason, problem = BadReason.EMPTY_TURN, f"({role}) has no content"
+    elif not isinstance(content, str):
+        reason, problem = BadReason.NOT_TEXT, f"({role}) has content of type {type(content).__name__}"
+    elif not content.strip():
+        reason, problem = BadReason.EMPTY_TURN, f"({role}) is empty"
+    elif not content.isascii() and _SURROGATE.search(content):
+        reason, problem = BadReason.NOT_TEXT, f"({role}) holds half a surrogate pair"
+    else:
+        return Message(role, content)
+    raise _BadRecordError(reason, f"turn {number} {problem}")

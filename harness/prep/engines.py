@@ -40,18 +40,14 @@ def do_shards(
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)
     else:
-        outcomes = _run_locally(job, shards, _count_workers(num_workers, source_bytes))
+        if num_workers < 0:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_workers = cores if cores > 1 and source_bytes >= _WORKERS_PAY_BYTES else 0
+        outcomes = _run_locally(job, shards, num_workers)
     for outcome in outcomes:
         if isinstance(outcome, HarnessError):
             raise outcome
         yield outcome
-
-
-def _count_workers(num_workers: int, source_bytes: int) -> int:
-    if num_workers >= 0:
-        return num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if cores > 1 and source_bytes >= _WORKERS_PAY_BYTES else 0
 
 
 def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> Iterator[Receipt | HarnessError]:
@@ -111,7 +107,10 @@ def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Ha
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         if not was_connected:
-            _probe_address(address)
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "//" not in address:
+                # Where nothing listens, Ray would keep trying for minutes.
+                socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         what = f"the Ray cluster cannot be reached: {error}"
@@ -128,10 +127,3 @@ def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Ha
     finally:
         if not was_connected:
             ray.shutdown()
-
-
-def _probe_address(address: str) -> None:
-    """Raise OSError if nothing listens at HOST:PORT: Ray would keep trying for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "//" not in address:
-        socket.create_connection((host, int(port)), timeout=10).close()

@@ -95,17 +95,10 @@ class PrepareReport:
     def from_dict(cls, values: dict[str, Any], *, path: Path) -> PrepareReport:
         """Return the report of an earlier run; raises PrepError if it is damaged."""
         try:
-            kept = {name: values[name] for name in ("settings_hash", "settings", "files", "records", "truncated")}
-            return cls(
-                path=str(path),
-                vocab_size=values["vocab_size"],
-                bad=Counter(values["bad"]),
-                dropped=Counter(values["dropped"]),
-                splits={name: SplitReport(**split) for name, split in values["splits"].items()},
-                seconds=values["seconds"],
-                reused=True,
-                **kept,
-            )
+            kept = {entry.name: values[entry.name] for entry in fields(cls) if entry.name != "reused"}
+            kept |= {name: Counter(values[name]) for name in ("bad", "dropped")}
+            kept["splits"] = {name: SplitReport(**split) for name, split in values["splits"].items()}
+            return cls(**kept | {"path": str(path)}, reused=True)
         except (KeyError, TypeError, AttributeError) as error:
             what = f"the report of the earlier run is damaged: {error!r}"
             fix = "remove the file and run again with data.overwrite=true, or name another folder in data.path"
@@ -209,6 +202,7 @@ class Stage:
     summary: str = ""
 
 
+@dataclass
 class Stages:
     """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
 
@@ -216,16 +210,15 @@ class Stages:
         seconds: by stage, once it has ended.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self.seconds: dict[str, float] = {}
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str, doing: str, *, total: float | None = None) -> Iterator[Stage]:
         """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
         columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        hidden = not self._console.is_terminal
-        progress = Progress("{task.description}", *columns, console=self._console, transient=True, disable=hidden)
+        hidden = not self.console.is_terminal
+        progress = Progress("{task.description}", *columns, console=self.console, transient=True, disable=hidden)
         began = time.perf_counter()
         with progress:
             task = progress.add_task(doing, total=total)
@@ -236,4 +229,4 @@ class Stages:
 
     def show(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True)

@@ -83,7 +83,9 @@ def list_files(path: str) -> list[Path]:
     if place.is_dir():
         _require_one_split(place)
         kinds = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
-        files = [file for file in _visible_files(place) if _kind(file) in kinds]
+        files = [file for file in place.rglob("*") if _kind(file) in kinds and file.is_file()]
+        # As Spark does: `_SUCCESS` and the like are not data.
+        files = [file for file in files if not any(part[0] in "._" for part in file.relative_to(place).parts)]
     elif place.is_file():
         files = [place]
     else:
@@ -120,12 +122,6 @@ def _require_one_split(folder: Path) -> None:
         what = f"the folder holds the splits {', '.join(splits)} of a dataset"
         fix = "name the folder of one split: test data must not be trained on"
         raise PrepError(what, where=str(marks[0].parent), fix=fix)
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    """All files but those with a name or folder below `folder` that begins with a dot or underscore (`_SUCCESS`)."""
-    files = (file for file in folder.rglob("*") if file.is_file())
-    return [file for file in files if not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)]
 
 
 def _kind(file: Path) -> str:

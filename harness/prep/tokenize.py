@@ -114,7 +114,11 @@ class ChatTokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
         if config.chat_template:
-            self._hf.chat_template = _read_template(config.chat_template)
+            try:
+                self._hf.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"
+                raise ConfigError(what, where=config.chat_template, fix=fix) from error
         try:
             self.chat_template: str = self._hf.get_chat_template(None, None)
         except ValueError as error:
@@ -413,14 +417,6 @@ def _load(name: str) -> Any:
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
         raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
     return tokenizer
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"the template cannot be read: {error}"
-        raise ConfigError(what, where=path, fix="check tokenizer.chat_template") from error
 
 
 def _digest(text: str) -> str:
