@@ -137,7 +137,15 @@ def merge_indexed(
     # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
     dtype, total = UINT16, 0
     for pair in pairs:
-        index = _open_mergeable(pair)
+        index = check_indexed(pair)
+        where = str(with_suffix(pair, IDX))
+        if with_suffix(pair, LOSS_BIN).is_file():
+            raise FormatError("holds packs, whose loss masks would be lost", where=where, fix="use `harness convert`")
+        if index.has_modes:
+            raise FormatError("is multimodal; modes cannot be merged", where=where, fix="use Megatron's tools")
+        if index.header.dtype not in (UINT16, INT32):
+            what = f"holds {index.header.dtype.name}, only uint16 and int32 can be merged"
+            raise FormatError(what, where=where, fix="write the pair again from its tokens")
         dtype = dtype if index.header.dtype == UINT16 else INT32
         total += int(index.lengths.sum(dtype=np.int64))
     with IndexedWriter(destination, dtype=dtype, overwrite=overwrite) as writer:
@@ -150,19 +158,6 @@ def merge_indexed(
                         progress(writer.num_tokens, total)
             writer.append_ledgers(index.lengths, index.documents[1:])
     return writer.report()
-
-
-def _open_mergeable(prefix: Path) -> MappedIndex:
-    index = check_indexed(prefix)
-    where = str(with_suffix(prefix, IDX))
-    if with_suffix(prefix, LOSS_BIN).is_file():
-        raise FormatError("holds packs, whose loss masks would be lost", where=where, fix="use `harness convert`")
-    if index.has_modes:
-        raise FormatError("is multimodal; modes cannot be merged", where=where, fix="use Megatron's tools")
-    if index.header.dtype not in (UINT16, INT32):
-        fix = "write the pair again from its tokens"
-        raise FormatError(f"holds {index.header.dtype.name}, only uint16 and int32 can be merged", where=where, fix=fix)
-    return index
 
 
 def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -> dict[str, tuple[int, int]]:

@@ -190,7 +190,6 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str, TokenBatch]]:
-    """Yield the documents of each split."""
     if len(parts) == 1:
         yield next(iter(parts)), batch
         return

@@ -19,10 +19,7 @@ _BLOCK = 1 << 20
 
 
 def verify_indexed(
-    path: str | os.PathLike[str],
-    *,
-    vocab_size: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    path: str | os.PathLike[str], *, vocab_size: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[Problem]:
     """Return every detectable problem of a pair; an empty list if there is none.
 
@@ -124,7 +121,6 @@ def _ledger_problems(index: MappedIndex) -> Iterator[str]:
 
 
 def _document_problems(index: MappedIndex) -> Iterator[str]:
-    """Yield the problems of the document bounds."""
     documents, count = index.documents, index.header.num_sequences
     if documents.shape[0] < 2:
         yield f"has {documents.shape[0]} document bounds, expected at least 2"

@@ -65,7 +65,11 @@ class PreparedFolder:
             return report if complete and (self.path / TOKENIZER).is_dir() else None
         if overwrite:
             return None
-        what = f"the folder was prepared with other settings: {_differences(report.get('settings'), settings)}"
+        old, new = _flat(report.get("settings")), _flat(settings)
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
+        shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
+        what = f"the folder was prepared with other settings: {'; '.join(shown)}"
         fix = "set data.overwrite=true to replace it, or name another folder in data.path"
         raise ConfigError(what, where=str(self.path), fix=fix)
 
@@ -109,14 +113,6 @@ class PreparedFolder:
             fix = "name another folder in data.path, or remove this one"
             raise PrepError("the report was not written by a preparation", where=str(self.path / REPORT), fix=fix)
         return report
-
-
-def _differences(before: Any, after: dict[str, Any]) -> str:
-    """Describe the settings that differ."""
-    old, new = _flat(before), _flat(after)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
-    return "; ".join(shown) + (f"; and {len(changed) - 4} more" if len(changed) > 4 else "")
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -27,14 +27,8 @@ Key = TypeVar("Key", bound=Hashable)
 MIN_SEQUENCE_TOKENS = 2
 
 # Setting -> name of the format.
-PACKED_STORAGE = {
-    "parquet": "parquet",
-    "memmap": "memmap",
-    "binidx": "binidx",
-    "jsonl": "jsonl",
-    "virtual": "virtual",
-    "legacy_npy_pickle": "npy",
-}
+PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual")}
+PACKED_STORAGE["legacy_npy_pickle"] = "npy"
 
 # Keys of the random streams; a plan depends on them.
 _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
@@ -153,22 +147,15 @@ def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         what = f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers"
         raise PrepError(what, fix="give one number of tokens for each sequence")
-    if array.max() > pack_size:
-        over = array > pack_size
-        first = int(np.argmax(over))
-        raise PrepError(
-            f"{np.count_nonzero(over):,} of {len(array):,} sequences are longer than pack_size {pack_size:,}; "
-            f"sequence {first:,} has {int(array[first]):,} tokens",
-            fix="drop or truncate them first, or raise pack_size",
-        )
-    if array.min() < MIN_SEQUENCE_TOKENS:
-        under = array < MIN_SEQUENCE_TOKENS
-        first = int(np.argmax(under))
-        raise PrepError(
-            f"{np.count_nonzero(under):,} of {len(array):,} sequences have fewer than {MIN_SEQUENCE_TOKENS} tokens; "
-            f"sequence {first:,} has {int(array[first]):,}",
-            fix="leave them out: they have no next token to train on",
-        )
+    over, under = array > pack_size, array < MIN_SEQUENCE_TOKENS
+    for bad, problem, fix in (
+        (over, f"are longer than pack_size {pack_size:,}", "drop or truncate them first, or raise pack_size"),
+        (under, f"have fewer than {MIN_SEQUENCE_TOKENS} tokens", "leave them out: they have no next token to train on"),
+    ):
+        if bad.any():
+            counts, first = f"{np.count_nonzero(bad):,} of {len(array):,}", int(np.argmax(bad))
+            what = f"{counts} sequences {problem}; sequence {first:,} has {int(array[first]):,}"
+            raise PrepError(what, fix=fix)
     return array
 
 

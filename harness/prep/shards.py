@@ -142,7 +142,7 @@ def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
     folder = job.shard_folder(number)
     try:
         receipt = Receipt(**json.loads((folder / RECEIPT).read_bytes()))
-        if (receipt.shard, receipt.settings) != (_as_json(shard), job.settings):
+        if (receipt.shard, receipt.settings) != (json.loads(json.dumps(asdict(shard))), job.settings):
             return None
         stat = Path(shard.path).stat()
         is_same = (receipt.input["size"], receipt.input["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
@@ -180,15 +180,27 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
             file.write(json.dumps(asdict(receipt)).encode())
             file.flush()
             os.fsync(file.fileno())
-        _put_in_place(folder, final)
+        # Of two concurrent attempts either will do, since they hold the same bytes.
+        for _ in range(3):
+            try:
+                folder.rename(final)
+                break
+            except OSError:
+                # There is one without a valid receipt, or another attempt has just finished.
+                with suppress(OSError):
+                    shutil.rmtree(final)
+        else:
+            fix = "remove the folder, then try again"
+            raise PrepError("the shard cannot be put in place", where=str(final), fix=fix)
+        sync_folder(final.parent)
         return receipt
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> Receipt:
-    """Write the sequences and bad records of a shard; return its receipt, still without input and output."""
-    receipt = Receipt(shard=_as_json(shard), settings=job.settings)
+    """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
+    receipt = Receipt(shard=asdict(shard), settings=job.settings)
     bad: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     with (
@@ -229,27 +241,6 @@ def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) 
             os.fsync(file.fileno())
     receipt.bad, receipt.dropped = dict(bad), dict(dropped)
     return receipt
-
-
-def _put_in_place(folder: Path, final: Path) -> None:
-    """Rename a complete shard; of two concurrent attempts either will do, since they hold the same bytes."""
-    for _ in range(3):
-        try:
-            folder.rename(final)
-            break
-        except OSError:
-            # There is one without a valid receipt, or another attempt has just finished.
-            with suppress(OSError):
-                shutil.rmtree(final)
-    else:
-        raise PrepError("the shard cannot be put in place", where=str(final), fix="remove the folder, then try again")
-    sync_folder(final.parent)
-
-
-def _as_json(shard: Shard) -> dict[str, Any]:
-    """Return its fields as they come back from JSON."""
-    fields: dict[str, Any] = json.loads(json.dumps(asdict(shard)))
-    return fields
 
 
 def _describe(path: Path) -> dict[str, Any]:

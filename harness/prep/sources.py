@@ -81,7 +81,11 @@ def list_files(path: str) -> list[Path]:
     """
     place = Path(path)
     if place.is_dir():
-        _require_one_split(place)
+        for mark in sorted(place.rglob(_SPLITS_FILE))[:1]:
+            splits = sorted(entry.name for entry in mark.parent.iterdir() if entry.is_dir())
+            what = f"the folder holds the splits {', '.join(splits)} of a dataset"
+            fix = "name the folder of one split: test data must not be trained on"
+            raise PrepError(what, where=str(mark.parent), fix=fix)
         kinds = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
         files = [file for file in place.rglob("*") if _kind(file) in kinds and file.is_file()]
         # As Spark does: `_SUCCESS` and the like are not data.
@@ -93,12 +97,9 @@ def list_files(path: str) -> list[Path]:
         files = [Path(name) for name in names if Path(name).is_file()]
     if not files:
         suffixes = " ".join(JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES)
-        raise PrepError(
-            "there are no chat files",
-            where=path,
-            fix=f"name a file, a glob or a folder with files that end in {suffixes}; "
-            f"JSONL may be compressed ({' '.join(COMPRESSED)})",
-        )
+        fix = f"name a file, a glob or a folder with files that end in {suffixes}"
+        fix += f"; JSONL may be compressed ({' '.join(COMPRESSED)})"
+        raise PrepError("there are no chat files", where=path, fix=fix)
     for file in files:
         inner = Path(file.stem).suffix.lower() if _kind(file) in COMPRESSED else ".jsonl"
         if _kind(file) in _UNREAD_SUFFIXES or inner not in (*JSONL_SUFFIXES, ".json", ""):
@@ -113,15 +114,6 @@ def list_skipped_files(path: str) -> list[Path]:
         return []
     read = set(list_files(path))
     return sorted(file for file in folder.rglob("*") if file.is_file() and file not in read)
-
-
-def _require_one_split(folder: Path) -> None:
-    marks = sorted(folder.rglob(_SPLITS_FILE))
-    if marks:
-        splits = sorted(entry.name for entry in marks[0].parent.iterdir() if entry.is_dir())
-        what = f"the folder holds the splits {', '.join(splits)} of a dataset"
-        fix = "name the folder of one split: test data must not be trained on"
-        raise PrepError(what, where=str(marks[0].parent), fix=fix)
 
 
 def _kind(file: Path) -> str:
