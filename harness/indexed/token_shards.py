@@ -126,10 +126,15 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
 
         try:
             for path in paths:
-                metadata = _read_metadata(path, column)
-                for run in _split_groups(metadata, column):
-                    batches = _read_run(path, metadata, column, run)
-                    if run.num_tokens > _BATCH_TOKENS:
+                with _opened(path) as file:
+                    names, metadata = file.schema_arrow.names, file.metadata
+                if column not in names:
+                    fix = f"name one of its columns: {', '.join(names)}"
+                    raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
+                for groups, first_row, num_rows, num_tokens in _split_groups(metadata, column):
+                    mean = max(1.0, num_tokens / num_rows)
+                    batches = _read_groups(path, metadata, column, groups, first_row, int(_BATCH_TOKENS // mean))
+                    if num_tokens > _BATCH_TOKENS:
                         yield from take(0)
                         yield from ((path, batch) for batch in _read_ahead(pool, batches))
                     else:
@@ -140,18 +145,11 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive row groups, the number of their first row, and an upper bound of their tokens."""
+def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[range, int, int, int]]:
+    """Cut the row groups of a file into runs of at most a batch, or of a single larger row group.
 
-    groups: range
-    first_row: int
-    num_rows: int
-    num_tokens: int
-
-
-def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[_Run]:
-    """Cut the row groups of a file into runs of at most a batch, or of a single larger row group."""
+    Yields the groups, the number of their first row, of their rows, and an upper bound of their tokens.
+    """
     first = row = rows = tokens = 0
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -160,12 +158,12 @@ def _split_groups(metadata: pq.FileMetaData, column: str) -> Iterator[_Run]:
         # Tokens that the group claims for the column, or that its bytes could hold: one in eight bytes for text.
         more = max((max(chunk.num_values, chunk.total_uncompressed_size // 8) for chunk in chunks), default=0)
         if rows and tokens + more > _BATCH_TOKENS:
-            yield _Run(range(first, group), row, rows, tokens)
+            yield range(first, group), row, rows, tokens
             first, row, rows, tokens = group, row + rows, 0, 0
         rows += row_group.num_rows
         tokens += more
     if rows:
-        yield _Run(range(first, metadata.num_row_groups), row, rows, tokens)
+        yield range(first, metadata.num_row_groups), row, rows, tokens
 
 
 def _read_ahead(pool: ThreadPoolExecutor, batches: Iterator[TokenBatch]) -> Iterator[TokenBatch]:
@@ -190,22 +188,12 @@ def _opened(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.
         raise PrepError(f"the shard cannot be read: {reason}", where=str(path), fix=fix) from None
 
 
-def _read_metadata(path: Path, column: str) -> pq.FileMetaData:
-    with _opened(path) as file:
-        names, metadata = file.schema_arrow.names, file.metadata
-    if column not in names:
-        fix = f"name one of its columns: {', '.join(names)}"
-        raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
-    return metadata
-
-
-def _read_run(path: Path, metadata: pq.FileMetaData, column: str, run: _Run) -> Iterator[TokenBatch]:
-    row = run.first_row
-    mean = max(1.0, run.num_tokens / run.num_rows)
-    batch_size = int(max(1, min(1 << 17, _BATCH_TOKENS // mean)))
-    groups = list(run.groups)
+def _read_groups(
+    path: Path, metadata: pq.FileMetaData, column: str, groups: range, row: int, batch_rows: int
+) -> Iterator[TokenBatch]:
     with _opened(path, metadata) as file:
-        for batch in file.iter_batches(batch_size, row_groups=groups, columns=[column], use_threads=False):
+        size = max(1, min(1 << 17, batch_rows))
+        for batch in file.iter_batches(size, row_groups=list(groups), columns=[column], use_threads=False):
             try:
                 yield parse_column(batch.column(0), first_row=row)
             except FormatError as error:

@@ -101,11 +101,9 @@ def parse_line(line: bytes, where: str) -> Conversation | BadRecord:
         where: file and line, kept in the result.
     """
     try:
-        text = line.decode("utf-8-sig")
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return BadRecord(where, BadReason.NOT_UTF8, f"byte {error.start} of the line is not UTF-8")
-    try:
-        record = json.loads(text)
     except RecursionError:
         return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
     except ValueError as error:

@@ -76,15 +76,15 @@ def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> It
 def _begin_worker() -> None:
     # One process per core is enough; more threads would compete for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A worker holds both ends of the pool's pipes, and would wait forever for work from a killed main process.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    # A worker holds both ends of the pool's pipes, and would wait forever for work from a killed main process.
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | HarnessError]:
@@ -92,9 +92,8 @@ def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | Ha
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(
-            "Ray is not installed", where="engine", fix="pip install '.[ray]', or set engine=local"
-        ) from error
+        fix = "pip install '.[ray]', or set engine=local"
+        raise ConfigError("Ray is not installed", where="engine", fix=fix) from error
 
     here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines
 

@@ -21,25 +21,23 @@ _EXPAND_ITEMS = 1 << 20
 class Placement:
     """Placement of items in bins, in the order of decreasing length.
 
-    Row i puts `per_bin[i]` equal items into each of the bins `first_bin[i] ... first_bin[i] + num_bins[i] - 1`, after
-    the `before[i]` items that each of them already holds.
+    A column (first_bin, num_bins, per_bin, before) puts `per_bin` equal items into each of the bins
+    `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
 
     Attributes:
-        first_bin, num_bins, per_bin, before: int64 [rows].
+        columns: int64 [4, columns].
         total_bins: number of bins.
     """
 
-    first_bin: Int64Array
-    num_bins: Int64Array
-    per_bin: Int64Array
-    before: Int64Array
+    columns: Int64Array
     total_bins: int
 
     def items_per_bin(self) -> Int64Array:
         """int64 [total_bins]."""
+        first_bin, num_bins, per_bin, _ = self.columns
         change = np.zeros(self.total_bins + 1, np.int64)
-        np.add.at(change, self.first_bin, self.per_bin)
-        np.subtract.at(change, self.first_bin + self.num_bins, self.per_bin)
+        np.add.at(change, first_bin, per_bin)
+        np.subtract.at(change, first_bin + num_bins, per_bin)
         return np.cumsum(change[:-1])
 
     def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
@@ -53,24 +51,20 @@ class Placement:
             int64 [n].
         """
         placed = np.empty_like(items)
-        row_ends = np.cumsum(self.num_bins * self.per_bin)
-        row = done = 0
-        while row < len(row_ends):
+        ends = np.cumsum(self.columns[1] * self.columns[2])
+        column = done = 0
+        while column < len(ends):
             # About a million items at a time keep temporaries in the cache and memory small.
-            stop = max(int(np.searchsorted(row_ends, done + _EXPAND_ITEMS, side="right")), row + 1)
-            end = int(row_ends[stop - 1])
-            placed[self._positions(slice(row, stop), bin_starts)] = items[done:end]
-            row, done = stop, end
+            stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
+            first_bin, num_bins, per_bin, before = self.columns[:, column:stop]
+            positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
+            if per_bin.max() > 1:
+                repeats = np.repeat(per_bin, num_bins)
+                positions = np.repeat(positions, repeats) + _ramps(repeats)
+            end = int(ends[stop - 1])
+            placed[positions] = items[done:end]
+            column, done = stop, end
         return placed
-
-    def _positions(self, rows: slice, bin_starts: Int64Array) -> Int64Array:
-        num_bins, per_bin = self.num_bins[rows], self.per_bin[rows]
-        bins = np.repeat(self.first_bin[rows], num_bins) + _ramps(num_bins)
-        positions: Int64Array = bin_starts[bins] + np.repeat(self.before[rows], num_bins)
-        if per_bin.max() == 1:
-            return positions
-        repeats = np.repeat(per_bin, num_bins)
-        return np.asarray(np.repeat(positions, repeats) + _ramps(repeats))
 
 
 def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
@@ -134,7 +128,7 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
                 left = fill(room, size, left, waiting.pop())
             for run in waiting:
                 put(room, run)
-    return _placement(np.array(rows, np.int64).reshape(-1, 4), total_bins)
+    return Placement(np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins)
 
 
 def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
@@ -144,7 +138,7 @@ def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) 
     """
     # Runs in the order of opening their bins: first bin, bins, room, items already in each.
     runs = np.empty((0, 4), np.int64)
-    rows: list[Int64Array] = []
+    columns = [np.empty((4, 0), np.int64)]
     total_bins = 0
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         per_new_bin = pack_size // size
@@ -170,16 +164,11 @@ def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) 
         runs = np.concatenate([runs[:last], split, runs[last + 1 :]])
         per_bin = np.concatenate([per_bin[:last], split_per_bin, np.zeros(len(per_bin) - last - 1, np.int64)])
         used = np.flatnonzero(per_bin)
-        rows.append(np.stack([runs[used, 0], runs[used, 1], per_bin[used], runs[used, 3]], axis=1))
+        columns.append(np.stack([runs[used, 0], runs[used, 1], per_bin[used], runs[used, 3]]))
         runs[:, 2] -= per_bin * size
         runs[:, 3] += per_bin
         runs = runs[runs[:, 2] >= sizes[-1]]
-    return _placement(np.concatenate(rows) if rows else np.empty((0, 4), np.int64), total_bins)
-
-
-def _placement(rows: Int64Array, total_bins: int) -> Placement:
-    first_bin, num_bins, per_bin, before = np.ascontiguousarray(rows.T)
-    return Placement(first_bin, num_bins, per_bin, before, total_bins)
+    return Placement(np.concatenate(columns, axis=1), total_bins)
 
 
 def _ramps(counts: Int64Array) -> Int64Array:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from harness.errors import HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord
@@ -32,7 +31,7 @@ from harness.prep.folder import settings_hash
 from harness.prep.sources import Shard, read_shard
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import sync_folder
+from harness.storage import file_digest, sync_folder
 
 # Increment when the same settings begin to give other data.
 VERSION = 1
@@ -40,7 +39,6 @@ RECEIPT = "receipt.json"
 SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS = "sequences.bin", "input_ids.bin", "loss_mask.bin", "bad_records.jsonl"
 # A sequence: offset of its tokens in the shard's files, hash of its conversation, its tokens, and how many are trained.
 SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("length", "<i4"), ("trained", "<i4")])
-_READ_BYTES = 1 << 20
 _SHOWN_BAD = 10
 
 
@@ -147,7 +145,7 @@ def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
         stat = Path(shard.path).stat()
         is_same = (receipt.input["size"], receipt.input["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
         # A copy of the same bytes has another time.
-        if not is_same and receipt.input["xxh3"] != _digest(Path(shard.path), shard.start, shard.end):
+        if not is_same and receipt.input["xxh3"] != file_digest(Path(shard.path), shard.start, shard.end):
             return None
         intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
         return replace(receipt, was_there=True) if intact else None
@@ -169,7 +167,7 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
     try:
         before = source.stat()
         receipt = _write(job, folder, shard, tokenizer)
-        digest = _digest(source, shard.start, shard.end)
+        digest = file_digest(source, shard.start, shard.end)
         after = source.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             fix = "prepare it once nothing writes to it"
@@ -244,19 +242,7 @@ def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) 
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    return {"num_bytes": size, "xxh3": _digest(path, 0, size)}
-
-
-def _digest(path: Path, start: int, end: int) -> str:
-    """Return xxh3_64 (hexadecimal) of a byte range of a file."""
-    total, left = xxhash.xxh3_64(), end - start
-    with path.open("rb") as file:
-        file.seek(start)
-        while left and (block := file.read(min(left, _READ_BYTES))):
-            total.update(block)
-            left -= len(block)
-    return str(total.hexdigest())
+    return {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)}
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

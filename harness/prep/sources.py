@@ -63,9 +63,8 @@ class SourceConfig:
             what = f"{self.path} would not be read: the source is the built-in corpus"
             raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
         if self.kind == "files" and not self.path:
-            raise ConfigError(
-                "no path is given", where="source.path", fix="name a JSONL or Parquet file, a glob or a folder"
-            )
+            fix = "name a JSONL or Parquet file, a glob or a folder"
+            raise ConfigError("no path is given", where="source.path", fix=fix)
 
     def resolve(self) -> SourceConfig:
         """Return these settings with their `kind`."""
@@ -352,9 +351,8 @@ def check_messages_column(schema: Any, file: Path) -> None:
     """Raise PrepError unless an Arrow schema has a usable `messages` column."""
     expected = "`messages` must be a list of structs with the strings `role` and `content`"
     if "messages" not in schema.names:
-        raise PrepError(
-            f"there is no `messages` column among: {', '.join(schema.names)}", where=str(file), fix=expected
-        )
+        what = f"there is no `messages` column among: {', '.join(schema.names)}"
+        raise PrepError(what, where=str(file), fix=expected)
     kind = schema.field("messages").type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     turn = kind.value_type if is_list else None

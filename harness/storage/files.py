@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,10 +223,12 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
 
 
-def file_digest(path: Path) -> str:
-    """xxh3_64 (hexadecimal) of a file's bytes."""
-    total = xxhash.xxh3_64()
+def file_digest(path: Path, start: int = 0, end: int = sys.maxsize) -> str:
+    """xxh3_64 (hexadecimal) of a file's bytes from `start` to `end`."""
+    total, left = xxhash.xxh3_64(), end - start
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
+        file.seek(start)
+        while block := file.read(min(left, _READ_BYTES)):
             total.update(block)
+            left -= len(block)
     return str(total.hexdigest())
