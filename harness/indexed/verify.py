@@ -37,8 +37,25 @@ def verify_indexed(
     index, problems = _check_structure(prefix)
     if index is None or problems:
         return problems
-    bin_path = with_suffix(prefix, BIN)
-    return [Problem(what, str(bin_path)) for what in _token_problems(index, bin_path, vocab_size, progress)]
+    bin_path, dtype, done = with_suffix(prefix, BIN), index.header.dtype, 0
+    total = bin_path.stat().st_size // dtype.itemsize
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    with bin_path.open("rb", buffering=0) as file:
+        while block := file.read(dtype.itemsize * _BLOCK):
+            tokens = np.frombuffer(block, dtype)
+            bad = (tokens < 0) | (tokens > limit)
+            if bad.any():
+                at = int(np.argmax(bad))
+                sequence = int(np.searchsorted(index.pointers, (done + at) * dtype.itemsize, "right")) - 1
+                position = done + at - int(index.pointers[sequence]) // dtype.itemsize
+                kind, bound = ("the negative token", "") if tokens[at] < 0 else ("the token", f", above {limit:,}")
+                what = f"sequence {sequence:,} has {kind} {int(tokens[at]):,} at position {position:,}{bound}"
+                return [Problem(what, str(bin_path))]
+            done += len(tokens)
+            if progress is not None:
+                progress(done, total)
+    missing = f"only {done:,} of {total:,} tokens could be read"
+    return [] if done == total else [Problem(missing, str(bin_path))]
 
 
 def check_indexed(prefix: Path) -> MappedIndex:
@@ -137,30 +154,3 @@ def _document_problems(index: MappedIndex) -> Iterator[str]:
         first, previous = first + len(block), int(block[-1])
     if previous != count:
         yield f"the last document ends at sequence {previous:,}, there are {count:,}"
-
-
-def _token_problems(
-    index: MappedIndex, path: Path, vocab_size: int | None, progress: Callable[[int, int], None] | None
-) -> Iterator[str]:
-    """Read back every sequence block by block; yield the first invalid token."""
-    dtype = index.header.dtype
-    total = path.stat().st_size // dtype.itemsize
-    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
-    with path.open("rb", buffering=0) as file:
-        done = 0
-        while block := file.read(dtype.itemsize * _BLOCK):
-            tokens = np.frombuffer(block, dtype)
-            bad = (tokens < 0) | (tokens > limit)
-            if bad.any():
-                at = int(np.argmax(bad))
-                sequence = int(np.searchsorted(index.pointers, (done + at) * dtype.itemsize, "right")) - 1
-                position = done + at - int(index.pointers[sequence]) // dtype.itemsize
-                kind = "the negative token" if tokens[at] < 0 else "the token"
-                bound = "" if tokens[at] < 0 else f", above {limit:,}"
-                yield f"sequence {sequence:,} has {kind} {int(tokens[at]):,} at position {position:,}{bound}"
-                return
-            done += len(tokens)
-            if progress is not None:
-                progress(done, total)
-    if done != total:
-        yield f"only {done:,} of {total:,} tokens could be read"

@@ -67,16 +67,11 @@ __all__ = [
     "train_bpe",
 ]
 
-# Imported when first used: pyarrow and rich take 0.3 s, which a training run that only needs a tokenizer must not pay.
-_LAZY = {
-    "pipeline": ("PrepareConfig", "prepare", "repack_store"),
-    "shards": ("Receipt", "ShardJob", "do_shard"),
-    "sources": ("SourceConfig", "check_messages_column", "cut_shards", "list_files", "read_chunks", "read_shard"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for module, names in _LAZY.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    # Imported when first used: pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay.
+    for module in ("sources", "shards", "pipeline") if name in __all__ else ():
+        home = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(home, name):
+            return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

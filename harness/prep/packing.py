@@ -126,24 +126,9 @@ def plan_packs(
     require_choice(algorithm, PACKERS, setting="algorithm")
     require_at_least(pack_size, MIN_SEQUENCE_TOKENS, setting="pack_size")
     require_at_least(seed, 0, setting="seed")
-    return PACKERS[algorithm](_checked(lengths, pack_size), pack_size, seed)
-
-
-def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
-    """Return a permutation of `count` indices, int64 [count], the same on every machine and numpy version.
-
-    It sorts random 16-bit keys, so about one pair in 65,536 has equal keys and keeps its order; a second pass for such
-    pairs would double the time of a whole plan.
-    """
-    generator = np.random.Philox(key=np.array([seed % 2**64, stream], np.uint64))
-    keys = generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
-    return np.argsort(keys, kind="stable")
-
-
-def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
     array = np.asarray(lengths)
     if array.size == 0:
-        return np.empty(0, np.int64)
+        array = np.empty(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         what = f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers"
         raise PrepError(what, fix="give one number of tokens for each sequence")
@@ -156,7 +141,18 @@ def _checked(lengths: npt.ArrayLike, pack_size: int) -> npt.NDArray[Any]:
             counts, first = f"{np.count_nonzero(bad):,} of {len(array):,}", int(np.argmax(bad))
             what = f"{counts} sequences {problem}; sequence {first:,} has {int(array[first]):,}"
             raise PrepError(what, fix=fix)
-    return array
+    return PACKERS[algorithm](array, pack_size, seed)
+
+
+def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
+    """Return a permutation of `count` indices, int64 [count], the same on every machine and numpy version.
+
+    It sorts random 16-bit keys, so about one pair in 65,536 has equal keys and keeps its order; a second pass for such
+    pairs would double the time of a whole plan.
+    """
+    generator = np.random.Philox(key=np.array([seed % 2**64, stream], np.uint64))
+    keys = generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
+    return np.argsort(keys, kind="stable")
 
 
 def _decreasing(

@@ -265,9 +265,6 @@ class Spool:
             self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
         self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return int(self._first[-1])
-
     def hashes(self) -> npt.NDArray[np.uint64]:
         """Return the hashes of the conversations, uint64 [sequences]."""
         return np.concatenate([np.zeros(0, np.uint64), *(sequences["hash"] for sequences in self._sequences)])
@@ -341,10 +338,10 @@ def divide(
     places = np.searchsorted(np.cumsum(list(shares.values())), hashes.astype(np.float64) / 2.0**64, side="right")
     num_duplicates = 0
     if drop_duplicates:
-        is_first = np.zeros(len(spool), np.bool_)
+        is_first = np.zeros(len(hashes), np.bool_)
         is_first[np.unique(hashes, return_index=True)[1]] = True
         places[~is_first] = -1
-        num_duplicates = len(spool) - int(is_first.sum())
+        num_duplicates = len(hashes) - int(is_first.sum())
     splits = {rest: Split(spool, np.flatnonzero(places == len(shares)))}
     for place, (name, share) in enumerate(shares.items()):
         if share:

@@ -43,8 +43,7 @@ def write_pydoc_corpus(path: Path) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        what = f"collecting Python's documentation failed: {error}"
-        raise PrepError(what, where=sys.executable, fix=fix) from error
+        raise PrepError(f"collecting Python's documentation failed: {error}", where=sys.executable, fix=fix) from error
     if result.returncode != 0 or not temporary.exists():
         message = " ".join(result.stderr.decode(errors="replace").strip().splitlines()[-1:])
         what = f"collecting Python's documentation ended with code {result.returncode}: {message}"
