@@ -32,7 +32,7 @@ from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import Difference, diff_datasets, diff_readers, verify_dataset
+from harness.formats.verify import Difference, diff_datasets, verify_dataset
 from harness.formats.virtual import SequenceStore, open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
@@ -56,7 +56,6 @@ __all__ = [
     "ShardReader",
     "convert_dataset",
     "diff_datasets",
-    "diff_readers",
     "find_datasets",
     "find_tokenizer",
     "find_tokenizer_folder",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from harness.errors import ConfigError
 from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage import Folder, Place, natural_key
+from harness.storage import Folder, NpyStream, OutputFile, natural_key
+
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
 # Name -> module that defines `FORMAT`. A new format is one module and one line here. Files without a manifest are
 # tried in this order; parquet is last because pyarrow takes longest to import.
@@ -24,6 +27,9 @@ FORMATS: dict[str, str] = {
     "virtual": "harness.formats.virtual",
     "parquet": "harness.formats.parquet",
 }
+
+
+File = TypeVar("File", OutputFile, NpyStream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +97,40 @@ class ShardOptions:
     rows_per_group: int = 64
 
 
-class ShardWriter(ABC):
-    """The files of one shard, which exist under their names only once it is finished."""
+class ShardWriter(ABC, Generic[File]):
+    """The files of one shard, which exist under their names only once it is finished.
+
+    Args:
+        names: of the files in the folder.
+        files: starts them, in this order; those that were started are dropped if one cannot be.
+    """
+
+    def __init__(self, names: Sequence[str], files: Iterable[File]) -> None:
+        self._names = list(names)
+        self._files: list[File] = []
+        try:
+            self._files.extend(files)
+        except BaseException:
+            self.abort()
+            raise
 
     @abstractmethod
     def append(self, pack: Pack) -> None:
         """Add a pack that keeps the invariants."""
 
-    @abstractmethod
-    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+    def finish(self, _metadata: Mapping[str, bytes], /) -> list[str]:
         """Finish the files and return their names in the folder.
 
-        `metadata` is not empty only for a dataset of a single file, which stores it inside if it can.
+        The metadata is not empty only for a dataset of a single file, which stores it inside if it can.
         """
+        for file in self._files:
+            file.finish()
+        return self._names
 
-    @abstractmethod
     def abort(self) -> None:
         """Drop the files."""
+        for file in self._files:
+            file.abort()
 
 
 @dataclass(frozen=True)
@@ -122,8 +145,8 @@ class Format:
         packs_per_shard: default.
         files_per_shard: file descriptors that an open shard holds.
         write_shard: start the shard of a name in a folder.
-        open_shard: open a shard at its file, or at the common prefix of its files' names. The number, if known, is
-            the pack size, which bounds how much memory damaged files can claim.
+        open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`
+            any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim.
         find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
             format's layout.
         single_file_suffix: a destination with this suffix is written as one file without a folder; "" if never.
@@ -137,8 +160,8 @@ class Format:
     shard_pattern: str
     packs_per_shard: int
     files_per_shard: int
-    write_shard: Callable[[Folder, str, ShardOptions], ShardWriter]
-    open_shard: Callable[[Place, int | None], ShardReader]
+    write_shard: Callable[[Folder, str, ShardOptions], ShardWriter[Any]]
+    open_shard: Callable[[Any, int | None], ShardReader]
     find_bare: Callable[[Path], list[Path]]
     single_file_suffix: str = ""
     in_buckets: bool = False
@@ -156,12 +179,6 @@ def load_format(name: str) -> Format:
     return format
 
 
-def local_path(place: Place) -> Path:
-    """Return the path of a shard on a disk; formats that are not read in object storage get no other place."""
-    assert isinstance(place, Path)
-    return place
-
-
 def find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """Return a file, or the files of a folder in natural order, that have one of these suffixes."""
     found = list(path.iterdir()) if path.is_dir() else [path]
@@ -169,7 +186,7 @@ def find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
-def find_folders(path: Path, *names: str) -> list[Path]:
+def find_folders(path: Path, names: Sequence[str]) -> list[Path]:
     """Return a folder, or the folders inside it in natural order, that have files of all these names."""
 
     def has_all(folder: Path) -> bool:

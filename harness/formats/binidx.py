@@ -23,19 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    Format,
-    ShardContents,
-    ShardOptions,
-    ShardReader,
-    ShardWriter,
-    local_path,
-    make_pack,
-)
+from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.indexed import BIN, IDX, INT32, LOSS_BIN, IndexHeader, read_lengths, with_suffix
 from harness.records import Int64Array, Pack
-from harness.storage import Folder, OutputFile, Place, natural_key
+from harness.storage import Folder, OutputFile, natural_key
 
 SEQ_IDX, SEQ_BIN = ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
@@ -46,8 +38,8 @@ _FIX = "copy the dataset again"
 class BinIdxShard(ShardReader):
     """The open files of one prefix."""
 
-    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
-        self._prefix = prefix = local_path(place)
+    def __init__(self, prefix: Path, _pack_size: int | None = None) -> None:
+        self._prefix = prefix
         missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
         if missing:
             raise FormatError(
@@ -109,7 +101,7 @@ class BinIdxShard(ShardReader):
         return offsets
 
 
-class BinIdxWriter(ShardWriter):
+class BinIdxWriter(ShardWriter[OutputFile]):
     """Appends to the data files; the indices, 20 bytes a pack, are written at the end."""
 
     def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
@@ -117,13 +109,8 @@ class BinIdxWriter(ShardWriter):
         self._name = name
         self._lengths = array("i")
         self._counts = array("i")
-        self._files: list[OutputFile] = []
-        try:
-            for suffix in (BIN, LOSS_BIN, SEQ_BIN):
-                self._files.append(folder.create_file(name + suffix))
-        except BaseException:
-            self.abort()
-            raise
+        names = [name + suffix for suffix in (BIN, LOSS_BIN, SEQ_BIN)]
+        super().__init__(names, map(folder.create_file, names))
 
     def append(self, pack: Pack) -> None:
         tokens, mask, starts = self._files
@@ -133,25 +120,22 @@ class BinIdxWriter(ShardWriter):
         self._lengths.append(len(pack))
         self._counts.append(pack.num_sequences)
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
         lengths = np.array(self._lengths, np.int64)
         count = lengths.shape[0]
         ends = np.cumsum(lengths)
-        index = self._folder.create_file(self._name + IDX)
-        self._files.append(index)
+        index = self._add(IDX)
         index.write(IndexHeader(INT32, count, count + 1).to_bytes())
         for values, dtype in ((lengths, "<i4"), (4 * (ends - lengths), "<i8"), (np.arange(count + 1), "<i8")):
             index.write(values.astype(dtype).data)
-        offsets = self._folder.create_file(self._name + SEQ_IDX)
-        self._files.append(offsets)
-        offsets.write(np.concatenate([[0], np.cumsum(np.array(self._counts, np.int64))]).astype("<i8").data)
-        for file in self._files:
-            file.finish()
-        return [self._name + suffix for suffix in (BIN, LOSS_BIN, SEQ_BIN, IDX, SEQ_IDX)]
+        starts = np.concatenate([[0], np.cumsum(np.array(self._counts, np.int64))])
+        self._add(SEQ_IDX).write(starts.astype("<i8").data)
+        return super().finish(metadata)
 
-    def abort(self) -> None:
-        for file in self._files:
-            file.abort()
+    def _add(self, suffix: str) -> OutputFile:
+        self._names.append(self._name + suffix)
+        self._files.append(self._folder.create_file(self._names[-1]))
+        return self._files[-1]
 
 
 def find_bare(path: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -56,8 +57,7 @@ def convert_dataset(
     """
     if _real(source) == _real(destination):
         raise ConfigError("source and destination are the same", where=str(source), fix="name another destination")
-    reader = open_dataset(source)
-    try:
+    with closing(open_dataset(source)) as reader:
         finished = None if overwrite else _finished(destination, reader, format)
         if finished is not None:
             return finished
@@ -78,10 +78,16 @@ def convert_dataset(
                 if progress is not None:
                     progress("convert", writer.num_packs, len(reader))
         assert writer.manifest is not None
-        _compare(reader, destination, progress)
+        with closing(open_dataset(destination)) as written:
+            fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
+            if fingerprint != reader.fingerprint:
+                raise FormatError(
+                    f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
+                    f"first difference: {diff_readers(reader, written) or 'none on a second reading'}",
+                    where=str(destination),
+                    fix="remove the destination and convert again; if it happens again, test the disk and the memory",
+                )
         return writer.manifest
-    finally:
-        reader.close()
 
 
 def _real(path: str | PathLike[str]) -> str:
@@ -111,23 +117,3 @@ def _identity(reader: PackReader) -> str:
         stat = path.stat() if isinstance(path, Path) else None
         digest.update((f"{path}:{stat.st_size}:{stat.st_mtime_ns}" if stat is not None else str(path)).encode())
     return str(digest.hexdigest())
-
-
-def _compare(
-    reader: PackReader, destination: str | PathLike[str], progress: Callable[[str, int, int], None] | None
-) -> None:
-    """Read the destination and compare its content with the source's fingerprint."""
-    written = open_dataset(destination)
-    try:
-        fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
-        if fingerprint == reader.fingerprint:
-            return
-        difference = diff_readers(reader, written)
-        raise FormatError(
-            f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
-            f"first difference: {difference or 'none on a second reading'}",
-            where=str(destination),
-            fix="remove the destination and convert again; if it happens again, test the disk and the memory",
-        )
-    finally:
-        written.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +83,10 @@ class KeptFingerprint:
         known = self.load()
         if known is not None:
             return known
-        with self._locked():
+        with (self.folder / MANIFEST_NAME).open("rb") as manifest:
+            # Some network file systems have no locks; there every process computes.
+            with contextlib.suppress(OSError):
+                fcntl.flock(manifest, fcntl.LOCK_EX)
             known = self.load()
             if known is None:
                 known = compute()
@@ -92,14 +94,3 @@ class KeptFingerprint:
                 with contextlib.suppress(OSError):
                     write_atomically(self._file, (json.dumps(values, indent=1) + "\n").encode())
         return known
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self.folder / MANIFEST_NAME, os.O_RDONLY)
-        try:
-            # Some network file systems have no locks; there every process computes.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from harness.errors import FormatError
 from harness.formats.digest import UInt64Array, content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import Folder, NpyStream, file_digest, map_npy
+from harness.storage import Folder, file_digest, map_npy, npy_header
 
 INDEX_FOLDER = "index"
 PACK_OFFSETS = f"{INDEX_FOLDER}/pack_offsets.npy"
@@ -48,21 +48,6 @@ class PackIndex:
                 f"pack {pack_id:,} has sequences {start:,} to {end:,} of {self.sequence_lengths.shape[0]:,}"
             )
         return self.sequence_lengths[start:end]
-
-
-def build_index(
-    sequence_counts: Sequence[Int64Array],
-    sequence_lengths: Sequence[Int32Array],
-    checksums: UInt64Array | None = None,
-) -> PackIndex:
-    """Build an index in memory, for files without a manifest: one entry of each list per file, in order."""
-    counts = np.concatenate([np.zeros(0, np.int64), *sequence_counts])
-    offsets = np.zeros(counts.shape[0] + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    lengths = np.concatenate([np.zeros(0, np.int32), *sequence_lengths]).astype(np.int32, copy=False)
-    offsets.flags.writeable = False
-    lengths.flags.writeable = False
-    return PackIndex(offsets, lengths, checksums)
 
 
 def lengths_from_starts(
@@ -241,12 +226,14 @@ def write_index(
 
 def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, pieces: Iterable[npt.NDArray[Any]]) -> None:
     """Write arrays of `count` numbers in total as one `.npy` file, a block at a time."""
-    file = NpyStream(folder.create_file(name), dtype, num_rows=count)
-    try:
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        written = 0
+        yield npy_header(dtype.str, (count,))
         for piece in pieces:
+            written += piece.shape[0]
             for start in range(0, piece.shape[0], _BLOCK):
-                file.write(piece[start : start + _BLOCK])
-        file.finish()
-    except BaseException:
-        file.abort()
-        raise
+                yield np.ascontiguousarray(piece[start : start + _BLOCK], dtype).data
+        assert written == count
+
+    folder.write(name, blocks())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    Format,
-    ShardContents,
-    ShardOptions,
-    ShardReader,
-    ShardWriter,
-    find_files,
-    local_path,
-)
+from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
-from harness.storage import Folder, Place
+from harness.storage import Folder, OutputFile
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100
@@ -136,8 +128,8 @@ def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
 class JsonlShard(ShardReader):
     """One open chunk, and where its lines begin."""
 
-    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
-        self._path = path = local_path(place)
+    def __init__(self, path: Path, _pack_size: int | None = None) -> None:
+        self._path = path
         self._file: int | None = None
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._ends = _line_ends(self._file)
@@ -188,26 +180,14 @@ def _line_ends(file: int) -> npt.NDArray[np.int64]:
     return np.concatenate(ends)
 
 
-class JsonlWriter(ShardWriter):
+class JsonlWriter(ShardWriter[OutputFile]):
     """Writes one chunk line by line."""
 
     def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
-        self._name = name
-        self._file = folder.create_file(name)
+        super().__init__([name], [folder.create_file(name)])
 
     def append(self, pack: Pack) -> None:
-        self._file.write(line_of_pack(pack))
-
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
-        self._file.finish()
-        return [self._name]
-
-    def abort(self) -> None:
-        self._file.abort()
-
-
-def find_bare(path: Path) -> list[Path]:
-    return find_files(path, (SUFFIX,))
+        self._files[0].write(line_of_pack(pack))
 
 
 FORMAT = Format(
@@ -219,5 +199,5 @@ FORMAT = Format(
     files_per_shard=1,
     write_shard=JsonlWriter,
     open_shard=JsonlShard,
-    find_bare=find_bare,
+    find_bare=partial(find_files, suffixes=(SUFFIX,)),
 )

@@ -94,7 +94,7 @@ class Manifest:
 
     def save(self, folder: Folder) -> None:
         """Write `manifest.json` atomically and durably."""
-        folder.write(MANIFEST_NAME, self.to_json().encode())
+        folder.write(MANIFEST_NAME, [self.to_json().encode()])
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,8 @@ class _Parser:
             raise self._error(f"has the seed {seed!r}, expected a whole number")
         if not isinstance(counts, dict) or not all(_is_whole(count) for count in counts.values()):
             raise self._error("has provenance counts that are not whole numbers")
-        texts = {}
-        for name in ("tokenizer", "tokenizer_hash", "chat_template_hash", "packer", "settings_hash"):
-            texts[name] = self._text(values, name) if name in values else ""
+        names = ("tokenizer", "tokenizer_hash", "chat_template_hash", "packer", "settings_hash")
+        texts = {name: self._text(values, name) for name in names if name in values}
         return Provenance(seed=seed, counts=counts, **texts)
 
     def _whole(self, values: Any, name: str) -> int:

@@ -14,7 +14,8 @@ short while it is open ends the process (SIGBUS); writers of this package never 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +28,24 @@ from harness.formats.base import (
     ShardReader,
     ShardWriter,
     find_folders,
-    local_path,
     make_pack,
 )
 from harness.formats.index import lengths_from_starts
 from harness.records import Pack
-from harness.storage import Folder, NpyStream, Place, map_npy, read_npy_header
+from harness.storage import Folder, NpyStream, map_npy, read_npy_header
 
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"
 PACKED_LEN = "packed_len.npy"
 SEQ_OFFSETS = "seq_offsets.npy"
 SEQ_STARTS = "seq_starts.npy"
-ARRAYS = (INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)
+_ARRAYS: dict[str, type[np.generic]] = {
+    INPUT_IDS: np.int32,
+    LOSS_MASK: np.uint8,
+    PACKED_LEN: np.uint32,
+    SEQ_OFFSETS: np.uint32,
+    SEQ_STARTS: np.uint32,
+}
 SHARD_MANIFEST = "manifest.json"
 
 _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
@@ -48,9 +54,9 @@ _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 class MemmapShard(ShardReader):
     """One open folder of arrays."""
 
-    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
-        self._path = path = local_path(place)
-        missing = [name for name in ARRAYS if not (path / name).is_file()]
+    def __init__(self, path: Path, _pack_size: int | None = None) -> None:
+        self._path = path
+        missing = [name for name in _ARRAYS if not (path / name).is_file()]
         if missing:
             raise FormatError(f"lacks {', '.join(missing)}", where=str(path), fix="copy the folder again")
         with (path / INPUT_IDS).open("rb") as file:
@@ -92,27 +98,24 @@ class MemmapShard(ShardReader):
         del self._ids, self._mask, self._lengths, self._offsets, self._starts
 
 
-class MemmapWriter(ShardWriter):
+class MemmapWriter(ShardWriter[NpyStream]):
     """Writes the arrays of one shard row by row."""
 
     def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
         self._folder = folder
-        self._name = name
         self._pack_size = options.pack_size
-        self._num_starts = 0
-        self._num_packs = 0
-        self._num_tokens = 0
-        self._streams: list[NpyStream] = []
-        try:
-            for array, dtype in zip(ARRAYS, (np.int32, np.uint8, np.uint32, np.uint32, np.uint32), strict=True):
-                width = self._pack_size if array in (INPUT_IDS, LOSS_MASK) else None
-                self._streams.append(NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=width))
-            self._streams[3].write(np.zeros(1, np.uint32))
-        except BaseException:
-            self.abort()
-            raise
+        self._num_starts = self._num_packs = self._num_tokens = 0
+        super().__init__([f"{name}/{file}" for file in (*_ARRAYS, SHARD_MANIFEST)], self._start(folder, name))
         self._ids_row = np.zeros(self._pack_size, np.int32)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
+
+    def _start(self, folder: Folder, name: str) -> Iterator[NpyStream]:
+        for array, dtype in _ARRAYS.items():
+            width = self._pack_size if array in (INPUT_IDS, LOSS_MASK) else None
+            stream = NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=width)
+            if array == SEQ_OFFSETS:
+                stream.write(np.zeros(1, dtype))
+            yield stream
 
     def append(self, pack: Pack) -> None:
         n = len(pack)
@@ -122,7 +125,7 @@ class MemmapWriter(ShardWriter):
         self._num_starts += pack.num_sequences
         if self._num_starts >= 1 << 32:
             raise FormatError(f"makes {self._num_starts:,} sequences in one shard; write fewer packs to a shard")
-        ids, mask, lengths, offsets, starts = self._streams
+        ids, mask, lengths, offsets, starts = self._files
         ids.write(self._ids_row)
         mask.write(self._mask_row)
         lengths.write(np.array([n], np.uint32))
@@ -131,26 +134,16 @@ class MemmapWriter(ShardWriter):
         self._num_packs += 1
         self._num_tokens += n
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
-        for stream in self._streams:
-            stream.finish()
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+        names = super().finish(metadata)
         counts = {
             "num_bins": self._num_packs,
             "pack_size": self._pack_size,
             "num_tokens": self._num_tokens,
             "num_sequences": self._num_starts,
         }
-        names = [f"{self._name}/{name}" for name in (*ARRAYS, SHARD_MANIFEST)]
-        self._folder.write(names[-1], json.dumps(counts, indent=1).encode() + b"\n")
+        self._folder.write(names[-1], [json.dumps(counts, indent=1).encode() + b"\n"])
         return names
-
-    def abort(self) -> None:
-        for stream in self._streams:
-            stream.abort()
-
-
-def find_bare(path: Path) -> list[Path]:
-    return find_folders(path, INPUT_IDS, PACKED_LEN)
 
 
 FORMAT = Format(
@@ -162,5 +155,5 @@ FORMAT = Format(
     files_per_shard=5,
     write_shard=MemmapWriter,
     open_shard=MemmapShard,
-    find_bare=find_bare,
+    find_bare=partial(find_folders, names=(INPUT_IDS, PACKED_LEN)),
 )

@@ -7,7 +7,7 @@ import fnmatch
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -17,13 +17,12 @@ import numpy as np
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardContents, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
-from harness.formats.index import PackIndex, build_index, index_names, load_index
+from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
-from harness.formats.reader import PackReader, ShardInfo
+from harness.formats.reader import PackReader
 from harness.records import Pack
 from harness.storage import (
     BucketFolder,
-    Entry,
     Folder,
     LocalFolder,
     ObjectPath,
@@ -79,7 +78,7 @@ def _open_local(path: str) -> PackReader:
         if manifest is not None:
             return _open_checked(folder, manifest)
         if folder.exists(MARKER_NAME):
-            raise _interrupted(folder)
+            raise _incomplete(folder)
     elif not place.exists() and glob.has_magic(path):
         # Not Path.glob, which takes no absolute pattern.
         return _open_several(path, [Path(name) for name in glob.glob(path)], _find_bare)  # noqa: PTH207
@@ -105,11 +104,9 @@ def _open_bucket(uri: str) -> PackReader:
     manifest = load_manifest(folder)
     if manifest is not None:
         return _open_checked(folder, manifest)
-    if MARKER_NAME in names:
-        raise _interrupted(folder)
     bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
-    if not bare:
-        raise _no_layout(folder)
+    if MARKER_NAME in names or not bare:
+        raise _incomplete(folder)
     return _open_several(str(place), bare, _find_object)
 
 
@@ -141,12 +138,12 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
                 fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST --to parquet",
             )
         if not format.in_buckets:
-            format = replace(format, open_shard=CachedShards(folder, manifest.shards, format.open_shard))
+            format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, format.open_shard))
     return PackReader(
         path=folder.where(),
         format=format,
         index=load_index(folder, manifest),
-        shards=[ShardInfo(folder.place / shard.path, shard.num_packs) for shard in manifest.shards],
+        shards=[(folder.place / shard.path, shard.num_packs) for shard in manifest.shards],
         pack_size=manifest.pack_size,
         manifest=manifest,
         load_index=partial(load_index, folder, manifest),
@@ -242,18 +239,18 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     contents = [handle.contents() for handle in handles]
     if len(places) == 1 and contents[0].sequence_counts.shape[0] == 0:
         raise FormatError("the file holds no packs", where=str(places[0]))
+    ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
+    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    lengths = np.concatenate([one.sequence_lengths for one in contents]).astype(np.int32, copy=False)
+    offsets.flags.writeable = lengths.flags.writeable = False
     checksums = [one.checksums for one in contents if one.checksums is not None]
-    index = build_index(
-        [one.sequence_counts for one in contents],
-        [one.sequence_lengths for one in contents],
-        np.concatenate(checksums) if len(checksums) == len(contents) else None,
-    )
+    index = PackIndex(offsets, lengths, np.concatenate(checksums) if len(checksums) == len(contents) else None)
     manifest = contents[0].manifest if len(contents) == 1 else None
     reader = PackReader(
         path=path,
         format=format,
         index=index,
-        shards=[ShardInfo(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
+        shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
         pack_size=_pack_size(index, contents) if manifest is None else manifest.pack_size,
         manifest=manifest,
     )
@@ -277,42 +274,36 @@ def _match_objects(pattern: ObjectPath) -> list[Place]:
     plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root = BucketFolder(replace(pattern, key="/".join(parts[:plain])))
     places: list[Place] = []
-    for found in root.store.list(root.place):
-        names = found.name.split("/")
+    for name in root.store.list(root.place):
+        names = name.split("/")
         if len(names) == len(parts) - plain and all(map(fnmatch.fnmatchcase, names, parts[plain:])):
-            places.append(root.place / found.name)
+            places.append(root.place / name)
     return places
 
 
 # ---- shards in object storage that are read from a local copy
 
 
-@dataclass(frozen=True)
-class CachedShards:
-    """Opens shards from local copies: the `open_shard` of a format that takes files on a disk."""
-
-    folder: BucketFolder
-    shards: tuple[Shard, ...]
-    open_local: Callable[[Place, int | None], ShardReader]
-
-    def __call__(self, place: Place, pack_size: int | None) -> ShardReader:
-        shard = next(shard for shard in self.shards if self.folder.place / shard.path == place)
-        entry = self.folder.fetch(shard.files)
-        try:
-            return _CachedShard(self.open_local(entry.folder / shard.path, pack_size), entry, place)
-        except BaseException:
-            entry.release()
-            raise
-
-
 class _CachedShard(ShardReader):
-    """An open shard whose local copy is not evicted while it is open."""
+    """An open shard whose local copy is not evicted while it is open; `open_local` opens files on a disk."""
 
-    def __init__(self, shard: ShardReader, entry: Entry, place: Place) -> None:
-        self.num_packs = shard.num_packs
-        self._shard = shard
-        self._entry = entry
+    def __init__(
+        self,
+        folder: BucketFolder,
+        shards: Sequence[Shard],
+        open_local: Callable[[Path, int | None], ShardReader],
+        place: Place,
+        pack_size: int | None,
+    ) -> None:
+        shard = next(shard for shard in shards if folder.place / shard.path == place)
         self._place = place
+        self._entry = folder.fetch(shard.files)
+        try:
+            self._shard = open_local(self._entry.folder / shard.path, pack_size)
+        except BaseException:
+            self._entry.release()
+            raise
+        self.num_packs = self._shard.num_packs
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
         return self._shard.read(rows)
@@ -334,23 +325,16 @@ class _CachedShard(ShardReader):
 # ---- errors
 
 
-def _interrupted(folder: Folder) -> FormatError:
+def _incomplete(folder: Folder) -> FormatError:
+    """Explain why a folder that has no manifest cannot be opened."""
     names = folder.names()
-    return FormatError(
-        f"no {MANIFEST_NAME}: a write is in progress or was interrupted (found {len(names):,} files: {_some(names)})",
-        where=folder.where(),
-        fix="wait for the writer, or run the command that wrote it again",
-    )
-
-
-def _no_layout(folder: Folder) -> FormatError:
-    names = folder.names()
-    return FormatError(
-        f"no {MANIFEST_NAME} and no known layout: an interrupted write or no dataset "
-        f"(found {len(names):,} files: {_some(names)})",
-        where=folder.where(),
-        fix="run the command that wrote it again, or name the right folder",
-    )
+    what = " and no known layout: an interrupted write or no dataset"
+    fix = "run the command that wrote it again, or name the right folder"
+    if MARKER_NAME in names:
+        what = ": a write is in progress or was interrupted"
+        fix = "wait for the writer, or run the command that wrote it again"
+    what = f"no {MANIFEST_NAME}{what} (found {len(names):,} files: {_some(names)})"
+    return FormatError(what, where=folder.where(), fix=fix)
 
 
 def _nothing(path: Path) -> FormatError:
@@ -358,7 +342,7 @@ def _nothing(path: Path) -> FormatError:
         folder = LocalFolder(path)
         datasets = [name for name in folder.names() if (path / name / MANIFEST_NAME).is_file()]
         if not datasets:
-            return _no_layout(folder)
+            return _incomplete(folder)
         return FormatError(
             f"a folder of {len(datasets):,} datasets and not a dataset itself ({_some(datasets)})",
             where=str(path),

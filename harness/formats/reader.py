@@ -7,7 +7,6 @@ import operator
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -77,19 +76,11 @@ class HandleCache(Generic[T]):
         return HandleCache, (self._capacity,)
 
 
-@dataclass(frozen=True)
-class ShardInfo:
-    """A shard to open: its file, or the common prefix of its files' names, and the packs that it must hold."""
-
-    place: Place
-    num_packs: int
-
-
 class PackReader:
     """A stored dataset as a sequence of packs.
 
     Opens files on first use, in each process anew; pickles before and after use. One reader serves one thread at a
-    time.
+    time. `shards` has for each its file, or the common prefix of its files' names, and the packs that it must hold.
 
     Attributes:
         path: as it was given to `open_dataset`.
@@ -104,7 +95,7 @@ class PackReader:
         path: str,
         format: Format,
         index: PackIndex,
-        shards: Sequence[ShardInfo],
+        shards: Sequence[tuple[Place, int]],
         pack_size: int,
         manifest: Manifest | None,
         load_index: Callable[[], PackIndex] | None = None,
@@ -118,8 +109,8 @@ class PackReader:
         self._index = index
         self._load_index = load_index
         self._set_views()
-        self._shards = tuple(shards)
-        self._starts = [0, *np.cumsum([shard.num_packs for shard in shards]).tolist()]
+        self._places = [place for place, _ in shards]
+        self._starts = [0, *np.cumsum([num_packs for _, num_packs in shards]).tolist()]
         self._num_packs = int(self._starts[-1])
         self._fingerprint = manifest.fingerprint or None if manifest is not None else None
         self._kept_fingerprint = kept_fingerprint
@@ -177,7 +168,7 @@ class PackReader:
         try:
             pack = handle.read_row(row)
         except (OSError, FormatError) as error:
-            raise _explained(error, self._shards[shard].place) from error
+            raise _explained(error, self._places[shard]) from error
         self._check_pack(handle, row, pack, pack_id)
         return pack
 
@@ -212,7 +203,7 @@ class PackReader:
 
     def files(self) -> list[Place]:
         """Return the files and folders that hold the packs, in order."""
-        return [shard.place for shard in self._shards]
+        return self._places.copy()
 
     def close(self) -> None:
         """Close all files; reading opens them again."""
@@ -237,16 +228,15 @@ class PackReader:
         self._set_views()
 
     def _open(self, shard: int) -> ShardReader:
-        info = self._shards[shard]
+        place, num_packs = self._places[shard], self._starts[shard + 1] - self._starts[shard]
         try:
-            handle = self._format.open_shard(info.place, self.pack_size)
+            handle = self._format.open_shard(place, self.pack_size)
         except (OSError, FormatError) as error:
-            raise _explained(error, info.place) from error
-        if handle.num_packs != info.num_packs:
+            raise _explained(error, place) from error
+        if handle.num_packs != num_packs:
             handle.close()
-            raise FormatError(
-                f"holds {handle.num_packs:,} packs, expected {info.num_packs:,}", where=str(info.place), fix=_DAMAGED
-            )
+            what = f"holds {handle.num_packs:,} packs, expected {num_packs:,}"
+            raise FormatError(what, where=str(place), fix=_DAMAGED)
         return handle
 
     def _read_shard(self, shard: int, rows: Sequence[int]) -> list[Pack]:
@@ -254,7 +244,7 @@ class PackReader:
         try:
             packs = handle.read(rows)
         except (OSError, FormatError) as error:
-            raise _explained(error, self._shards[shard].place) from error
+            raise _explained(error, self._places[shard]) from error
         check, start = self._check_pack, self._starts[shard]
         for row, pack in zip(rows, packs, strict=True):
             check(handle, row, pack, start + row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -10,14 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, HarnessError, Problem
+from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
 from harness.records import Pack
 from harness.storage import Folder, LocalFolder, open_folder
-
-FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,8 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
         return problems if error.what in known else [*problems, _problem_of(error)]
-    try:
-        problems += _pack_problems(reader, progress)
-    finally:
-        reader.close()
-    return problems
+    with closing(reader):
+        return [*problems, *_pack_problems(reader, progress)]
 
 
 def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
@@ -147,25 +144,16 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference 
     Raises:
         FormatError: either cannot be opened, or a pack of it cannot be read.
     """
-    first, second = open_dataset(a), open_dataset(b)
-    try:
+    with closing(open_dataset(a)) as first, closing(open_dataset(b)) as second:
         return diff_readers(first, second)
-    finally:
-        first.close()
-        second.close()
 
 
-def diff_readers(
-    a: PackReader, b: PackReader, *, progress: Callable[[int, int], None] | None = None
-) -> Difference | None:
-    """Return the first difference between open datasets; `progress` is called with packs compared and in total."""
-    count = min(len(a), len(b))
+def diff_readers(a: PackReader, b: PackReader) -> Difference | None:
+    """Return the first difference between open datasets, or None."""
     for pack_id, (one, other) in enumerate(zip(a, b, strict=False)):
         difference = _pack_difference(pack_id, one, other)
         if difference is not None:
             return difference
-        if progress is not None:
-            progress(pack_id + 1, count)
     if len(a) != len(b):
         return Difference(None, "num_packs", None, len(a), len(b))
     return None

@@ -127,7 +127,7 @@ class PackWriter:
         self._options = ShardOptions(pack_size=pack_size, rows_per_group=rows_per_group)
         self._finished: list[_FinishedShard] = []
         self._finished_totals = Totals()
-        self._shard: ShardWriter | None = None
+        self._shard: ShardWriter[Any] | None = None
         self._builder = IndexBuilder()
         self._open = False
         self._claim: FolderClaim | _FileClaim
@@ -199,7 +199,7 @@ class PackWriter:
                     self._shard.abort()
             self._claim.release(whole=self.manifest is not None)
 
-    def _finish_shard(self, shard: ShardWriter) -> None:
+    def _finish_shard(self, shard: ShardWriter[Any]) -> None:
         """Finish the files of a full shard, and store its index entries."""
         names = shard.finish({})
         self._folder.sync(names)
@@ -242,7 +242,6 @@ class PackWriter:
             )
             for number in range(len(self._finished)):
                 self._part_path(number).unlink()
-            self._folder.sync(INDEX_NAMES)
             manifest = replace(
                 manifest,
                 fingerprint=fingerprint,

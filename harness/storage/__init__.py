@@ -11,7 +11,6 @@ Read `folders` first: the interface that readers and writers of datasets use.
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
-from harness.storage.bucket import ObjectStore
 from harness.storage.cache import Entry
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
@@ -22,9 +21,8 @@ from harness.storage.files import (
     file_digest,
     natural_key,
     sync_folder,
-    write_atomically,
 )
-from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder
+from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
 
@@ -39,7 +37,6 @@ __all__ = [
     "Marker",
     "NpyStream",
     "ObjectPath",
-    "ObjectStore",
     "OutputFile",
     "Place",
     "StoredFile",

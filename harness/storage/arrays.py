@@ -81,36 +81,27 @@ def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
 
 
 class NpyStream:
-    """A `.npy` file that grows row by row: one-dimensional, or two-dimensional with rows of `width` numbers.
+    """A `.npy` file that grows row by row: one-dimensional, or two-dimensional with rows of `width` numbers."""
 
-    With `num_rows` the header is final from the start, so that the file need not be seekable.
-    """
-
-    def __init__(
-        self, file: OutputFile, dtype: np.dtype[Any], *, width: int | None = None, num_rows: int | None = None
-    ) -> None:
-        self.num_rows = 0
+    def __init__(self, file: OutputFile, dtype: np.dtype[Any], *, width: int | None = None) -> None:
+        self._num_rows = 0
         self._dtype = dtype.newbyteorder("<")
         self._width = width
-        self._expected_rows = num_rows
         self._file = file
-        self._file.write(self._header(num_rows or 0))
+        self._file.write(self._header())
 
     def write(self, values: npt.NDArray[Any]) -> None:
         """Append whole rows, given flat."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
-        self.num_rows += values.shape[0] // (self._width or 1)
+        self._num_rows += values.shape[0] // (self._width or 1)
 
     def finish(self) -> None:
-        if self._expected_rows is None:
-            self._file.seek(0)
-            self._file.write(self._header(self.num_rows))
-        else:
-            assert self.num_rows == self._expected_rows
+        self._file.seek(0)
+        self._file.write(self._header())
         self._file.finish()
 
     def abort(self) -> None:
         self._file.abort()
 
-    def _header(self, num_rows: int) -> bytes:
-        return npy_header(self._dtype.str, (num_rows,) if self._width is None else (num_rows, self._width))
+    def _header(self) -> bytes:
+        return npy_header(self._dtype.str, (self._num_rows, *([] if self._width is None else [self._width])))

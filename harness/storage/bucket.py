@@ -8,13 +8,13 @@ one request, all attempts together. No error shows credentials.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -35,14 +35,6 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
 _UPLOAD_ATTEMPTS = 4
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object of a listing: its key below the place that was listed, and its size."""
-
-    name: str
-    num_bytes: int
 
 
 class ObjectStore:
@@ -68,12 +60,8 @@ class ObjectStore:
 
     def read_whole(self, place: ObjectPath, limit: int) -> bytes:
         """Read a small object, at most `limit` bytes of it; raises FormatError if it does not exist."""
-
-        def read(files: Any) -> bytes:
-            with files.open_input_file(_pyarrow_path(place)) as file:
-                return bytes(file.read_at(min(limit, file.size()), 0))
-
-        return self.call(place, read)
+        file = self.open(place)
+        return self.read(place, file, 0, min(limit, file.size()))
 
     def open(self, place: ObjectPath) -> Any:
         """Open a PyArrow file for ranged reads with `read`."""
@@ -93,29 +81,21 @@ class ObjectStore:
         for start in range(0, num_bytes, REQUEST_BYTES):
             yield self.read(place, file, start, min(REQUEST_BYTES, num_bytes - start))
 
-    def list(self, place: ObjectPath) -> list[StoredObject]:
-        """List all objects below a place."""
+    def list(self, place: ObjectPath) -> dict[str, int]:
+        """Return the bytes of all objects below a place, by their keys below it."""
         import pyarrow.fs as pa_fs
 
         root = _pyarrow_path(place)
-
-        def find(files: Any) -> Any:
-            return files.get_file_info(pa_fs.FileSelector(root, recursive=True, allow_not_found=True))
-
-        return [
-            StoredObject(info.path[len(root) + 1 :], int(info.size))
-            for info in self.call(place, find)
-            if info.type == pa_fs.FileType.File
-        ]
+        selector = pa_fs.FileSelector(root, recursive=True, allow_not_found=True)
+        infos = self.call(place, lambda files: files.get_file_info(selector))
+        return {info.path[len(root) + 1 :]: int(info.size) for info in infos if info.type == pa_fs.FileType.File}
 
     def delete(self, place: ObjectPath) -> None:
         """Delete an object; a missing one is no error."""
 
         def delete(files: Any) -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 files.delete_file(_pyarrow_path(place))
-            except FileNotFoundError:
-                return
 
         self.call(place, delete)
 

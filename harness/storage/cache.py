@@ -90,7 +90,8 @@ class LocalCache:
         Raises:
             FormatError: the bytes that arrive differ from the manifest, or the disk refuses.
         """
-        name = _name_of(files)
+        text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
+        name = str(xxhash.xxh3_128_hexdigest(text.encode()))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
@@ -197,11 +198,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _name_of(files: Sequence[StoredFile]) -> str:
-    text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
-    return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
 
 def _check(stored: StoredFile, path: Path) -> None:

@@ -192,18 +192,6 @@ _MARKERS: WeakSet[Marker] = WeakSet()
 os.register_at_fork(after_in_child=_unlock_in_child)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file under a temporary name, force it to disk, rename it and force its folder's entry."""
-    file = AtomicFile(path)
-    try:
-        file.write(data)
-        file.finish()
-    except BaseException:
-        file.abort()
-        raise
-    sync_folder(path.parent)
-
-
 def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk: without it a renamed file can vanish in a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -5,38 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
 from harness.errors import FormatError
 from harness.storage.bucket import ObjectStore, UploadFile
 from harness.storage.cache import Entry, LocalCache
-from harness.storage.files import (
-    AtomicFile,
-    Marker,
-    OutputFile,
-    StoredFile,
-    file_digest,
-    sync_folder,
-)
+from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, sync_folder
 from harness.storage.uris import ObjectPath, Place, is_uri
-
-
-class WriterLock(Protocol):
-    """The marker of a writer at work; `Marker` describes the methods."""
-
-    was_created: bool
-
-    def acquire(self) -> bytes: ...
-
-    def write(self, data: bytes) -> None: ...
-
-    def release(self, *, remove: bool) -> None: ...
 
 
 class Folder(ABC):
@@ -89,11 +69,12 @@ class Folder(ABC):
     def create_file(self, name: str) -> OutputFile:
         """Start a file, which exists once it is finished."""
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file whole and make it durable."""
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file whole, piece by piece, and make it durable."""
         file = self.create_file(name)
         try:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.finish()
         except BaseException:
             file.abort()
@@ -113,7 +94,7 @@ class Folder(ABC):
         """Remove a file, or a folder with its content, except the files to keep."""
 
     @abstractmethod
-    def lock(self, name: str) -> WriterLock:
+    def lock(self, name: str) -> Marker | BucketMarker:
         """Return the marker of that name, which is not yet acquired."""
 
     @abstractmethod
@@ -231,7 +212,7 @@ class BucketFolder(Folder):
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
-            self._listing = {found.name: found.num_bytes for found in self.store.list(self.place)}
+            self._listing = self.store.list(self.place)
         return self._listing
 
     def names(self) -> list[str]:
@@ -288,16 +269,16 @@ class BucketFolder(Folder):
                 self.store.delete(self.place / file)
                 del self._sizes()[file]
 
-    def lock(self, name: str) -> WriterLock:
-        return _BucketMarker(self, name)
+    def lock(self, name: str) -> BucketMarker:
+        return BucketMarker(self, name)
 
     def discard(self, *, empty: bool) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
 
 
-class _BucketMarker:
-    """An object that shows a write in progress; it excludes nobody."""
+class BucketMarker:
+    """An object that shows a write in progress, with the methods of `Marker`; it excludes nobody."""
 
     was_created = True
 
@@ -307,7 +288,7 @@ class _BucketMarker:
         self._acquired = False
 
     def acquire(self) -> bytes:
-        self._folder.write(self._name, b"")
+        self._folder.write(self._name, ())
         self._acquired = True
         return b""
 
@@ -318,6 +299,11 @@ class _BucketMarker:
         if self._acquired:
             self._acquired = False
             self._folder.store.delete(self._folder.place / self._name)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file under a temporary name, force it to disk, rename it and force its folder's entry."""
+    LocalFolder(path.parent).write(path.name, [data])
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:

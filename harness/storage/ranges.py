@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,8 @@ from harness.storage.uris import ObjectPath
 _TAIL_BYTES = 1 << 16
 
 
-class ByteSource(ABC):
-    """A file of a known size, read by range."""
-
-    num_bytes: int
-
-    @abstractmethod
-    def read_at(self, start: int, num_bytes: int) -> bytes:
-        """Read these bytes; fewer if the file ends before."""
-
-    def fetch(self, start: int, end: int) -> None:  # noqa: B027
-        """Announce that this range is about to be read in pieces. A disk needs no such hint."""
-
-    def release(self) -> None:  # noqa: B027
-        """Drop the bytes of `fetch`."""
-
-    @abstractmethod
-    def for_arrow(self) -> Any:
-        """Return the argument for `pyarrow.parquet.ParquetFile`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file."""
-
-
-class LocalSource(ByteSource):
-    """A file on a disk."""
+class LocalSource:
+    """A file on a disk, of `num_bytes`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,9 +25,17 @@ class LocalSource(ByteSource):
         self.num_bytes = os.fstat(self._descriptor).st_size
 
     def read_at(self, start: int, num_bytes: int) -> bytes:
+        """Read these bytes; fewer if the file ends before."""
         return os.pread(self._descriptor, num_bytes, start)
 
+    def fetch(self, start: int, end: int) -> None:
+        """Announce that this range is about to be read in pieces. A disk needs no such hint."""
+
+    def release(self) -> None:
+        """Drop the bytes of `fetch`."""
+
     def for_arrow(self) -> Any:
+        """Return the argument for `pyarrow.parquet.ParquetFile`."""
         return self._path
 
     def close(self) -> None:
@@ -64,8 +47,11 @@ class LocalSource(ByteSource):
         self.close()
 
 
-class RemoteSource(io.RawIOBase, ByteSource):
-    """An object, which pyarrow reads as a Python file. Bytes that `fetch` got are read from memory."""
+class RemoteSource(io.RawIOBase):
+    """An object with the methods of `LocalSource`, which pyarrow reads as a Python file.
+
+    Bytes that `fetch` got are read from memory.
+    """
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
@@ -114,6 +100,9 @@ class RemoteSource(io.RawIOBase, ByteSource):
 
     def seekable(self) -> bool:
         return True
+
+
+ByteSource = LocalSource | RemoteSource
 
 
 def open_source(place: Path | ObjectPath) -> ByteSource:

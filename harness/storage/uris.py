@@ -70,7 +70,9 @@ class ObjectPath:
                 f"no object storage with the scheme {scheme[:20]!r}", where=redact(uri), fix=f"use one of {known}"
             )
         if _QUERY.search(uri) or (("@" in bucket) if scheme in ("s3", "gs") else (":" in bucket)):
-            raise ConfigError("credentials and settings do not belong in a URI", where=redact(_hidden(uri)), fix=_FIX)
+            # Before an @ even text without a colon could be a key.
+            where = redact(re.sub(r"://[^/@]*@", "://***@", uri))
+            raise ConfigError("credentials and settings do not belong in a URI", where=where, fix=_FIX)
         key = key.strip("/")
         if not bucket or any(part in ("", ".", "..") for part in key.split("/") if key) or "\0" in key:
             raise ConfigError("not the address of an object", where=redact(uri), fix=f"write {scheme}://BUCKET/KEY")
@@ -92,11 +94,6 @@ class ObjectPath:
 
 
 Place = Path | ObjectPath
-
-
-def _hidden(uri: str) -> str:
-    """Remove the part of a URI before an @: even without a colon it could be a key."""
-    return re.sub(r"://[^/@]*@", "://***@", uri)
 
 
 def join_path(path: str, name: str) -> str:

@@ -18,21 +18,12 @@ from typing import Any
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    Format,
-    ShardContents,
-    ShardOptions,
-    ShardReader,
-    ShardWriter,
-    find_files,
-    local_path,
-)
+from harness.formats.base import FIELDS, Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.formats.npy.unpickle import array_of, unpickle_objects
 from harness.records import Pack
-from harness.storage import Folder, Place, npy_header, read_npy_header
+from harness.storage import Folder, OutputFile, npy_header, read_npy_header
 
 SUFFIX = ".npy"
-FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
 _FIX = "write the dataset again; `harness convert` makes a format that streams"
 
@@ -40,8 +31,8 @@ _FIX = "write the dataset again; `harness convert` makes a format that streams"
 class NpyShard(ShardReader):
     """One unpickled file, whose packs keep the invariants."""
 
-    def __init__(self, place: Place, _pack_size: int | None = None) -> None:
-        self._path = path = local_path(place)
+    def __init__(self, path: Path, _pack_size: int | None = None) -> None:
+        self._path = path
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             shape, _, dtype = read_npy_header(path, file)
@@ -120,35 +111,24 @@ def _numbers(value: Any, name: str, budget: int) -> Any:
     return array
 
 
-class NpyWriter(ShardWriter):
+class NpyWriter(ShardWriter[OutputFile]):
     """Writes one file pack by pack; only the number of packs is filled in at the end."""
 
     def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
-        self._name = name
+        super().__init__([name], [folder.create_file(name)])
         self._num_packs = 0
-        self._file = folder.create_file(name)
-        self._file.write(npy_header("|O", (0,)))
-        self._file.write(_pickle_head(0))
+        self._files[0].write(npy_header("|O", (0,)) + _pickle_head(0))
 
     def append(self, pack: Pack) -> None:
-        item = {
-            "input_ids": pack.input_ids.tolist(),
-            "loss_mask": pack.loss_mask.tolist(),
-            "seq_start_id": pack.seq_start_id.tolist(),
-        }
-        self._file.write(_pickled_item(item) + b"a")  # APPEND
+        item = {name: getattr(pack, name).tolist() for name in FIELDS}
+        self._files[0].write(_pickled_item(item) + b"a")  # APPEND
         self._num_packs += 1
 
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
-        self._file.write(b"tb.")  # TUPLE, BUILD, STOP
-        self._file.seek(0)
-        self._file.write(npy_header("|O", (self._num_packs,)))
-        self._file.write(_pickle_head(self._num_packs))
-        self._file.finish()
-        return [self._name]
-
-    def abort(self) -> None:
-        self._file.abort()
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+        self._files[0].write(b"tb.")  # TUPLE, BUILD, STOP
+        self._files[0].seek(0)
+        self._files[0].write(npy_header("|O", (self._num_packs,)) + _pickle_head(self._num_packs))
+        return super().finish(metadata)
 
 
 def _pickle_head(num_packs: int) -> bytes:

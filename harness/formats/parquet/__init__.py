@@ -9,7 +9,7 @@ Read `reader` first; `pages` refuses files that claim more memory than they can 
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 from harness.formats.base import Format, find_files
 from harness.formats.parquet.reader import ParquetShard
@@ -21,10 +21,6 @@ SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")
 
 
-def find_bare(path: Path) -> list[Path]:
-    return find_files(path, SUFFIXES)
-
-
 FORMAT = Format(
     name="parquet",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
@@ -34,7 +30,7 @@ FORMAT = Format(
     files_per_shard=2,
     write_shard=ParquetWriter,
     open_shard=ParquetShard,
-    find_bare=find_bare,
+    find_bare=partial(find_files, suffixes=SUFFIXES),
     single_file_suffix=SUFFIX,
     in_buckets=True,
 )

@@ -40,15 +40,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A page: where its data is, and its size there and in memory."""
-
-    start: int
-    num_bytes: int
-    num_unpacked_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class RowGroup:
     """A row group: its rows, and its column chunks by the name of their top-level column."""
 
@@ -127,26 +118,20 @@ def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
     most = _byte_limit(limit)
     position, total = chunk.start, 0
     while position < chunk.end:
-        page = read_page(source.read_at(position, min(_HEADER_BYTES, chunk.end - position)), position)
-        total += page.num_unpacked_bytes
-        if page.num_unpacked_bytes < 0 or page.num_bytes < 0 or total > most:
+        reader = _Compact(source.read_at(position, min(_HEADER_BYTES, chunk.end - position)))
+        header = reader.struct(0)
+        unpacked, packed = header.get(2), header.get(3)
+        if not isinstance(unpacked, int) or not isinstance(packed, int):
+            raise FormatError("a page header is damaged: it has no sizes")
+        total += unpacked
+        if unpacked < 0 or packed < 0 or total > most:
             what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
             raise FormatError(what)
-        position = page.start + page.num_bytes
+        position += reader.position + packed
 
 
 def _byte_limit(num_values: int) -> int:
     return _BYTES_PER_VALUE * num_values + _SLACK_BYTES
-
-
-def read_page(header: bytes, position: int) -> Page:
-    """Parse the page header that these bytes, at a position of the file, begin with."""
-    reader = _Compact(header)
-    fields = reader.struct(0)
-    unpacked, packed = fields.get(2), fields.get(3)
-    if not isinstance(unpacked, int) or not isinstance(packed, int):
-        raise FormatError("a page header is damaged: it has no sizes")
-    return Page(position + reader.position, packed, unpacked)
 
 
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)

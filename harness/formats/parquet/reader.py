@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import ShardContents, ShardReader, make_pack
+from harness.formats.base import FIELDS, ShardContents, ShardReader, make_pack
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.manifest import Manifest
 from harness.formats.parquet.pages import check_extent, check_pages, count_limit, read_row_groups
-from harness.formats.parquet.writer import FIELDS, METADATA_PREFIX, SCHEMA
+from harness.formats.parquet.writer import METADATA_PREFIX, SCHEMA
 from harness.records import Pack
 from harness.storage import ByteSource, Place, open_source
 

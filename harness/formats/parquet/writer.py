@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.formats.base import ShardOptions, ShardWriter
+from harness.formats.base import FIELDS, ShardOptions, ShardWriter
 from harness.records import Pack
-from harness.storage import Folder
+from harness.storage import Folder, OutputFile
 
-FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 SCHEMA = pa.schema(
     [
         pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
@@ -26,17 +25,16 @@ _COMPRESSION_LEVEL = 1
 METADATA_PREFIX = "harness."
 
 
-class ParquetWriter(ShardWriter):
+class ParquetWriter(ShardWriter[OutputFile]):
     """Buffers one row group of packs and writes it."""
 
     def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
         self._rows_per_group = options.rows_per_group
         self._packs: list[Pack] = []
-        self._name = name
-        self._file = folder.create_file(name)
+        super().__init__([name], [folder.create_file(name)])
         try:
             self._writer = pq.ParquetWriter(
-                self._file,
+                self._files[0],
                 SCHEMA,
                 compression="zstd",
                 compression_level=_COMPRESSION_LEVEL,
@@ -47,7 +45,7 @@ class ParquetWriter(ShardWriter):
                 store_schema=False,
             )
         except BaseException:
-            self._file.abort()
+            super().abort()
             raise
 
     def append(self, pack: Pack) -> None:
@@ -56,19 +54,18 @@ class ParquetWriter(ShardWriter):
         if len(self._packs) == self._rows_per_group:
             self._flush()
 
-    def finish(self, metadata: Mapping[str, bytes]) -> list[str]:
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
         self._flush()
         if metadata:
             self._writer.add_key_value_metadata(
                 {METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
             )
         self._writer.close()
-        self._file.finish()
-        return [self._name]
+        return super().finish(metadata)
 
     def abort(self) -> None:
         self._packs.clear()
-        self._file.abort()
+        super().abort()
         with contextlib.suppress(OSError, pa.ArrowException):
             self._writer.close()
 

@@ -6,9 +6,10 @@ sequence store; `plan` holds which sequences of a store make a pack, and no toke
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from harness.formats.base import Format, ShardReader, find_folders, local_path
+from harness.formats.base import Format, ShardReader, find_folders
 from harness.formats.virtual.plan import PLAN, PlanShard, SequenceStore, open_store, write_plan
 from harness.formats.virtual.store import (
     FILES_PER_SHARD,
@@ -19,19 +20,13 @@ from harness.formats.virtual.store import (
     SequenceShard,
     SequenceShardWriter,
 )
-from harness.storage import Place
 
 __all__ = ["FORMAT", "SequenceStore", "open_store", "write_plan"]
 
 
-def open_shard(place: Place, _pack_size: int | None) -> ShardReader:
-    """Open the plan or the sequences at a place."""
-    path = local_path(place)
+def open_shard(path: Path, _pack_size: int | None) -> ShardReader:
+    """Open the plan or the sequences of a folder."""
     return PlanShard(path) if (path / PLAN).is_file() else SequenceShard(path)
-
-
-def find_bare(path: Path) -> list[Path]:
-    return find_folders(path, INPUT_IDS, SEQUENCE_OFFSETS)
 
 
 FORMAT = Format(
@@ -44,5 +39,5 @@ FORMAT = Format(
     files_per_shard=FILES_PER_SHARD,
     write_shard=SequenceShardWriter,
     open_shard=open_shard,
-    find_bare=find_bare,
+    find_bare=partial(find_folders, names=(INPUT_IDS, SEQUENCE_OFFSETS)),
 )

@@ -225,9 +225,8 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
     write_npy(folder, INDEX_PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
     write_npy(folder, SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
-    folder.write(names[1], (json.dumps(_describe(folder, store, names[2]), indent=1) + "\n").encode())
+    folder.write(names[1], [(json.dumps(_describe(folder, store, names[2]), indent=1) + "\n").encode()])
     index_names = [INDEX_PACK_OFFSETS, SEQUENCE_LENGTHS]
-    folder.sync([*names, *index_names])
     return replace(
         store.manifest,
         num_packs=len(pack_offsets) - 1,

@@ -9,7 +9,7 @@ pack_offsets.npy        int64  [packs + 1]       pack p holds sequences pack_off
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +91,22 @@ class SequenceShard(ShardReader):
         del self._ids, self._mask, self._starts, self._offsets, self._checksums, self._packs
 
 
-class SequenceShardWriter(ShardWriter):
+class SequenceShardWriter(ShardWriter[NpyStream]):
     """Writes a shard that holds its sequences."""
 
     def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
-        self._names = [f"{name}/{array}" for array in _ARRAYS]
         self._num_tokens = self._num_sequences = 0
-        self._streams: list[NpyStream] = []
-        try:
-            for file, dtype in zip(self._names, _ARRAYS.values(), strict=True):
-                self._streams.append(NpyStream(folder.create_file(file), dtype))
-            for stream in self._streams[2], self._streams[4]:
-                stream.write(np.zeros(1, np.int64))
-        except BaseException:
-            self.abort()
-            raise
+        super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))
+
+    def _start(self, folder: Folder, name: str) -> Iterator[NpyStream]:
+        for array, dtype in _ARRAYS.items():
+            stream = NpyStream(folder.create_file(f"{name}/{array}"), dtype)
+            if array in (SEQUENCE_OFFSETS, PACK_OFFSETS):
+                stream.write(np.zeros(1, dtype))
+            yield stream
 
     def append(self, pack: Pack) -> None:
-        ids, mask, offsets, checksums, packs = self._streams
+        ids, mask, offsets, checksums, packs = self._files
         ids.write(pack.input_ids)
         mask.write(pack.loss_mask)
         ends = np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64)
@@ -118,12 +116,3 @@ class SequenceShardWriter(ShardWriter):
         self._num_tokens += len(pack)
         self._num_sequences += pack.num_sequences
         packs.write(np.array([self._num_sequences], np.int64))
-
-    def finish(self, _metadata: Mapping[str, bytes]) -> list[str]:
-        for stream in self._streams:
-            stream.finish()
-        return self._names
-
-    def abort(self) -> None:
-        for stream in self._streams:
-            stream.abort()

@@ -12,7 +12,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet.pages import Chunk, Page, check_pages, read_page
+from harness.formats.parquet.pages import Chunk, check_pages
 from harness.formats.parquet.reader import ParquetShard
 from harness.formats.parquet.writer import SCHEMA
 from harness.records import Pack
@@ -191,11 +191,11 @@ def test_a_decompression_bomb_is_an_error_before_memory_is_spent(tmp_path: Path,
 def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: Path) -> None:
     # A Thrift struct of type 0 (data page), uncompressed_page_size 2**31 - 1 and compressed_page_size 16.
     header = bytes([0x15, 0x00, 0x15, 0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 0x15, 0x20, 0x00])
-    assert read_page(header, 100) == Page(100 + len(header), 16, 2**31 - 1)
     (tmp_path / "page").write_bytes(header + bytes(16))
-    source = LocalSource(tmp_path / "page")
+    source, chunk = LocalSource(tmp_path / "page"), Chunk("input_ids", num_values=9, start=0, num_bytes=27)
     with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
-        check_pages(source, Chunk("input_ids", num_values=9, start=0, num_bytes=27), limit=100)
+        check_pages(source, chunk, limit=100)
+    check_pages(source, chunk, limit=2**28)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:
