@@ -66,15 +66,9 @@ def open_writer(
                 where=redact(str(path)),
                 fix=f"use format {name!r}, or another name",
             )
+    options = ShardOptions(pack_size, rows_per_group)
     return PackWriter(
-        path,
-        format=load_format(format),
-        pack_size=pack_size,
-        provenance=provenance or Provenance(),
-        packs_per_shard=packs_per_shard,
-        rows_per_group=rows_per_group,
-        overwrite=overwrite,
-        resume_key=resume_key,
+        path, load_format(format), options, provenance or Provenance(), packs_per_shard, overwrite, resume_key
     )
 
 
@@ -94,17 +88,15 @@ class PackWriter:
     def __init__(
         self,
         path: str | PathLike[str],
-        *,
         format: Format,
-        pack_size: int,
+        options: ShardOptions,
         provenance: Provenance,
         packs_per_shard: int | None,
-        rows_per_group: int,
         overwrite: bool,
         resume_key: str | None,
     ) -> None:
         packs_per_shard = format.packs_per_shard if packs_per_shard is None else packs_per_shard
-        settings = {"pack_size": pack_size, "packs_per_shard": packs_per_shard, "rows_per_group": rows_per_group}
+        settings = {**asdict(options), "packs_per_shard": packs_per_shard}
         for name, value in settings.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
@@ -117,14 +109,14 @@ class PackWriter:
                 fix="write parquet there, or write to a folder and copy it",
             )
         self.where = destination.where()
-        self.pack_size = pack_size
+        self.pack_size = options.pack_size
         self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
         self._file = ""
         self._folder = destination
         self._packs_per_shard = packs_per_shard
-        self._options = ShardOptions(pack_size=pack_size, rows_per_group=rows_per_group)
+        self._options = options
         self._finished: list[_FinishedShard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None

@@ -14,7 +14,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
-from harness.formats.importers.datasets import import_dataset
+from harness.formats.importers import import_dataset
 from harness.records import Pack
 
 # Two conversations of 4 and 3 tokens, and one of 5; masks aligned with labels as Megatron-Bridge stores them.
