@@ -191,7 +191,7 @@ def import_(
     """Import packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and printed."""
     settings: ImportSettings = context.obj
     with progress_bar(f"importing {source}", quiet=as_json) as advance:
-        report = import_dataset(
+        manifest = import_dataset(
             source,
             destination,
             convention=convention,
@@ -201,7 +201,7 @@ def import_(
             overwrite=overwrite,
             progress=advance,
         )
-    _print_written(destination, report.manifest, dict(report.counts), as_json=as_json)
+    _print_written(destination, manifest, dict(manifest.provenance.counts), as_json=as_json)
 
 
 @data_app.command(cls=class_of(RepackSettings))

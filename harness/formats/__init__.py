@@ -20,7 +20,6 @@ from harness.formats.digest import pack_digest
 from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (
-    DatasetSummary,
     find_datasets,
     find_tokenizer,
     find_tokenizer_folder,
@@ -33,7 +32,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.formats.verify import Difference, diff_datasets, verify_dataset
-from harness.formats.virtual import SequenceStore, open_store, write_plan
+from harness.formats.virtual import open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "FORMATS",
     "INDEX_NAMES",
     "MANIFEST_NAME",
-    "DatasetSummary",
     "Difference",
     "Format",
     "IndexPart",
@@ -50,7 +48,6 @@ __all__ = [
     "PackReader",
     "PackWriter",
     "Provenance",
-    "SequenceStore",
     "Shard",
     "ShardOptions",
     "ShardReader",

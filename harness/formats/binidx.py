@@ -74,10 +74,6 @@ class BinIdxShard(ShardReader):
     def where(self, row: int) -> str:
         return f"{self._prefix}.bin, pack {row:,}"
 
-    def close(self) -> None:
-        """The maps end with their last array."""
-        del self._tokens, self._mask, self._starts
-
     def _map(self, suffix: str, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         """Map a file of exactly `count` numbers, read-only."""
         with with_suffix(self._prefix, suffix).open("rb") as file:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -56,14 +56,6 @@ class ForeignPacks:
     num_packs: int
 
 
-@dataclass(frozen=True)
-class ImportReport:
-    """The manifest of an import, and how many positions it changed, by kind."""
-
-    manifest: Manifest
-    counts: Mapping[str, int]
-
-
 def import_dataset(
     source: str | PathLike[str],
     destination: str | PathLike[str],
@@ -75,7 +67,7 @@ def import_dataset(
     packs_per_shard: int | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> ImportReport:
+) -> Manifest:
     """Write another tool's packed data as a dataset.
 
     Args:
@@ -85,6 +77,9 @@ def import_dataset(
         pack_size: tokens that no pack exceeds; the longest pack's if None, which reads the source twice.
         split: of the tool's folder, if that has several.
         progress: called with packs done and packs in total.
+
+    Returns:
+        the manifest, whose provenance counts the positions that changed, by kind.
 
     Raises:
         ConfigError: an unknown convention.
@@ -116,7 +111,7 @@ def import_dataset(
         # Known only now that all packs are read; the manifest is written on leaving.
         writer.provenance = replace(provenance, counts=dict(+counts))
     assert writer.manifest is not None
-    return ImportReport(writer.manifest, dict(+counts))
+    return writer.manifest
 
 
 def _read_megatron_bridge(source: str, _split: str) -> ForeignPacks:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
 from harness.storage import Folder, OutputFile
 
@@ -143,11 +143,6 @@ class JsonlShard(ShardReader):
             return pack_of_line(self.line(row))
         except FormatError as error:
             raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
-
-    def contents(self) -> ShardContents:
-        lengths = [self.read_row(row).sequence_lengths for row in range(self.num_packs)]
-        counts = np.array([len(one) for one in lengths], np.int64)
-        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     def line(self, row: int) -> bytes:
         """Return the bytes of a line, newline included."""

@@ -93,10 +93,6 @@ class MemmapShard(ShardReader):
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
 
-    def close(self) -> None:
-        """The maps end with their last array."""
-        del self._ids, self._mask, self._lengths, self._offsets, self._starts
-
 
 class MemmapWriter(ShardWriter[NpyStream]):
     """Writes the arrays of one shard row by row."""

@@ -311,9 +311,6 @@ class _CachedShard(ShardReader):
     def read_row(self, row: int) -> Pack:
         return self._shard.read_row(row)
 
-    def contents(self) -> ShardContents:
-        return self._shard.contents()
-
     def where(self, row: int) -> str:
         return f"{self._shard.where(row)} (the copy of {self._place})"
 

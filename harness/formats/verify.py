@@ -16,7 +16,6 @@ from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_di
 from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
-from harness.records import Pack
 from harness.storage import Folder, LocalFolder, open_folder
 
 
@@ -150,23 +149,16 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference 
 
 def diff_readers(a: PackReader, b: PackReader) -> Difference | None:
     """Return the first difference between open datasets, or None."""
-    for pack_id, (one, other) in enumerate(zip(a, b, strict=False)):
-        difference = _pack_difference(pack_id, one, other)
-        if difference is not None:
-            return difference
+    for pack_id, packs in enumerate(zip(a, b, strict=False)):
+        for field in FIELDS:
+            one, other = (getattr(pack, field) for pack in packs)
+            count = min(one.shape[0], other.shape[0])
+            differs = one[:count] != other[:count]
+            if differs.any():
+                at = int(np.argmax(differs))
+                return Difference(pack_id, field, at, int(one[at]), int(other[at]))
+            if one.shape[0] != other.shape[0]:
+                return Difference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
     if len(a) != len(b):
         return Difference(None, "num_packs", None, len(a), len(b))
-    return None
-
-
-def _pack_difference(pack_id: int, a: Pack, b: Pack) -> Difference | None:
-    for field in FIELDS:
-        one, other = getattr(a, field), getattr(b, field)
-        count = min(one.shape[0], other.shape[0])
-        differs = one[:count] != other[:count]
-        if differs.any():
-            at = int(np.argmax(differs))
-            return Difference(pack_id, field, at, int(one[at]), int(other[at]))
-        if one.shape[0] != other.shape[0]:
-            return Difference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
     return None

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -117,7 +117,7 @@ class PackWriter:
         self._folder = destination
         self._packs_per_shard = packs_per_shard
         self._options = options
-        self._finished: list[_FinishedShard] = []
+        self._finished: list[Shard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None
         self._builder = IndexBuilder()
@@ -197,12 +197,12 @@ class PackWriter:
         self._folder.sync(names)
         number = len(self._finished)
         stored = Shard(self._format.shard_name(number), len(self._builder), self._folder.describe(names))
-        finished = _FinishedShard(stored, self._builder.totals())
+        totals = self._builder.totals()
         path = self._part_path(number)
         path.parent.mkdir(exist_ok=True)
-        _save_part(path, finished, self._builder.build())
+        _save_part(path, stored, totals, self._builder.build())
         self._shard = None
-        self._add_finished(finished)
+        self._add_finished(stored, totals)
         self._builder = IndexBuilder()
 
     def _finish(self) -> None:
@@ -237,15 +237,15 @@ class PackWriter:
             manifest = replace(
                 manifest,
                 fingerprint=fingerprint,
-                shards=tuple(finished.shard for finished in self._finished),
+                shards=tuple(self._finished),
                 index=self._folder.describe(INDEX_NAMES),
             )
             manifest.save(self._folder)
         self.manifest = manifest
 
-    def _add_finished(self, finished: _FinishedShard) -> None:
-        self._finished.append(finished)
-        self._finished_totals += finished.totals
+    def _add_finished(self, shard: Shard, totals: Totals) -> None:
+        self._finished.append(shard)
+        self._finished_totals += totals
 
     def _part_path(self, number: int) -> Path:
         return self._folder.scratch / _part_name(number)
@@ -255,7 +255,7 @@ class PackWriter:
             loaded = _load_part(self._part_path(number))
             if loaded is None:
                 raise FormatError("a file of the write in progress is damaged", where=str(self._part_path(number)))
-            yield loaded[1]
+            yield loaded[2]
 
     def _take_up(self) -> Collection[str]:
         """Keep the whole shards of an interrupted write, up to the first that is not; returns the names of files."""
@@ -263,14 +263,14 @@ class PackWriter:
         while True:
             number = len(self._finished)
             loaded = _load_part(self._part_path(number))
-            if loaded is None or loaded[0].shard.path != self._format.shard_name(number):
+            if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
-            finished = loaded[0]
+            shard, totals, _ = loaded
             # A short shard was the last of a write that stopped in its final steps: it is written again.
-            if finished.totals.num_packs != self._packs_per_shard or not self._is_whole(finished.shard):
+            if totals.num_packs != self._packs_per_shard or not self._is_whole(shard):
                 return names
-            self._add_finished(finished)
-            names += [*(stored.path for stored in finished.shard.files), _part_name(number)]
+            self._add_finished(shard, totals)
+            names += [*(stored.path for stored in shard.files), _part_name(number)]
 
     def _is_whole(self, shard: Shard) -> bool:
         """Return whether a shard's files have their sizes and hashes."""
@@ -402,26 +402,18 @@ def _already_there(where: str) -> FormatError:
     )
 
 
-@dataclass(frozen=True)
-class _FinishedShard:
-    """A shard whose files have their names."""
-
-    shard: Shard
-    totals: Totals
-
-
 def _part_name(number: int) -> str:
     return f"{INDEX_FOLDER}/{number:06d}.part"
 
 
-def _save_part(path: Path, finished: _FinishedShard, part: IndexPart) -> None:
+def _save_part(path: Path, shard: Shard, totals: Totals, part: IndexPart) -> None:
     """Write a shard's entry in the manifest and its part of the index, which bounds memory and allows a resume."""
     body = part.to_bytes()
-    head = {**asdict(finished), "body_xxh3": xxhash.xxh3_64_hexdigest(body)}
+    head = {"shard": asdict(shard), "totals": asdict(totals), "body_xxh3": xxhash.xxh3_64_hexdigest(body)}
     write_atomically(path, json.dumps(head).encode() + b"\n" + body)
 
 
-def _load_part(path: Path) -> tuple[_FinishedShard, IndexPart] | None:
+def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
     """Read what `_save_part` wrote, or return None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
@@ -432,6 +424,6 @@ def _load_part(path: Path) -> tuple[_FinishedShard, IndexPart] | None:
         totals = Totals(**head["totals"])
         files = tuple(StoredFile(**stored) for stored in head["shard"]["files"])
         shard = Shard(head["shard"]["path"], head["shard"]["num_packs"], files)
-        return _FinishedShard(shard, totals), IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
+        return shard, totals, IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -17,7 +17,6 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -53,32 +52,24 @@ class Entry:
         self.release()
 
 
-@dataclass(frozen=True)
 class LocalCache:
-    """The cache of this machine's processes in one folder.
+    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one.
 
     Attributes:
         folder: created on first use.
         max_bytes: bound of its size; the least recently used entries go first.
     """
 
-    folder: Path
-    max_bytes: int
-
-    @classmethod
-    def from_environment(cls) -> LocalCache:
-        """Read the settings above; raises ConfigError for a malformed one."""
+    def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        named = os.environ.get(_FOLDER_NAME)
-        folder = Path(named).expanduser() if named else Path(base).expanduser() / "harness"
+        self.folder = Path(os.environ.get(_FOLDER_NAME) or f"{base}/harness").expanduser()
         text = os.environ.get(_BYTES_NAME, "")
         try:
-            max_bytes = int(text) if text else _MAX_BYTES
+            self.max_bytes = int(text) if text else _MAX_BYTES
         except ValueError:
-            max_bytes = -1
-        if max_bytes < 0:
+            self.max_bytes = -1
+        if self.max_bytes < 0:
             raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
-        return cls(folder, max_bytes)
 
     def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
         """Return the entry of these files, downloaded if missing.

@@ -236,7 +236,7 @@ class BucketFolder(Folder):
         return self.store.read_whole(self.place / name, limit) if name in self._sizes() else None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
-        return LocalCache.from_environment().get(files, self._download)
+        return LocalCache().get(files, self._download)
 
     def _download(self, stored: StoredFile, path: Path) -> None:
         with path.open("wb", buffering=0) as copy:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.formats.base import FIELDS, Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.formats.npy.unpickle import array_of, unpickle_objects
 from harness.records import Pack
 from harness.storage import Folder, OutputFile, npy_header, read_npy_header
@@ -68,16 +68,8 @@ class NpyShard(ShardReader):
         # Copies: callers may write into their packs, and the next reader must not see that.
         return Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy())
 
-    def contents(self) -> ShardContents:
-        counts = np.array([pack.num_sequences for pack in self._packs], np.int64)
-        lengths = [pack.sequence_lengths for pack in self._packs]
-        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
-
     def where(self, row: int) -> str:
         return f"{self._path}, item {row:,}"
-
-    def close(self) -> None:
-        self._packs = []
 
 
 def _pack_of(item: Any, budget: int) -> Pack:

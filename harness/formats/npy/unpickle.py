@@ -151,26 +151,22 @@ def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any]
 class _Name:
     """A global name in a pickle, wrapped because BUILD would set attributes on a bare function or class."""
 
-    __slots__ = ("_builder",)
+    __slots__ = ("builder",)
 
     def __init__(self, builder: Callable[..., Any] | None) -> None:
-        self._builder = builder
-
-    @property
-    def is_array_type(self) -> bool:
-        return self._builder is None
+        self.builder = builder
 
     def __call__(self, *arguments: object) -> Any:
-        if self._builder is None:
+        if self.builder is None:
             raise FormatError("the pickle calls numpy.ndarray", fix=_FIX)
-        return self._builder(*arguments)
+        return self.builder(*arguments)
 
     def __setstate__(self, state: object) -> None:
         raise FormatError("the pickle sets the state of a function", fix=_FIX)
 
 
 def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
-    if not isinstance(subtype, _Name) or not subtype.is_array_type:
+    if not isinstance(subtype, _Name) or subtype.builder is not None:
         raise FormatError("the pickle reconstructs something other than an array", fix=_FIX)
     return _Array()
 

@@ -12,7 +12,6 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -156,9 +155,7 @@ class PlanShard(ShardReader):
         return f"{self._path}, pack {row:,} of a plan over {self._store}"
 
     def close(self) -> None:
-        """Close the store, and drop the maps, which end with their last array."""
         self._open.close()
-        del self._ids, self._packs
 
     def _open_shard(self, number: int) -> SequenceShard:
         name, count = self._shards[number]
@@ -225,7 +222,16 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
     write_npy(folder, INDEX_PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
     write_npy(folder, SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
-    folder.write(names[1], [(json.dumps(_describe(folder, store, names[2]), indent=1) + "\n").encode()])
+    stored = store.manifest.shards
+    ends = np.cumsum([0, *(one.num_packs for one in stored)])
+    counts = np.diff(load_index(LocalFolder(store.path), store.manifest).pack_offsets[ends]).tolist()
+    plan = {
+        "store": Path(os.path.relpath(store.path.resolve(), folder.place.resolve())).as_posix(),
+        "manifest_xxh3": file_digest(store.path / MANIFEST_NAME),
+        "sequence_ids_xxh3": folder.digest(names[2]),
+        "shards": [[one.path, count] for one, count in zip(stored, counts, strict=True)],
+    }
+    folder.write(names[1], [(json.dumps(plan, indent=1) + "\n").encode()])
     index_names = [INDEX_PACK_OFFSETS, SEQUENCE_LENGTHS]
     return replace(
         store.manifest,
@@ -234,20 +240,6 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
         shards=(Shard(shard, len(pack_offsets) - 1, folder.describe(names)),),
         index=folder.describe(index_names),
     )
-
-
-def _describe(folder: LocalFolder, store: SequenceStore, sequence_ids: str) -> dict[str, Any]:
-    """Return the content of plan.json."""
-    manifest = store.manifest
-    offsets = load_index(LocalFolder(store.path), manifest).pack_offsets
-    ends = np.cumsum([0, *(shard.num_packs for shard in manifest.shards)])
-    counts = np.diff(offsets[ends]).tolist()
-    return {
-        "store": Path(os.path.relpath(store.path.resolve(), folder.place.resolve())).as_posix(),
-        "manifest_xxh3": file_digest(store.path / MANIFEST_NAME),
-        "sequence_ids_xxh3": folder.digest(sequence_ids),
-        "shards": [[shard.path, count] for shard, count in zip(manifest.shards, counts, strict=True)],
-    }
 
 
 def _tokenizer_from(path: Path, store: SequenceStore) -> str:

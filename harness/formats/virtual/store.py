@@ -86,10 +86,6 @@ class SequenceShard(ShardReader):
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, pack {row:,}"
 
-    def close(self) -> None:
-        """Drop the maps, which end with their last array."""
-        del self._ids, self._mask, self._starts, self._offsets, self._checksums, self._packs
-
 
 class SequenceShardWriter(ShardWriter[NpyStream]):
     """Writes a shard that holds its sequences."""

@@ -37,10 +37,10 @@ def bridge_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_megatron_bridge_parquet_is_imported(tmp_path: Path) -> None:
     source = bridge_parquet(tmp_path / "training_4.idx.parquet", ROWS)
     assert pq.ParquetFile(source).metadata.row_group(0).column(0).compression == "SNAPPY"
-    report = import_dataset(source, tmp_path / "out", convention="megatron_bridge")
+    manifest = import_dataset(source, tmp_path / "out", convention="megatron_bridge")
     reader = open_dataset(tmp_path / "out")
     assert list(reader) == PACKS
-    assert report.counts == {}
+    assert manifest.provenance.counts == {}
     # 4 + 3 tokens count as 3 + 2 there: the pack made for a size of 5 holds 7.
     assert reader.pack_size == 7
 
@@ -48,12 +48,13 @@ def test_megatron_bridge_parquet_is_imported(tmp_path: Path) -> None:
 def test_megatron_bridge_npy_is_imported_and_trained_last_positions_are_cleared_and_counted(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "loss_mask": [0, 1, 1, 1, 1, 1, True]}, ROWS[1]]
     np.save(tmp_path / "training.npy", rows, allow_pickle=True)  # type: ignore[arg-type]
-    report = import_dataset(tmp_path / "training.npy", tmp_path / "out", convention="megatron_bridge", format="memmap")
+    manifest = import_dataset(
+        tmp_path / "training.npy", tmp_path / "out", convention="megatron_bridge", format="memmap"
+    )
     reader = open_dataset(tmp_path / "out")
     assert list(reader) == PACKS
-    assert report.counts == {"import_cleared_last_positions": 2}
-    assert report.manifest.provenance.counts == {"import_cleared_last_positions": 2}
-    assert report.manifest.provenance.packer == "megatron_bridge"
+    assert manifest.provenance.counts == {"import_cleared_last_positions": 2}
+    assert manifest.provenance.packer == "megatron_bridge"
 
 
 def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
@@ -145,9 +146,9 @@ def test_swift_chunks_are_imported_without_their_padding(tmp_path: Path) -> None
     write_lines(tmp_path / "chunks" / "chunk_00010.jsonl", [second])
     write_lines(tmp_path / "chunks" / "chunk_00002.jsonl", [SWIFT])
     (tmp_path / "chunks" / "chunk_00002.jsonl.completed").touch()
-    report = import_dataset(tmp_path / "chunks", tmp_path / "out", convention="ms_swift")
+    manifest = import_dataset(tmp_path / "chunks", tmp_path / "out", convention="ms_swift")
     assert list(open_dataset(tmp_path / "out")) == PACKS
-    assert report.counts == {"import_removed_padding_tokens": 2, "import_cleared_first_labels": 1}
+    assert manifest.provenance.counts == {"import_removed_padding_tokens": 2, "import_cleared_first_labels": 1}
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,11 @@ def megatron_lm_row(**changes: Any) -> dict[str, Any]:
 
 def test_megatron_lm_rows_are_imported_with_padding_that_looks_like_tokens(tmp_path: Path) -> None:
     write_lines(tmp_path / "rows.jsonl", [megatron_lm_row()])
-    report = import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")
+    manifest = import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")
     assert list(open_dataset(tmp_path / "out")) == [
         Pack([1, 2, 3, 9, 4, 5, 9, 7, 0], [0, 1, 1, 0, 1, 1, 1, 0, 0], [0, 4])
     ]
-    assert report.counts == {}
+    assert manifest.provenance.counts == {}
 
 
 def test_megatron_lm_labels_at_boundaries_are_cleared_and_a_trained_last_one_is_kept(tmp_path: Path) -> None:
@@ -199,9 +200,9 @@ def test_megatron_lm_labels_at_boundaries_are_cleared_and_a_trained_last_one_is_
         cu_seqlens=[0, 4, 6],
     )
     write_lines(tmp_path / "rows.jsonl", [row])
-    report = import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")
+    manifest = import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention="megatron_lm")
     assert list(open_dataset(tmp_path / "out")) == [Pack([1, 2, 3, 9, 4, 5, 9], [0, 1, 1, 0, 1, 1, 0], [0, 4])]
-    assert report.counts == {"import_cleared_last_positions": 1, "import_appended_last_labels": 1}
+    assert manifest.provenance.counts == {"import_cleared_last_positions": 1, "import_appended_last_labels": 1}
 
 
 @pytest.mark.parametrize(
