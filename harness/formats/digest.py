@@ -39,11 +39,7 @@ def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
 
 def pack_digest(pack: Pack) -> int:
     """`content_digest` of a pack whose arrays may be strided views."""
-    return content_digest(
-        np.ascontiguousarray(pack.input_ids),
-        np.ascontiguousarray(pack.loss_mask),
-        np.ascontiguousarray(pack.seq_start_id),
-    )
+    return content_digest(*map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id)))
 
 
 def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:

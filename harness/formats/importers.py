@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, to_int32, whole_numbers
+from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, to_int32, whole_numbers
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
 from harness.formats.writer import open_writer
@@ -246,15 +246,9 @@ def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
             f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}"
         )
     counts[REMOVED_PADDING] += ids.shape[0] - real
-    ids, labels = ids[:real], labels[:real]
-    starts = np.cumsum(lengths) - lengths
-    trained = labels != IGNORED_LABEL
-    check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
-    counts[CLEARED_FIRST] += int(np.count_nonzero(trained[starts]))
-    trained[starts] = False
-    mask = np.zeros(real, np.uint8)
-    mask[:-1] = trained[1:]
-    return Pack(to_int32(ids), mask, to_int32(starts))
+    pack, firsts = pack_of_labels(ids[:real], labels[:real], np.cumsum(lengths) - lengths)
+    counts[CLEARED_FIRST] += int(np.count_nonzero(firsts))
+    return pack
 
 
 def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:

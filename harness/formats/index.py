@@ -167,9 +167,7 @@ class IndexBuilder:
         self._counts: list[int] = []
         self._lengths: list[Int32Array] = []
         self._digests: list[int] = []
-        self._num_sequences = 0
-        self._num_tokens = 0
-        self._num_trained = 0
+        self._num_sequences = self._num_tokens = self._num_trained = 0
 
     def append(self, pack: Pack) -> None:
         starts = np.ascontiguousarray(pack.seq_start_id)

@@ -84,14 +84,21 @@ def pack_of_line(line: bytes) -> Pack:
         positions = whole_numbers(fields, "position_ids")
         if not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):
             raise FormatError("has position_ids that do not restart with each sequence")
+    pack, firsts = pack_of_labels(ids, labels, starts)
+    if firsts.any():
+        at = int(starts[int(np.argmax(firsts))])
+        raise FormatError(f"trains position {at:,}, the first of its sequence, which no position predicts")
+    return pack
+
+
+def pack_of_labels(ids: Int64Array, labels: Int64Array, starts: Int64Array) -> tuple[Pack, npt.NDArray[np.bool_]]:
+    """Return the pack of labels aligned with tokens, and bool [sequences]: whether each first token was trained."""
     trained = labels != IGNORED_LABEL
     check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
-    if trained[starts].any():
-        at = int(starts[int(np.argmax(trained[starts]))])
-        raise FormatError(f"trains position {at:,}, the first of its sequence, which no position predicts")
-    mask = np.zeros(n, np.uint8)
-    mask[:-1] = trained[1:]
-    return Pack(input_ids=to_int32(ids), loss_mask=mask, seq_start_id=to_int32(starts))
+    firsts = trained[starts]
+    trained[starts] = False
+    mask = np.append(trained[1:], False).astype(np.uint8)
+    return Pack(to_int32(ids), mask, to_int32(starts)), firsts
 
 
 def check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) -> None:

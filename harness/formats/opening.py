@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,8 @@ def _open_local(path: str) -> PackReader:
             raise _incomplete(folder)
     elif not place.exists() and glob.has_magic(path):
         # Not Path.glob, which takes no absolute pattern.
-        return _open_several(path, [Path(name) for name in glob.glob(path)], _find_bare)  # noqa: PTH207
+        paths = [Path(name) for name in glob.glob(path)]  # noqa: PTH207
+        return _open_several(path, paths, lambda format, place: format.find_bare(place))
     for format in _formats():
         shards = format.find_bare(place)
         if shards:
@@ -198,16 +200,11 @@ def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[Fo
 # ---- files without a manifest
 
 
-def _find_bare(format: Format, place: Place) -> Sequence[Place]:
-    assert isinstance(place, Path)
-    return format.find_bare(place)
-
-
 def _find_object(format: Format, place: Place) -> Sequence[Place]:
     return [place] if format.in_buckets and place.name.endswith(format.suffixes) else []
 
 
-def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, Place], Sequence[Place]]) -> PackReader:
+def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, Any], Sequence[Place]]) -> PackReader:
     """Open files of one format in natural order; `find` returns the shards of a format at a place."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
     if not places:

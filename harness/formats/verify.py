@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.errors import ConfigError, FormatError, HarnessError, Problem
+from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest, Totals, load_manifest
@@ -66,7 +66,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
             reader = open_unchecked(folder, manifest)
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
-        return problems if error.what in known else [*problems, _problem_of(error)]
+        return problems if error.what in known else [*problems, Problem(error.what, error.where)]
     with closing(reader):
         return [*problems, *_pack_problems(reader, progress)]
 
@@ -75,7 +75,7 @@ def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
     broken = set()
     for error in list_file_problems(folder, manifest):
         broken.add(error.where)
-        yield _problem_of(error)
+        yield Problem(error.what, error.where)
     for stored in [file for shard in manifest.shards for file in shard.files] + list(manifest.index):
         where = folder.where(stored.path)
         if where in broken:
@@ -86,7 +86,7 @@ def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(f"cannot be read: {error.strerror}", where)
             continue
         except FormatError as error:
-            yield _problem_of(error)
+            yield Problem(error.what, error.where)
             continue
         if digest != stored.xxh3:
             yield Problem(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where)
@@ -106,7 +106,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
             # A shard that cannot be opened raises the same error for each of its packs.
             if str(error) not in seen:
                 seen.add(str(error))
-                yield _problem_of(error)
+                yield Problem(error.what, error.where)
             continue
         problem = pack.problem(reader.pack_size)
         if problem is not None:
@@ -131,10 +131,6 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
     known = manifest.fingerprint or KeptFingerprint(Path(reader.path)).load()
     if known is not None and fingerprint != known:
         yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
-
-
-def _problem_of(error: HarnessError) -> Problem:
-    return Problem(error.what, error.where)
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference | None:

@@ -357,26 +357,21 @@ def judge(error: Exception) -> Verdict:
 def explain(error: Exception, place: ObjectPath) -> FormatError:
     """Turn a permanent error into one that names cause and fix."""
     text, verdict = str(error), judge(error)
+    what = f"object storage refuses the request: {_short(text)}"
+    fix = "check AWS_ENDPOINT_URL and AWS_REGION" if place.scheme == "s3" else "check the address"
     if verdict is Verdict.MISSING:
-        return FormatError("no such object", where=str(place), fix="check the key; `/` separates folders")
-    if verdict is Verdict.NO_BUCKET:
-        return FormatError(
-            f"no such bucket: {place.bucket}",
-            where=str(place),
-            fix="check the bucket's name, region and AWS_ENDPOINT_URL",
-        )
-    if verdict is Verdict.DENIED:
-        credentials = _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
-        what = f"object storage denies access ({_short(text)})"
+        what, fix = "no such object", "check the key; `/` separates folders"
+    elif verdict is Verdict.NO_BUCKET:
+        what, fix = f"no such bucket: {place.bucket}", "check the bucket's name, region and AWS_ENDPOINT_URL"
+    elif verdict is Verdict.DENIED:
+        what, fix = f"object storage denies access ({_short(text)})", _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
         if "INVALID_ACCESS_KEY_ID" in text:
             what = "object storage does not know the access key"
         elif "SIGNATURE_DOES_NOT_MATCH" in text:
             what = "object storage refuses the signature: the secret key, or this machine's clock, is wrong"
-        return FormatError(what, where=str(place), fix=credentials)
-    fix = "check AWS_ENDPOINT_URL and AWS_REGION" if place.scheme == "s3" else "check the address"
-    if "411" in text:
+    elif "411" in text:
         fix = "this store takes no upload checksums: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
-    return FormatError(f"object storage refuses the request: {_short(text)}", where=str(place), fix=fix)
+    return FormatError(what, where=str(place), fix=fix)
 
 
 def _unanswered(error: Exception, place: ObjectPath, *, attempts: int, seconds: float) -> FormatError:
@@ -394,5 +389,4 @@ def _unanswered(error: Exception, place: ObjectPath, *, attempts: int, seconds: 
 def _short(text: str) -> str:
     """The first line, without the request's number, which only the store's own log can use."""
     line = redact(text.splitlines()[0] if text else "no reason given")
-    line = re.sub(r"\s*\(Request ID: [^)]*\)", "", line)
-    return line[:300]
+    return re.sub(r"\s*\(Request ID: [^)]*\)", "", line)[:300]

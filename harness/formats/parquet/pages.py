@@ -62,23 +62,22 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
     groups = footer.get(4, [])
     if not isinstance(groups, list):
         raise FormatError("the footer is damaged: it has no row groups")
-    return [_row_group_of(group) for group in groups]
-
-
-def _row_group_of(group: Any) -> RowGroup:
-    chunks = {}
-    try:
-        num_rows = int(group[3])
-        for column in group[1]:
-            metadata = column[3]
-            starts = [metadata[field] for field in (9, 11) if field in metadata]
-            name = metadata[3][0].decode("utf-8", "replace")
-            chunks[name] = Chunk(name, int(metadata[5]), int(min(starts)), int(metadata[7]))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
-    if num_rows < 0:
-        raise FormatError("the footer is damaged: a row group has a negative number of rows")
-    return RowGroup(num_rows, chunks)
+    row_groups = []
+    for group in groups:
+        chunks = {}
+        try:
+            num_rows = int(group[3])
+            for column in group[1]:
+                metadata = column[3]
+                starts = [metadata[field] for field in (9, 11) if field in metadata]
+                name = metadata[3][0].decode("utf-8", "replace")
+                chunks[name] = Chunk(name, int(metadata[5]), int(min(starts)), int(metadata[7]))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
+        if num_rows < 0:
+            raise FormatError("the footer is damaged: a row group has a negative number of rows")
+        row_groups.append(RowGroup(num_rows, chunks))
+    return row_groups
 
 
 def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:

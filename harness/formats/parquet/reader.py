@@ -8,8 +8,7 @@ import itertools
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,16 +33,11 @@ _MAX_COLUMNS = 64
 _COPY_AGAIN = "copy the file again, or write the dataset again"
 
 
-@dataclass(frozen=True, eq=False)
-class _Column:
+class _Column(NamedTuple):
     """A list column of one row group: its values, and where each row begins."""
 
     values: npt.NDArray[Any]
     offsets: npt.NDArray[Any]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + self.offsets.nbytes
 
 
 class ParquetShard(ShardReader):
@@ -89,7 +83,7 @@ class ParquetShard(ShardReader):
         # Group by group, so that no more than one need be in memory for any order of rows.
         for group, positions in itertools.groupby(sorted(range(len(rows)), key=groups.__getitem__), groups.__getitem__):
             columns = self._group(group)
-            (ids, tokens), (mask, bits), (starts, sequences) = ((one.values, one.offsets.data) for one in columns)
+            (ids, tokens), (mask, bits), (starts, sequences) = ((values, offsets.data) for values, offsets in columns)
             first = int(self._starts[group])
             for position in positions:
                 row = rows[position] - first
@@ -167,11 +161,10 @@ class ParquetShard(ShardReader):
         if cached is not None:
             self._cache.move_to_end(group)
             return cached
-        columns = self._columns(group, FIELDS)
-        self._cache[group] = columns
-        self._cached_bytes += sum(column.num_bytes for column in columns)
+        self._cache[group] = columns = self._columns(group, FIELDS)
+        self._cached_bytes += _count_bytes(columns)
         while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= sum(column.num_bytes for column in self._cache.popitem(last=False)[1])
+            self._cached_bytes -= _count_bytes(self._cache.popitem(last=False)[1])
         return columns
 
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
@@ -232,6 +225,10 @@ class ParquetShard(ShardReader):
                 raise
             first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
             raise FormatError(f"damaged or not a Parquet file: {first}", where=where, fix=_COPY_AGAIN) from None
+
+
+def _count_bytes(columns: Sequence[_Column]) -> int:
+    return sum(values.nbytes + offsets.nbytes for values, offsets in columns)
 
 
 def _column_of(column: Any, name: str) -> _Column:
