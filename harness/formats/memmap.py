@@ -21,15 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    Format,
-    ShardContents,
-    ShardOptions,
-    ShardReader,
-    ShardWriter,
-    find_folders,
-    make_pack,
-)
+from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.records import Pack
 from harness.storage import Folder, NpyStream, map_npy, read_npy_header
