@@ -189,7 +189,14 @@ class PackReader:
         for shard, positions in sorted(by_shard.items()):
             start = self._starts[shard]
             rows = [pack_ids[position] - start for position in positions]
-            packs.update(zip(positions, self._read_shard(shard, rows), strict=True))
+            handle = self._handles.get(shard, self._open)
+            try:
+                read = handle.read(rows)
+            except (OSError, FormatError) as error:
+                raise _explained(error, self._places[shard]) from error
+            for position, row, pack in zip(positions, rows, read, strict=True):
+                self._check_pack(handle, row, pack, start + row)
+                packs[position] = pack
         return [packs[position] for position in range(len(pack_ids))]
 
     def __iter__(self) -> Iterator[Pack]:
@@ -239,36 +246,20 @@ class PackReader:
             raise FormatError(what, where=str(place), fix=_DAMAGED)
         return handle
 
-    def _read_shard(self, shard: int, rows: Sequence[int]) -> list[Pack]:
-        handle = self._handles.get(shard, self._open)
-        try:
-            packs = handle.read(rows)
-        except (OSError, FormatError) as error:
-            raise _explained(error, self._places[shard]) from error
-        check, start = self._check_pack, self._starts[shard]
-        for row, pack in zip(rows, packs, strict=True):
-            check(handle, row, pack, start + row)
-        return packs
-
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
         """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""
         checksums = self._checksums
         if checksums is None:
-            problem = self._broken_invariant(pack_id, pack)
+            problem = pack.problem(self.pack_size)
             if problem is None:
-                return
+                if np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
+                    return
+                problem = "holds sequences of other lengths than when the file was opened"
         elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[pack_id]:
             return
         else:
             problem = "does not match its checksum"
         raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row), fix=_DAMAGED)
-
-    def _broken_invariant(self, pack_id: int, pack: Pack) -> str | None:
-        """Describe the first broken invariant of a pack of a file without checksums."""
-        problem = pack.problem(self.pack_size)
-        if problem is None and not np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
-            problem = "holds sequences of other lengths than when the file was opened"
-        return problem
 
     def _set_views(self) -> None:
         # Indexing a memoryview gives a Python number in half the time of an array.

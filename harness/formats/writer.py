@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -284,6 +284,7 @@ class PackWriter:
             return False
 
 
+@dataclass
 class FolderClaim:
     """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
 
@@ -294,19 +295,13 @@ class FolderClaim:
         keep: called for an interrupted write of the same settings; returns the names of files to keep.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        *,
-        overwrite: bool,
-        resume: bytes | None = None,
-        keep: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        self._folder = folder
-        self._overwrite = overwrite
-        self._resume = resume
-        self._keep = keep
-        self._marker = folder.lock(MARKER_NAME)
+    folder: Folder
+    overwrite: bool
+    resume: bytes | None = None
+    keep: Callable[[], Collection[str]] = tuple
+
+    def __post_init__(self) -> None:
+        self._marker = self.folder.lock(MARKER_NAME)
         self._created = False
 
     def enter(self) -> None:
@@ -315,7 +310,7 @@ class FolderClaim:
         Raises:
             FormatError: another process writes here, or the folder holds something else.
         """
-        folder = self._folder
+        folder = self.folder
         self._created = folder.make()
         names = folder.names()
         if load_manifest(folder) is None:
@@ -325,53 +320,56 @@ class FolderClaim:
                     where=folder.where(),
                     fix="name a new or empty folder",
                 )
-        elif not self._overwrite:
+        elif not self.overwrite:
             raise _already_there(folder.where())
         previous = self._marker.acquire()
         try:
             # Again, because the previous holder of the lock may have finished in between.
             if load_manifest(folder) is not None:
-                if not self._overwrite:
+                if not self.overwrite:
                     raise _already_there(folder.where())
                 folder.remove(MANIFEST_NAME)
                 folder.sync([])
                 previous = b""
-            self._clean(self._keep() if self._resume is not None and previous == self._resume else ())
-            self._marker.write(self._resume or b"")
+            self._clean(self.keep() if self.resume is not None and previous == self.resume else ())
+            self._marker.write(self.resume or b"")
         except BaseException:
             self._marker.release(remove=self._marker.was_created)
             raise
 
     def release(self, *, whole: bool) -> None:
         """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
-        keeps_files = self._resume is not None and not whole
+        keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
             if not whole and not keeps_files:
                 self._clean(())
         # A marker that cannot be removed means nothing beside a manifest.
         with contextlib.suppress(OSError, FormatError):
             self._marker.release(remove=not keeps_files)
-        self._folder.discard(empty=self._created and not whole and not keeps_files)
+        self.folder.discard(empty=self._created and not whole and not keeps_files)
 
     def _clean(self, keep: Collection[str]) -> None:
-        for name in self._folder.names():
+        for name in self.folder.names():
             if name.endswith(TEMPORARY_SUFFIX) or _OURS.fullmatch(name):
-                self._folder.remove(name, keep)
+                self.folder.remove(name, keep)
 
 
+@dataclass
 class _FileClaim:
     """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
 
-    def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
-        self._folder = folder
-        self._name = name
-        self._overwrite = overwrite
-        self._marker = folder.lock(f".{name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
+    folder: Folder
+    name: str
+    overwrite: bool
+
+    def __post_init__(self) -> None:
+        local = isinstance(self.folder, LocalFolder)
+        self._marker = self.folder.lock(f".{self.name}{MARKER_NAME}") if local else None
 
     def enter(self) -> None:
-        if not self._overwrite and self._folder.exists(self._name):
-            raise _already_there(self._folder.where(self._name))
-        self._folder.make()
+        if not self.overwrite and self.folder.exists(self.name):
+            raise _already_there(self.folder.where(self.name))
+        self.folder.make()
         if self._marker is not None:
             self._marker.acquire()
 

@@ -11,7 +11,6 @@ Read `folders` first: the interface that readers and writers of datasets use.
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
-from harness.storage.cache import Entry
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
     AtomicFile,
@@ -31,7 +30,6 @@ __all__ = [
     "AtomicFile",
     "BucketFolder",
     "ByteSource",
-    "Entry",
     "Folder",
     "LocalFolder",
     "Marker",

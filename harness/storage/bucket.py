@@ -58,11 +58,6 @@ class ObjectStore:
         if error is not None and judge(error) is not Verdict.PASSING:
             raise explain(error, self._place) from None
 
-    def read_whole(self, place: ObjectPath, limit: int) -> bytes:
-        """Read a small object, at most `limit` bytes of it; raises FormatError if it does not exist."""
-        file = self.open(place)
-        return self.read(place, file, 0, min(limit, file.size()))
-
     def open(self, place: ObjectPath) -> Any:
         """Open a PyArrow file for ranged reads with `read`."""
         return self.call(place, lambda files: files.open_input_file(_pyarrow_path(place)))

@@ -233,7 +233,10 @@ class BucketFolder(Folder):
         return str(total.hexdigest())
 
     def read(self, name: str, limit: int) -> bytes | None:
-        return self.store.read_whole(self.place / name, limit) if name in self._sizes() else None
+        if name not in self._sizes():
+            return None
+        place = self.place / name
+        return self.store.read(place, self.store.open(place), 0, min(limit, self._sizes()[name]))
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         return LocalCache().get(files, self._download)

@@ -203,9 +203,11 @@ def write_plan(
         claim.enter()
         try:
             manifest = _write(folder, store, pack_offsets, sequence_ids)
-            provenance = replace(
-                manifest.provenance, packer=packer, seed=seed, tokenizer=_tokenizer_from(folder.place, store)
-            )
+            # A tokenizer's folder relative to the store becomes relative to the plan.
+            tokenizer = manifest.provenance.tokenizer
+            if tokenizer.startswith(".") and (store.path / tokenizer).is_dir():
+                tokenizer = _relative(store.path / tokenizer, folder.place)
+            provenance = replace(manifest.provenance, packer=packer, seed=seed, tokenizer=tokenizer)
             manifest = replace(manifest, pack_size=pack_size, provenance=provenance)
             manifest.save(folder)
             whole = True
@@ -226,7 +228,7 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
     ends = np.cumsum([0, *(one.num_packs for one in stored)])
     counts = np.diff(load_index(LocalFolder(store.path), store.manifest).pack_offsets[ends]).tolist()
     plan = {
-        "store": Path(os.path.relpath(store.path.resolve(), folder.place.resolve())).as_posix(),
+        "store": _relative(store.path, folder.place),
         "manifest_xxh3": file_digest(store.path / MANIFEST_NAME),
         "sequence_ids_xxh3": folder.digest(names[2]),
         "shards": [[one.path, count] for one, count in zip(stored, counts, strict=True)],
@@ -242,9 +244,5 @@ def _write(folder: LocalFolder, store: SequenceStore, pack_offsets: Int64Array, 
     )
 
 
-def _tokenizer_from(path: Path, store: SequenceStore) -> str:
-    """Return the tokenizer's name; a folder relative to the store becomes relative to the plan."""
-    name = store.manifest.provenance.tokenizer
-    if name.startswith(".") and (store.path / name).is_dir():
-        return Path(os.path.relpath((store.path / name).resolve(), path.resolve())).as_posix()
-    return name
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
