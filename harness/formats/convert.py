@@ -61,7 +61,7 @@ def convert_dataset(
         finished = None if overwrite else _finished(destination, reader, format)
         if finished is not None:
             return finished
-        writer = open_writer(
+        with open_writer(
             destination,
             format=format,
             pack_size=reader.pack_size if pack_size is None else pack_size,
@@ -70,8 +70,7 @@ def convert_dataset(
             rows_per_group=rows_per_group,
             overwrite=overwrite,
             resume_key=_identity(reader),
-        )
-        with writer:
+        ) as writer:
             for start in range(writer.num_packs, len(reader), _CHUNK):
                 for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
                     writer.append(pack)

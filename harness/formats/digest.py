@@ -17,6 +17,7 @@ from harness.formats.manifest import MANIFEST_NAME
 from harness.records import Int32Array, Pack, UInt8Array
 from harness.storage import file_digest, write_atomically
 
+FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
 UInt64Array = npt.NDArray[np.uint64]
 
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
@@ -56,14 +57,10 @@ class KeptFingerprint:
 
     folder: Path
 
-    @property
-    def _file(self) -> Path:
-        return self.folder / "fingerprint.json"
-
     def load(self) -> str | None:
         """Return the fingerprint, or None if it is not known."""
         try:
-            values = json.loads(self._file.read_bytes())
+            values = json.loads((self.folder / FINGERPRINT_NAME).read_bytes())
             if values["manifest_xxh3"] != file_digest(self.folder / MANIFEST_NAME):
                 return None
             return str(values["fingerprint"])
@@ -88,5 +85,5 @@ class KeptFingerprint:
                 known = compute()
                 values = {"manifest_xxh3": file_digest(self.folder / MANIFEST_NAME), "fingerprint": known}
                 with contextlib.suppress(OSError):
-                    write_atomically(self._file, (json.dumps(values, indent=1) + "\n").encode())
+                    write_atomically(self.folder / FINGERPRINT_NAME, (json.dumps(values, indent=1) + "\n").encode())
         return known

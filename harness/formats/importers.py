@@ -95,15 +95,14 @@ def import_dataset(
             raise FormatError("the source holds no packs", where=str(source))
     counts: Counter[str] = Counter()
     provenance = Provenance(packer=convention)
-    writer = open_writer(
+    with open_writer(
         destination,
         format=format,
         pack_size=pack_size,
         provenance=provenance,
         packs_per_shard=packs_per_shard,
         overwrite=overwrite,
-    )
-    with writer:
+    ) as writer:
         for pack in foreign.packs(counts):
             writer.append(pack)
             if progress is not None:

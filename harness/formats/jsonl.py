@@ -8,7 +8,6 @@ sequence is never trained. Packs are label-aligned (`harness.records`), so masks
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
-from harness.storage import Folder, OutputFile
+from harness.storage import ByteSource, Folder, OutputFile, open_source
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100
@@ -137,10 +136,9 @@ class JsonlShard(ShardReader):
 
     def __init__(self, path: Path, _pack_size: int | None = None) -> None:
         self._path = path
-        self._file: int | None = None
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._ends = _line_ends(self._file)
-        num_bytes = os.fstat(self._file).st_size
+        self._source = open_source(path)
+        self._ends = _line_ends(self._source)
+        num_bytes = self._source.num_bytes
         if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):
             raise FormatError("the last line has no end: the chunk is cut short", where=str(path))
         self.num_packs = int(self._ends.shape[0])
@@ -157,26 +155,20 @@ class JsonlShard(ShardReader):
         num_bytes = int(self._ends[row]) - start
         if num_bytes > MAX_LINE_BYTES:
             raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}")
-        assert self._file is not None
-        return os.pread(self._file, num_bytes, start)
+        return self._source.read_at(start, num_bytes)
 
     def where(self, row: int) -> str:
         return f"{self._path}, line {row + 1:,}"
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
+        self._source.close()
 
 
-def _line_ends(file: int) -> npt.NDArray[np.int64]:
+def _line_ends(source: ByteSource) -> npt.NDArray[np.int64]:
     """int64 [lines]: where each line ends, newline included."""
     ends = [np.zeros(0, np.int64)]
     position = 0
-    while block := os.pread(file, _BLOCK_BYTES, position):
+    while block := source.read_at(position, _BLOCK_BYTES):
         ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
         position += len(block)
     return np.concatenate(ends)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import FORMATS, Format, ShardContents, ShardReader, load_format
+from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
 from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
@@ -243,26 +243,21 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     checksums = [one.checksums for one in contents if one.checksums is not None]
     index = PackIndex(offsets, lengths, np.concatenate(checksums) if len(checksums) == len(contents) else None)
     manifest = contents[0].manifest if len(contents) == 1 else None
+    # As stored, or the longest pack if that is larger.
+    pack_size = max(one.pack_size or 0 for one in contents) if manifest is None else manifest.pack_size
+    if manifest is None and ends.shape[0]:
+        pack_size = max(pack_size, int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max()))
     reader = PackReader(
         path=path,
         format=format,
         index=index,
         shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
-        pack_size=_pack_size(index, contents) if manifest is None else manifest.pack_size,
+        pack_size=pack_size,
         manifest=manifest,
     )
     for number, handle in enumerate(handles):
         reader.adopt(number, handle)
     return reader
-
-
-def _pack_size(index: PackIndex, contents: Sequence[ShardContents]) -> int:
-    """Return the longest pack, or the stored pack size if that is larger."""
-    sizes = [one.pack_size for one in contents if one.pack_size is not None]
-    if index.pack_offsets.shape[0] > 1:
-        packs = np.add.reduceat(index.sequence_lengths, index.pack_offsets[:-1], dtype=np.int64)
-        sizes.append(int(packs.max()))
-    return max(sizes, default=0)
 
 
 def _match_objects(pattern: ObjectPath) -> list[Place]:

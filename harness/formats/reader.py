@@ -7,7 +7,7 @@ import operator
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -25,11 +25,7 @@ _CHUNK = 64
 _DAMAGED = "copy the dataset again; `harness verify` lists all damage"
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=_Closable)
+T = TypeVar("T", bound=ShardReader)
 
 
 class HandleCache(Generic[T]):

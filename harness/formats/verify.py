@@ -84,12 +84,11 @@ def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
             digest = folder.digest(stored.path)
         except OSError as error:
             yield Problem(f"cannot be read: {error.strerror}", where)
-            continue
         except FormatError as error:
             yield Problem(error.what, error.where)
-            continue
-        if digest != stored.xxh3:
-            yield Problem(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where)
+        else:
+            if digest != stored.xxh3:
+                yield Problem(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where)
 
 
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:

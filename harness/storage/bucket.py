@@ -133,7 +133,14 @@ class ObjectStore:
     def _explained(self, error: Exception, place: ObjectPath, *, attempts: int, seconds: float) -> FormatError:
         verdict = judge(error)
         if verdict is Verdict.PASSING:
-            return _unanswered(error, place, attempts=attempts, seconds=seconds)
+            is_s3 = place.scheme == "s3"
+            address = f" at {redact(_endpoint())}" if _endpoint() and is_s3 else ""
+            return FormatError(
+                f"object storage{address} did not answer: {attempts} attempts in {seconds:.1f} s, "
+                f"the last: {_short(str(error))}",
+                where=str(place),
+                fix=f"check the network{' and AWS_ENDPOINT_URL' if is_s3 else ''}, or raise {_TIMEOUT_NAME}",
+            )
         reason = error
         if verdict in (Verdict.MISSING, Verdict.DENIED):
             # Answers to HEAD have no body: only a listing distinguishes a wrong key from a wrong secret or bucket.
@@ -367,18 +374,6 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
     elif "411" in text:
         fix = "this store takes no upload checksums: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
     return FormatError(what, where=str(place), fix=fix)
-
-
-def _unanswered(error: Exception, place: ObjectPath, *, attempts: int, seconds: float) -> FormatError:
-    """Describe a transient error that outlasted the time limit."""
-    is_s3 = place.scheme == "s3"
-    address = f" at {redact(_endpoint())}" if _endpoint() and is_s3 else ""
-    return FormatError(
-        f"object storage{address} did not answer: {attempts} attempts in {seconds:.1f} s, "
-        f"the last: {_short(str(error))}",
-        where=str(place),
-        fix=f"check the network{' and AWS_ENDPOINT_URL' if is_s3 else ''}, or raise {_TIMEOUT_NAME}",
-    )
 
 
 def _short(text: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.files import StoredFile, file_digest
+from harness.storage.files import StoredFile, file_digest, is_open_at
 
 _FOLDER_NAME, _BYTES_NAME = "HARNESS_CACHE", "HARNESS_CACHE_BYTES"
 _MAX_BYTES = 64 << 30
@@ -110,7 +110,7 @@ class LocalCache:
             return None
         # Waits while another process downloads it, which takes bounded time.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if _is_at(lock, descriptor) and (self.folder / name).is_dir():
+        if is_open_at(lock, descriptor) and (self.folder / name).is_dir():
             os.utime(lock)
             return Entry(self.folder / name, descriptor)
         os.close(descriptor)
@@ -125,7 +125,7 @@ class LocalCache:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 # Eviction removes the lock file: a lock on a removed file protects nothing.
-                if _is_at(lock, descriptor):
+                if is_open_at(lock, descriptor):
                     yield descriptor
                     return
             finally:
@@ -171,7 +171,7 @@ class LocalCache:
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(lock, descriptor):
+            if not is_open_at(lock, descriptor):
                 return False
             entry = lock.with_name(lock.name.removesuffix(_LOCK))
             shutil.rmtree(entry, ignore_errors=True)
@@ -182,13 +182,6 @@ class LocalCache:
             return False
         finally:
             os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _check(stored: StoredFile, path: Path) -> None:

@@ -152,12 +152,8 @@ class Marker:
                 ) from None
             except OSError:
                 pass  # Some network file systems have no locks; users must then avoid two writers at once.
-            try:
-                # The previous holder may have removed the file between our open and our lock.
-                same = os.path.samestat(os.fstat(descriptor), self.path.stat())
-            except FileNotFoundError:
-                same = False
-            if same:
+            # The previous holder may have removed the file between our open and our lock.
+            if is_open_at(self.path, descriptor):
                 self._descriptor = descriptor
                 return os.pread(descriptor, 1 << 20, 0)
             os.close(descriptor)
@@ -190,6 +186,14 @@ def _unlock_in_child() -> None:
 
 _MARKERS: WeakSet[Marker] = WeakSet()
 os.register_at_fork(after_in_child=_unlock_in_child)
+
+
+def is_open_at(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names the file that this descriptor has open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -280,18 +281,17 @@ class BucketFolder(Folder):
             self._scratch.cleanup()
 
 
+@dataclass
 class BucketMarker:
     """An object that shows a write in progress, with the methods of `Marker`; it excludes nobody."""
 
-    was_created = True
-
-    def __init__(self, folder: BucketFolder, name: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._acquired = False
+    folder: BucketFolder
+    name: str
+    was_created: bool = True
+    _acquired: bool = False
 
     def acquire(self) -> bytes:
-        self._folder.write(self._name, ())
+        self.folder.write(self.name, ())
         self._acquired = True
         return b""
 
@@ -301,7 +301,7 @@ class BucketMarker:
     def release(self, *, remove: bool) -> None:
         if self._acquired:
             self._acquired = False
-            self._folder.store.delete(self._folder.place / self._name)
+            self.folder.store.delete(self.folder.place / self.name)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -187,10 +187,7 @@ class _Compact:
         return (value >> 1) ^ -(value & 1)
 
     def _byte(self) -> int:
-        if self.position >= len(self._data):
-            raise FormatError("Parquet metadata is damaged: it has no end")
-        self.position += 1
-        return self._data[self.position - 1]
+        return self._take(1)[0]
 
     def _varint(self) -> int:
         data, position, end = self._data, self.position, len(self._data)

@@ -98,9 +98,10 @@ class ParquetShard(ShardReader):
         return self.read((row,))[0]
 
     def contents(self) -> ShardContents:
-        stored = self._metadata()
-        if "manifest" in stored and "index" in stored:
-            return self._own_contents(stored)
+        stored = self._file.metadata.metadata or {}
+        manifest, index = (stored.get(f"{METADATA_PREFIX}{name}".encode()) for name in ("manifest", "index"))
+        if manifest is not None and index is not None:
+            return self._own_contents(manifest, index)
         counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for group in range(len(self._groups)):
             # Without input_ids: masks have the same lengths.
@@ -112,12 +113,12 @@ class ParquetShard(ShardReader):
             )
         return ShardContents(np.concatenate(counts), np.concatenate(lengths))
 
-    def _own_contents(self, stored: dict[str, bytes]) -> ShardContents:
-        """Read manifest and index from the metadata of a dataset of a single file."""
-        manifest = Manifest.from_json(stored["manifest"].decode("utf-8", "replace"), where=f"{self._place}, metadata")
+    def _own_contents(self, text: bytes, index: bytes) -> ShardContents:
+        """Parse manifest and index of a dataset of a single file."""
+        manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
         size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
         try:
-            data = zlib.decompressobj().decompress(base64.b64decode(stored["index"], validate=True), size + 1)
+            data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
             num_packs, num_sequences = (int(value) for value in np.frombuffer(data[:16], np.int64))
             part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
         except (ValueError, zlib.error) as error:
@@ -136,14 +137,6 @@ class ParquetShard(ShardReader):
             checksums=part.checksums,
             manifest=manifest,
         )
-
-    def _metadata(self) -> dict[str, bytes]:
-        """Return our own entries of the file's key-value metadata."""
-        stored = self._file.metadata.metadata or {}
-        prefix = METADATA_PREFIX.encode()
-        return {
-            key.removeprefix(prefix).decode("latin1"): value for key, value in stored.items() if key.startswith(prefix)
-        }
 
     def where(self, row: int) -> str:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
