@@ -56,10 +56,6 @@ class Shard:
     num_packs: int
     files: tuple[StoredFile, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
 
 @dataclass(frozen=True)
 class Manifest:

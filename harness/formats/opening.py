@@ -315,7 +315,6 @@ class _CachedShard(ShardReader):
 
 
 def _incomplete(folder: Folder) -> FormatError:
-    """Explain why a folder that has no manifest cannot be opened."""
     names = folder.names()
     what = " and no known layout: an interrupted write or no dataset"
     fix = "run the command that wrote it again, or name the right folder"
@@ -347,7 +346,6 @@ def _nothing(path: Path) -> FormatError:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few names in natural order."""
     shown = sorted(names, key=natural_key)[:4]
     return ", ".join(shown) + (", ..." if len(names) > len(shown) else "") if names else "nothing"
 

@@ -273,7 +273,6 @@ class PackWriter:
             names += [*(stored.path for stored in shard.files), _part_name(number)]
 
     def _is_whole(self, shard: Shard) -> bool:
-        """Return whether a shard's files have their sizes and hashes."""
         folder = self._folder
         try:
             return all(

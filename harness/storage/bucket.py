@@ -224,7 +224,6 @@ class UploadFile(OutputFile):
 
 
 def _pyarrow_path(place: ObjectPath) -> str:
-    """Bucket and key, as PyArrow names a place."""
     bucket = place.bucket.partition("@")[0]
     return f"{bucket}/{place.key}" if place.key else bucket
 

@@ -15,7 +15,7 @@ from harness.formats.base import Format, find_files
 from harness.formats.parquet.reader import ParquetShard
 from harness.formats.parquet.writer import ParquetWriter
 
-__all__ = ["FORMAT", "ParquetShard", "ParquetWriter"]
+__all__ = ["FORMAT"]
 
 SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")
