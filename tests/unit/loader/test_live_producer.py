@@ -22,7 +22,7 @@ from harness.loader.live import LiveFolder, LiveProducer, chunk_name
 from harness.loader.live.folder import LiveChunk
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.storage import files
+from harness.storage import folders
 
 
 def items(count: int) -> list[Item]:
@@ -236,14 +236,14 @@ def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: P
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
 def test_a_chunk_whose_record_is_there_stays_whatever_happens_then(tmp_path: Path, monkeypatch, error) -> None:
     producer = LiveProducer(tmp_path, rows_per_chunk=2)
-    done = files.sync_folder
+    done = folders.sync_folder
 
     def fail(folder: Path) -> None:
         done(folder)
         if (tmp_path / "chunk_00001.jsonl.ready").exists():
             raise error
 
-    monkeypatch.setattr(files, "sync_folder", fail)
+    monkeypatch.setattr(folders, "sync_folder", fail)
     with pytest.raises((KeyboardInterrupt, FormatError)):
         produce_chunks(producer, items(6))
     producer.close()
