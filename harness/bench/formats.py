@@ -200,7 +200,7 @@ def _measure_order(settings: FormatsSettings, workspace: Workspace, report: Benc
 
 def _read_in_order(reader: PackReader, settings: FormatsSettings) -> Work:
     """Warm up with an epoch, then read the next stretch of an epoch in every round, and the next epoch after it."""
-    config = LoaderConfig().order()
+    config = LoaderConfig()
     reads = min(settings.reads, len(reader))
     rounds_per_epoch = len(reader) // reads
     orders: dict[int, EpochOrder] = {}

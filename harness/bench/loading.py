@@ -163,10 +163,10 @@ class _TimedSource:
 def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: BenchReport) -> None:
     """Measure shares of a step's time in one process; a round through pickle stands for the queue of a worker."""
     source = _TimedSource(open_dataset(path))
-    order = LoaderConfig(global_batch_size=settings.global_batch).order()
+    config = LoaderConfig(global_batch_size=settings.global_batch)
     layout = RankLayout()
-    reader = BatchReader(source, order=order, schedule=_schedule(settings), layout=layout)
-    state = LoaderState(seed=0, fingerprint=source.fingerprint, order=order.signature)
+    reader = BatchReader(source, config, schedule=_schedule(settings), layout=layout)
+    state = LoaderState(seed=0, fingerprint=source.fingerprint, order=config.order_signature)
 
     def step_through(step: BatchRange) -> dict[str, float]:
         source.seconds = 0.0
@@ -184,7 +184,7 @@ def _measure_stages(settings: LoaderSettings, name: str, path: Path, report: Ben
         joined = max(0.0, read - planned - source.seconds)
         return dict(zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True))
 
-    steps = steps_from(order, len(source), epoch=0, packs_consumed=0)
+    steps = steps_from(config, len(source), epoch=0, packs_consumed=0)
     step_through(next(steps))  # a warm-up
     spent = [step_through(step) for step in itertools.islice(steps, _steps_of(name, settings))]
     seconds = {stage: sum(stages[stage] for stages in spent) for stage in _STAGES}

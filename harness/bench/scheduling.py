@@ -18,7 +18,7 @@ from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
-from harness.loader import EpochOrder, OrderConfig, steps_per_epoch
+from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Float64Array, Int64Array
 from harness.schedule import SCHEDULERS, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
@@ -168,7 +168,7 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         ConfigError: it has too few packs for one batch.
     """
     reader = open_dataset(settings.path)
-    order = OrderConfig(seed=settings.seed, global_batch_size=settings.global_batch, drop_last=True)
+    order = LoaderConfig(seed=settings.seed, global_batch_size=settings.global_batch, drop_last=True)
     steps = steps_per_epoch(order, len(reader))
     if steps == 0:
         raise ConfigError(

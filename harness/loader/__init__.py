@@ -30,7 +30,6 @@ from harness.loader.loader import Loader
 from harness.loader.order import (
     BatchRange,
     EpochOrder,
-    OrderConfig,
     steps_from,
     steps_per_epoch,
 )
@@ -57,7 +56,6 @@ __all__ = [
     "Loader",
     "LoaderConfig",
     "LoaderState",
-    "OrderConfig",
     "PackSource",
     "RankBatch",
     "RankLayout",

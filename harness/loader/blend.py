@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from harness.errors import ConfigError, LoaderError
-from harness.loader.order import BatchRange, EpochOrder, OrderConfig, derive_seed
+from harness.loader.config import LoaderConfig
+from harness.loader.order import BatchRange, EpochOrder, derive_seed
 from harness.records import Int64Array
 
 
@@ -110,7 +111,7 @@ class Blend:
                 unspent = [pair for pair in unspent if pair[0] != chosen]
         return np.asarray(drawn, dtype=np.int64)
 
-    def steps(self, config: OrderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
+    def steps(self, config: LoaderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
         """Yield global batches from a position on, as `harness.loader.steps_from` does, until `draw` ends."""
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
@@ -211,7 +212,7 @@ def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, 
 class BlendOrder:
     """The packs of a blend's batches, as `EpochOrder` gives those of one dataset; each source has epochs of its own."""
 
-    def __init__(self, config: OrderConfig, blend: Blend) -> None:
+    def __init__(self, config: LoaderConfig, blend: Blend) -> None:
         self._blend = blend
         # With one seed, sources of equal length would be shuffled alike, and translations of one text would meet.
         self._configs = [replace(config, seed=derive_seed(config.seed, source)) for source in range(len(blend.sizes))]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from harness.checks import require_numbers
 from harness.errors import ConfigError
-from harness.loader.order import OrderConfig
 
 _START_METHODS = (None, "fork", "spawn", "forkserver")
 
@@ -23,7 +22,11 @@ class LoaderConfig:
             epoch starts new ones.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, spawn or forkserver; null for the default of the platform.
-        block_packs, window_blocks, drop_last, shuffle: see `harness.loader.OrderConfig`.
+        block_packs: packs of one block of the shuffle (`harness.loader.EpochOrder`); 1, with a window as large as the
+            dataset, gives a plain shuffle.
+        window_blocks: blocks that packs are mixed across.
+        drop_last: drop the packs at the end of an epoch that do not fill a global batch.
+        shuffle: false reads packs in stored order.
         timeout_s: the longest wait for the data of one step before the run stops with an error.
         allow_other_data: resume although the dataset, seed, order or tokenizer differs from that of the checkpoint.
     """
@@ -53,13 +56,7 @@ class LoaderConfig:
                 fix="choose fork, spawn, forkserver, or null for the default of the platform",
             )
 
-    def order(self) -> OrderConfig:
-        """Return the part of these settings that decides the order of packs."""
-        return OrderConfig(
-            seed=self.seed,
-            global_batch_size=self.global_batch_size,
-            block_packs=self.block_packs,
-            window_blocks=self.window_blocks,
-            drop_last=self.drop_last,
-            shuffle=self.shuffle,
-        )
+    @property
+    def order_signature(self) -> str:
+        """Text that fixes the order of an epoch, with seed and data; the cut into global batches does not matter."""
+        return f"block_packs={self.block_packs} window_blocks={self.window_blocks}" if self.shuffle else "stored"

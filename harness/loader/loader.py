@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
-from harness.errors import LoaderError
+from harness.errors import ConfigError, LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig
 from harness.loader.layout import RankLayout
@@ -26,8 +27,9 @@ class Loader(BatchStream[RawBatch]):
     Args:
         reader: an open dataset; pickled to workers that are not forked.
         config: see LoaderConfig.
-        schedule: settings of how sequences become rows.
-        layout: the place of this rank; None for a job of one rank.
+        schedule: settings of how sequences become rows; None for the defaults of ScheduleConfig.
+        layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
+        dp_rank, dp_size: rank and number of ranks, without a layout.
         cost: of training a sequence, for `cost_balanced` and the imbalance of every step.
         tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty to compare nothing.
         blend: rule by which packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
@@ -38,7 +40,7 @@ class Loader(BatchStream[RawBatch]):
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed, order or tokenizer.
-        ConfigError: the dataset never fills a global batch.
+        ConfigError: the dataset never fills a global batch, or `layout` comes with a `dp_rank` or `dp_size`.
         LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
 
@@ -47,8 +49,10 @@ class Loader(BatchStream[RawBatch]):
         reader: PackSource,
         config: LoaderConfig,
         *,
-        schedule: ScheduleConfig,
+        schedule: ScheduleConfig | None = None,
         layout: RankLayout | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         cost: SequenceCost | None = None,
         tokenizer: str = "",
         blend: Blend | None = None,
@@ -61,15 +65,23 @@ class Loader(BatchStream[RawBatch]):
         self._dataset_packs = len(reader)
         self._num_packs = len(reader) if blend is None else blend.num_packs
         self._blend = blend
-        self._order = config.order()
-        self._layout = layout or RankLayout()
+        self._config = config = replace(config)
+        if layout is not None and (dp_rank, dp_size) != (0, 1):
+            raise ConfigError(
+                f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too",
+                where="Loader",
+                fix="set them in the layout, or pass no layout",
+            )
+        self._layout = layout or RankLayout(dp_rank=dp_rank, dp_size=dp_size)
         self._num_steps = num_steps
         self._num_epochs = num_epochs
-        order = self._order.signature if blend is None else f"{self._order.signature} {blend.signature}"
+        order = config.order_signature if blend is None else f"{config.order_signature} {blend.signature}"
         self.state = LoaderState(config.seed, fingerprint=reader.fingerprint, order=order, tokenizer=tokenizer)
         if state is not None:
             self.state = state.resumed(self.state, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
-        batches = BatchReader(reader, order=self._order, schedule=schedule, layout=self._layout, cost=cost, blend=blend)
+        batches = BatchReader(
+            reader, config, schedule=schedule or ScheduleConfig(), layout=self._layout, cost=cost, blend=blend
+        )
         batches.check()
         # Where no global batch can be made, raise here and not in the first step.
         next(self._steps(LoaderState(config.seed)))
@@ -84,7 +96,7 @@ class Loader(BatchStream[RawBatch]):
     @property
     def num_steps_per_epoch(self) -> int | None:
         """Global batches of one whole epoch; None for a blend with weights."""
-        return None if self._num_packs is None else steps_per_epoch(self._order, self._num_packs)
+        return None if self._num_packs is None else steps_per_epoch(self._config, self._num_packs)
 
     def __iter__(self) -> Iterator[RankBatch]:
         is_used_up = False
@@ -108,5 +120,5 @@ class Loader(BatchStream[RawBatch]):
     def _steps(self, state: LoaderState) -> Iterator[BatchRange]:
         epoch, packs_consumed = state.epoch, state.packs_consumed
         if self._blend is not None:
-            return self._blend.steps(self._order, epoch=epoch, packs_consumed=packs_consumed)
-        return steps_from(self._order, self._dataset_packs, epoch=epoch, packs_consumed=packs_consumed)
+            return self._blend.steps(self._config, epoch=epoch, packs_consumed=packs_consumed)
+        return steps_from(self._config, self._dataset_packs, epoch=epoch, packs_consumed=packs_consumed)

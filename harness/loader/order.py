@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import require_numbers
 from harness.errors import ConfigError
+from harness.loader.config import LoaderConfig
 from harness.records import Int64Array
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -18,39 +18,6 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 # Separate streams, so that the order of blocks is independent of the order of packs.
 _BLOCKS, _PACKS, _SOURCES = 1, 2, 3
-
-
-@dataclass(frozen=True, slots=True)
-class OrderConfig:
-    """Settings of how an epoch is shuffled and cut into global batches.
-
-    Blocks of `block_packs` neighboring packs are shuffled; then packs are shuffled within every `window_blocks`
-    consecutive blocks of that order. A reader therefore needs `window_blocks` regions of a file at a time and decodes
-    each of them once. The order depends on these numbers and the number of packs alone, never on the format.
-
-    Attributes:
-        seed: any integer.
-        global_batch_size: packs of one global batch.
-        block_packs: packs of one block; 1, with a window as large as the dataset, gives a plain shuffle.
-        window_blocks: blocks that packs are mixed across.
-        drop_last: drop the packs at the end of an epoch that do not fill a global batch.
-        shuffle: False reads packs in stored order.
-    """
-
-    seed: int
-    global_batch_size: int
-    block_packs: int = 64
-    window_blocks: int = 16
-    drop_last: bool = False
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "loader", "global_batch_size", "block_packs", "window_blocks", lowest=1)
-
-    @property
-    def signature(self) -> str:
-        """Text that fixes the order of an epoch, with seed and data; the cut into global batches does not matter."""
-        return f"block_packs={self.block_packs} window_blocks={self.window_blocks}" if self.shuffle else "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +39,14 @@ class BatchRange:
 
 
 class EpochOrder:
-    """The order of packs in one epoch. Opening costs O(blocks), reading a batch O(window)."""
+    """The order of packs in one epoch. Opening costs O(blocks), reading a batch O(window).
 
-    def __init__(self, config: OrderConfig, num_packs: int, epoch: int) -> None:
+    Blocks of `block_packs` neighboring packs are shuffled; then packs are shuffled within every `window_blocks`
+    consecutive blocks of that order. A reader therefore needs `window_blocks` regions of a file at a time and decodes
+    each of them once. The order depends on these settings, the seed and the number of packs alone, never on the format.
+    """
+
+    def __init__(self, config: LoaderConfig, num_packs: int, epoch: int) -> None:
         self.epoch = epoch
         self._config = config
         self._num_packs = num_packs
@@ -116,14 +88,14 @@ class EpochOrder:
         return self._window
 
 
-def steps_per_epoch(config: OrderConfig, num_packs: int) -> int:
+def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
     """Return the number of global batches of one epoch, the ragged last one included unless `drop_last`."""
     if config.drop_last:
         return num_packs // config.global_batch_size
     return -(-num_packs // config.global_batch_size)
 
 
-def steps_from(config: OrderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
+def steps_from(config: LoaderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
     """Yield global batches from a position on, across epochs, without end.
 
     After a resume with another global batch size the first batch starts where the state ended, so every pack is read

@@ -12,8 +12,9 @@ import xxhash
 
 from harness.errors import LoaderError, ScheduleError
 from harness.loader.blend import Blend, BlendOrder
+from harness.loader.config import LoaderConfig
 from harness.loader.layout import RankLayout
-from harness.loader.order import BatchRange, EpochOrder, OrderConfig
+from harness.loader.order import BatchRange, EpochOrder
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
@@ -105,20 +106,20 @@ class BatchReader:
     def __init__(
         self,
         source: PackSource,
+        config: LoaderConfig,
         *,
-        order: OrderConfig,
         schedule: ScheduleConfig,
         layout: RankLayout,
         cost: SequenceCost | None = None,
         blend: Blend | None = None,
     ) -> None:
         self._source = source
-        self._order_config = order
+        self._config = config
         self._schedule = schedule
         self._layout = layout
         self._cost = cost or SequenceCost()
         self._epoch_order: EpochOrder | None = None
-        self._blend_order = BlendOrder(order, blend) if blend is not None else None
+        self._blend_order = BlendOrder(config, blend) if blend is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Computing the order again is faster than sending it.
@@ -193,7 +194,7 @@ class BatchReader:
         if self._blend_order is not None:
             return self._blend_order.packs(step)
         if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
-            self._epoch_order = EpochOrder(self._order_config, len(self._source), step.epoch)
+            self._epoch_order = EpochOrder(self._config, len(self._source), step.epoch)
         return self._epoch_order.packs(step.start, step.stop)
 
     def read(self, step: BatchRange) -> RawBatch:

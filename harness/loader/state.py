@@ -17,7 +17,7 @@ class LoaderState:
         epoch: from 0.
         packs_consumed: packs of this epoch that are trained.
         fingerprint: of the dataset.
-        order: `OrderConfig.signature`; another shuffle would repeat some packs of the epoch and skip others.
+        order: `LoaderConfig.order_signature`; another shuffle would repeat some packs of the epoch and skip others.
         tokenizer: hash of the tokenizer that made the dataset; empty, and not compared, where it is unknown.
         live: JSON of the `LivePosition` of a run on live chunks; empty for other runs.
     """

@@ -44,7 +44,7 @@ def settings(data: DataConfig, folder: Path, *, steps: int, size: int, **changes
 def sequences_of(data: DataConfig, config: SftConfig, num_packs: int) -> list[list[int]]:
     """Sequence ids of each of the first packs of the blend, by the pure order."""
     opened = open_datasets(data)
-    order = config.loader.order()
+    order = config.loader
     packs = BlendOrder(order, opened.blend)
     found = [
         pack

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader import Blend, BlendOrder, EpochOrder, OrderConfig
+from harness.loader import Blend, BlendOrder, EpochOrder, LoaderConfig
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40).map(float), st.floats(1e-3, 1e3, allow_nan=False)), min_size=1, max_size=9
@@ -28,7 +28,7 @@ def blend(sizes, weights=None, epochs=None):
 
 
 def config(size=4, **other):
-    return OrderConfig(seed=5, global_batch_size=size, block_packs=3, window_blocks=2, **other)
+    return LoaderConfig(seed=5, global_batch_size=size, block_packs=3, window_blocks=2, **other)
 
 
 def drawn(made, num_packs):

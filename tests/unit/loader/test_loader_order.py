@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from harness.errors import ConfigError
 from harness.loader import (
     EpochOrder,
-    OrderConfig,
+    LoaderConfig,
     steps_from,
     steps_per_epoch,
 )
 from harness.loader.order import _hash
 
 
-def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> OrderConfig:
-    return OrderConfig(seed=seed, global_batch_size=size, block_packs=block, window_blocks=window, **other)
+def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> LoaderConfig:
+    return LoaderConfig(seed=seed, global_batch_size=size, block_packs=block, window_blocks=window, **other)
 
 
 def test_the_order_of_a_seed_and_epoch_never_changes() -> None:
@@ -130,7 +130,7 @@ def test_opening_two_million_packs_hashes_blocks_and_a_batch_hashes_its_window(m
         return plain(numbers, key)
 
     monkeypatch.setattr("harness.loader.order._hash", count)
-    epoch = EpochOrder(OrderConfig(seed=0, global_batch_size=256), 2_000_000, 0)
+    epoch = EpochOrder(LoaderConfig(seed=0, global_batch_size=256), 2_000_000, 0)
     num_blocks, window = -(-2_000_000 // 64), 64 * 16
     assert hashed < num_blocks + 10
     hashed = 0

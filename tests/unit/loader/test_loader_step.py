@@ -6,8 +6,17 @@ import pickle
 import numpy as np
 import pytest
 
-from harness.errors import LoaderError, ScheduleError
-from harness.loader import BatchRange, BatchReader, LoaderState, OrderConfig, RankBatch, RankLayout, build_batch
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.loader import (
+    BatchRange,
+    BatchReader,
+    Loader,
+    LoaderConfig,
+    LoaderState,
+    RankBatch,
+    RankLayout,
+    build_batch,
+)
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
 from harness.thd import build_thd_batch
@@ -53,7 +62,7 @@ def reader(
 ) -> BatchReader:
     return BatchReader(
         data,
-        order=OrderConfig(seed=3, global_batch_size=size, block_packs=2, window_blocks=2),
+        LoaderConfig(seed=3, global_batch_size=size, block_packs=2, window_blocks=2),
         schedule=ScheduleConfig(name, capacity),
         layout=RankLayout(**layout),
     )
@@ -194,3 +203,16 @@ def test_the_digest_sees_every_field() -> None:
     digests.add(dataclasses.replace(made, rows=made.rows[::-1]).digest())
     assert len(digests) == 8
     assert batch(source(), BatchRange(0, 0, 0, 4), pad_to_multiple=2).digest() == made.digest()
+
+
+def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():
+    data = source(12)
+    config = LoaderConfig(global_batch_size=4, num_workers=0)
+    for rank in range(2):
+        with Loader(data, config, dp_rank=rank, dp_size=2, num_steps=3) as by_rank:
+            digests = [batch.digest() for batch in by_rank]
+        layout = RankLayout(dp_rank=rank, dp_size=2)
+        with Loader(data, config, schedule=ScheduleConfig(), layout=layout, num_steps=3) as by_layout:
+            assert digests == [batch.digest() for batch in by_layout]
+    with pytest.raises(ConfigError, match="beside a layout"):
+        Loader(data, config, layout=RankLayout(), dp_rank=1, dp_size=2)
