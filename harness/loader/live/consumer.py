@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
-from harness.records import Int64Array, Schedule
+from harness.records import Schedule
 from harness.schedule import measure_imbalance
 from harness.thd import padded_lengths, thd_from_arrays, zero_loss_row
 
@@ -72,7 +73,7 @@ class LiveLoader:
         self._timeout_s = timeout_s
         self._log, self._report = log, report
         self.while_waiting: Callable[[], str | None] = lambda: None
-        self._left_out: dict[str, int] = {}
+        self._left_out: Counter[str] = Counter()
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-chunks")
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -81,22 +82,22 @@ class LiveLoader:
         while True:
             offers = self._exchange(ahead.result() if ahead is not None else None)
             self._raise_together(offers)
-            after = self._position.after(offer.position for offer in offers)
+            after = self._position.after([offer.position for offer in offers])
             self._report(after, offers)
-            waits = [(offer.waiting.waited_s, offer) for offer in offers if offer.waiting is not None]
+            waits = [(offer.waiting.waited_s, offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
             if waits:
-                waited_s, longest = max(waits, key=lambda wait: wait[0])
+                waited_s, dp_rank, waiting = max(waits, key=lambda wait: wait[0])
+                chunk = f"{chunk_name(waiting.chunk, '')}; its producer was {last_seen(waiting.producer_seen_s)}"
+                chunk += f"; {waiting.hint}" if waiting.hint else ""
                 if waited_s > self._timeout_s:
                     raise _shared(
-                        f"data-parallel rank {longest.dp_rank} waited {waited_s:.0f} s for {_chunk_of(longest)}",
+                        f"data-parallel rank {dp_rank} waited {waited_s:.0f} s for {chunk}",
                         where="data.live",
                         fix="check the producer (`harness live status` shows it), then continue with resume=true; "
                         "data.live.timeout_s is the longest wait",
                     )
                 if waited_s >= log_at_s:
-                    self._log(
-                        f"data-parallel rank {longest.dp_rank} has waited {waited_s:.0f} s for {_chunk_of(longest)}"
-                    )
+                    self._log(f"data-parallel rank {dp_rank} has waited {waited_s:.0f} s for {chunk}")
                     log_at_s = min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
                 if self.while_waiting() is not None:
                     return
@@ -104,6 +105,8 @@ class LiveLoader:
                 ahead = self._read()
                 continue
             log_at_s = _FIRST_LOG_S
+            for offer in offers:
+                self._left_out.update(offer.left_out)
             if not any(offer.lengths for offer in offers):
                 self._check_end(after, offers)
                 return
@@ -137,7 +140,6 @@ class LiveLoader:
             )
 
     def _check_end(self, after: LivePosition, offers: Sequence[Offer]) -> None:
-        self._count_left_out(offers)
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._left_out.items()))
         left_out = f"; left out: {counts}" if counts else ""
         expected = next((offer.rows_expected for offer in offers if offer.rows_expected is not None), None)
@@ -155,11 +157,6 @@ class LiveLoader:
             )
         self._log(f"the stream ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}")
 
-    def _count_left_out(self, offers: Sequence[Offer]) -> None:
-        for offer in offers:
-            for reason, count in offer.left_out.items():
-                self._left_out[reason] = self._left_out.get(reason, 0) + count
-
     def _batch(self, packs: list[LivePack], offers: Sequence[Offer], after: LivePosition) -> RankBatch:
         layout = self._plan.layout
         most = max(len(offer.lengths) for offer in offers)
@@ -174,8 +171,15 @@ class LiveLoader:
             )
             for live in packs
         ]
-        self._count_left_out(offers)
-        placed, lengths = _schedule(offers, num_microbatches)
+        no_tokens = np.zeros(0, np.int64)
+        by_row = [
+            offer.lengths[row] if row < len(offer.lengths) else no_tokens
+            for row in range(num_microbatches)
+            for offer in offers
+        ]
+        lengths = np.concatenate(by_row)
+        bounds = np.cumsum([0, *(row.shape[0] for row in by_row)], dtype=np.int64)
+        placed = Schedule(len(offers), np.arange(lengths.shape[0], dtype=np.int64), bounds)
         order = [(row, offer) for row in range(most) for offer in offers if row < len(offer.lengths)]
         self._position = after
         self._state = replace(
@@ -189,7 +193,7 @@ class LiveLoader:
             step_in_epoch=after.steps - 1,
             pack_ids=np.array([offer.sequence_ids[row][0] for row, offer in order], np.int64),
             rows=rows + [zero_loss_row(layout.pad_to_multiple)] * missing,
-            sequence_ids=[live.sequence_ids for live in packs] + [np.zeros(0, np.int64)] * missing,
+            sequence_ids=[live.sequence_ids for live in packs] + [no_tokens] * missing,
             num_sequences=int(lengths.shape[0]),
             num_tokens=int((lengths - 1).sum()),
             imbalance=measure_imbalance(
@@ -202,27 +206,8 @@ class LiveLoader:
         )
 
 
-def _schedule(offers: Sequence[Offer], num_microbatches: int) -> tuple[Schedule, Int64Array]:
-    """Return the schedule of the step's sequences, and their stored lengths row by row, int64 [sequences]."""
-    rows = [
-        offer.lengths[row] if row < len(offer.lengths) else np.zeros(0, np.int64)
-        for row in range(num_microbatches)
-        for offer in offers
-    ]
-    lengths = np.concatenate(rows)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([row.shape[0] for row in rows])])
-    return Schedule(len(offers), np.arange(lengths.shape[0], dtype=np.int64), offsets), lengths
-
-
 def _shared(what: str, *, where: str = "", fix: str = "", kind: type[HarnessError] = LoaderError) -> HarnessError:
     """Return an error that every rank raises alike, so that only one prints it."""
     error = kind(what, where=where, fix=fix)
     error.is_shared = True
     return error
-
-
-def _chunk_of(offer: Offer) -> str:
-    waiting = offer.waiting
-    assert waiting is not None
-    hint = f"; {waiting.hint}" if waiting.hint else ""
-    return f"{chunk_name(waiting.chunk, '')}; its producer was {last_seen(waiting.producer_seen_s)}{hint}"

@@ -42,7 +42,7 @@ T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """Facts of a whole chunk.
+    """Facts of a whole chunk; the defaults are those before the first one.
 
     Attributes:
         kind: `chat` or `packs`.
@@ -58,20 +58,20 @@ class ReadyRecord:
         time: seconds since 1970.
     """
 
-    kind: str
-    rows: int
-    sequences: int
-    tokens: int | None
-    num_bytes: int
-    xxh3: str
-    chain: str
-    stream: str
-    total_rows: int
-    total_sequences: int
-    total_tokens: int | None
-    position: Any
-    producer: str
-    time: float
+    kind: str = ""
+    rows: int = 0
+    sequences: int = 0
+    tokens: int | None = 0
+    num_bytes: int = 0
+    xxh3: str = ""
+    chain: str = ""
+    stream: str = ""
+    total_rows: int = 0
+    total_sequences: int = 0
+    total_tokens: int | None = 0
+    position: Any = None
+    producer: str = ""
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,8 @@ class LiveFolder:
         """Return the END record; None while more chunks may come. Raise FormatError for a damaged one."""
         return _read(self.path / END_FILE, EndRecord)
 
-    def write_record(self, path: Path, record: ReadyRecord) -> None:
-        write_atomically(path.with_name(path.name + READY), _to_json(record))
-
-    def write_end(self, record: EndRecord) -> None:
-        write_atomically(self.path / END_FILE, _to_json(record))
+    def write_record(self, name: str, record: ReadyRecord | EndRecord) -> None:
+        write_atomically(self.path / name, json.dumps(asdict(record)).encode() + b"\n")
 
     def complete(self, indices: Iterable[int]) -> None:
         """Mark chunks of which a checkpoint covers every row, except those that are already deleted.
@@ -242,10 +239,16 @@ class LiveChunk:
         self.path = path
         try:
             if record is not None:
-                _check(path, record)
+                num_bytes, xxh3 = path.stat().st_size, file_digest(path)
+                if (num_bytes, xxh3) != (record.num_bytes, record.xxh3):
+                    raise FormatError(
+                        f"the chunk is damaged: {num_bytes:,} bytes with hash {xxh3}, but {record.num_bytes:,} with "
+                        f"{record.xxh3} in its ready record",
+                        where=str(path),
+                        fix=_WRITE_AGAIN,
+                    )
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
-            columns = None if self._lines is not None else pq.read_schema(path).names
-            self.kind = record.kind if record is not None else self._guess_kind(columns)
+            self.kind = record.kind if record is not None else self._guess_kind()
             self._packs: ShardReader | None = None
             self._messages: Any = None
             if self.kind == PACKS:
@@ -294,16 +297,17 @@ class LiveChunk:
             if shard is not None:
                 shard.close()
 
-    def _guess_kind(self, columns: list[str] | None) -> str:
-        if columns is None and self._lines is not None:
-            if self._lines.num_packs == 0:
-                return CHAT
-            try:
+    def _guess_kind(self) -> str:
+        columns: list[str] = []
+        if self._lines is None:
+            columns = pq.read_schema(self.path).names
+        elif self._lines.num_packs == 0:
+            return CHAT
+        else:
+            with suppress(ValueError, TypeError, RecursionError):
                 columns = list(json.loads(self._lines.line(0)))
-            except (ValueError, TypeError, RecursionError):
-                columns = []
         for name, kind in (("messages", CHAT), ("input_ids", PACKS)):
-            if name in (columns or []):
+            if name in columns:
                 return kind
         raise FormatError(
             "the file has neither conversations (`messages`) nor packs (`input_ids`)",
@@ -324,33 +328,13 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
     path = folder.find(index)
     if path is None:
         return None
-    if record is None and folder.end() is None and not _is_settled(path, index, folder.look(), settle_s):
-        return None
+    if record is None and folder.end() is None and max(folder.look().chunks, default=index) <= index:
+        try:
+            if time.time() - path.stat().st_mtime <= settle_s:
+                return None
+        except OSError:
+            return None
     return LiveChunk(path, record)
-
-
-def _is_settled(path: Path, index: int, contents: Contents, settle_s: float) -> bool:
-    if max(contents.chunks, default=index) > index:
-        return True
-    try:
-        return time.time() - path.stat().st_mtime > settle_s
-    except OSError:
-        return False
-
-
-def _check(path: Path, record: ReadyRecord) -> None:
-    num_bytes, xxh3 = path.stat().st_size, file_digest(path)
-    if (num_bytes, xxh3) != (record.num_bytes, record.xxh3):
-        raise FormatError(
-            f"the chunk is damaged: {num_bytes:,} bytes with hash {xxh3}, but {record.num_bytes:,} with {record.xxh3} "
-            "in its ready record",
-            where=str(path),
-            fix=_WRITE_AGAIN,
-        )
-
-
-def _to_json(record: ReadyRecord | EndRecord) -> bytes:
-    return json.dumps(asdict(record)).encode() + b"\n"
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

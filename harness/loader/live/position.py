@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,17 +41,17 @@ class LivePosition:
             index += 1
         return index
 
-    def is_finished(self, chunk: int) -> bool:
-        return chunk < self.done_below or chunk in self.finished
-
     def trained_chunks(self, chunks: Iterable[int]) -> list[int]:
         """Return those of `chunks` of which every row is trained, so that none waits in an open pack."""
         waiting = {chunk for pack in self.open_packs for chunk, _ in pack}
-        return [chunk for chunk in chunks if self.is_finished(chunk) and chunk not in waiting]
+        return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
-    def after(self, parts: Iterable[RankPosition]) -> LivePosition:
-        """Return the position of all ranks after a step, from those of each rank."""
-        parts = list(parts)
+    def after(self, parts: Sequence[LivePosition]) -> LivePosition:
+        """Return the position of all ranks after a step.
+
+        Args:
+            parts: for each rank, what is in its own chunks, and the rows that it read since the step before.
+        """
         finished = self.finished.union(*(part.finished for part in parts))
         done_below = replace(self, finished=finished).first_unread
         return LivePosition(
@@ -64,16 +64,7 @@ class LivePosition:
         )
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "done_below": self.done_below,
-                "finished": sorted(self.finished),
-                "taken": sorted(self.taken.items()),
-                "open_packs": self.open_packs,
-                "rows": self.rows,
-                "steps": self.steps,
-            }
-        )
+        return json.dumps({**vars(self), "finished": sorted(self.finished), "taken": sorted(self.taken.items())})
 
     @classmethod
     def from_json(cls, text: str) -> LivePosition:
@@ -93,18 +84,3 @@ class LivePosition:
                 f"the position in live chunks cannot be read: {text[:200]}",
                 fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
             ) from error
-
-
-@dataclass(frozen=True)
-class RankPosition:
-    """The part of a LivePosition that covers the chunks of one rank.
-
-    Attributes:
-        finished, taken, open_packs: as there, without chunks that all ranks know to be done.
-        rows: rows read since the step before.
-    """
-
-    finished: frozenset[int] = frozenset()
-    taken: dict[int, int] = field(default_factory=dict)
-    open_packs: tuple[tuple[Place, ...], ...] = ()
-    rows: int = 0

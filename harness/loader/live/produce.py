@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -117,10 +118,7 @@ def produce_chunks(
         ConfigError: the input is not the one that the folder's newest chunks were made from.
         LoaderError: the stream has ended, and the input has more items.
     """
-    left_out: dict[str, int] = {}
-
-    def leave_out(why: str) -> None:
-        left_out[why] = left_out.get(why, 0) + 1
+    left_out: Counter[str] = Counter()
 
     def usable(parsed: Conversation | BadRecord) -> bool:
         if not isinstance(parsed, BadRecord):
@@ -131,14 +129,21 @@ def produce_chunks(
                 where=parsed.where,
                 fix="fix it, or leave such ones out with source.on_bad=skip",
             )
-        leave_out(str(parsed.reason))
+        left_out[str(parsed.reason)] += 1
         return False
 
-    is_new = _is_new_input(producer, append=append, leave_rest=leave_rest)
+    if producer.input and not append:
+        raise ConfigError(
+            "another input was appended to the first one of the folder",
+            fix="pass only what is new, or again the last appended input, with --append",
+        )
+    if producer.ended and append and not producer.input:
+        raise LoaderError("the stream has ended; no rows can be appended", fix="name a new folder")
+    is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
     rest = _numbered(items, producer, done, is_new=is_new)
     if packing is not None:
-        _add_packed(producer, rest, done, packing, usable, leave_out)
+        _add_packed(producer, rest, done, packing, usable, left_out)
     else:
         for item, position in rest:
             if item.pack is not None:
@@ -150,18 +155,6 @@ def produce_chunks(
     if left_out:
         log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
     return left_out
-
-
-def _is_new_input(producer: LiveProducer, *, append: bool, leave_rest: bool) -> bool:
-    """Return True if the input follows that of the last producer, and False if it is the same again."""
-    if producer.input and not append:
-        raise ConfigError(
-            "another input was appended to the first one of the folder",
-            fix="pass only what is new, or again the last appended input, with --append",
-        )
-    if producer.ended and append and not producer.input:
-        raise LoaderError("the stream has ended; no rows can be appended", fix="name a new folder")
-    return append and not producer.ended and (producer.input_is_whole or leave_rest)
 
 
 def _numbered(
@@ -209,7 +202,7 @@ def _add_packed(
     after: dict[str, Any],
     packing: Packing,
     usable: Callable[[Conversation | BadRecord], bool],
-    leave_out: Callable[[str], None],
+    left_out: Counter[str],
 ) -> None:
     """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[int] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
@@ -226,7 +219,7 @@ def _add_packed(
             if sequence is not None:
                 member = Member(number, sequence, len(sequence))
             else:
-                leave_out(reason)
+                left_out[reason] += 1
         else:
             usable(encoded)
         if is_again:
@@ -235,9 +228,9 @@ def _add_packed(
             if not awaited:
                 packer.restore([[waited[place] for place in pack if place in waited] for pack in were_open])
         elif member is not None and (full := packer.add(member)) is not None:
-            producer.add(pack_of(full), _with_open(after, packer))
+            producer.add(pack_of(full), {**after, "open": packer.open_keys})
     while (full := packer.flush()) is not None:
-        producer.add(pack_of(full), _with_open(after, packer))
+        producer.add(pack_of(full), {**after, "open": packer.open_keys})
 
 
 def _tokenized(
@@ -249,7 +242,3 @@ def _tokenized(
         encoded = iter(packing.tokenizer.encode([item for item in parsed if isinstance(item, Conversation)]))
         for item, (_, position) in zip(parsed, block, strict=True):
             yield position["items"] - 1, position, next(encoded) if isinstance(item, Conversation) else item
-
-
-def _with_open(after: dict[str, Any], packer: StreamPacker[int]) -> dict[str, Any]:
-    return {**after, "open": packer.open_keys}

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,9 +24,11 @@ from harness.formats import ShardOptions, line_of_pack, load_format
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
+    END_FILE,
     JSONL,
     PACKS,
     PRODUCER_FILE,
+    READY,
     SUFFIXES,
     EndRecord,
     LiveFolder,
@@ -95,11 +96,8 @@ class LiveProducer:
         self._rows = ChunkRows(kind, suffix)
         self._opened = 0.0
         self._pending_position: Any = None
-        self.ended = False
-        self.input, self.input_is_whole = 0, True
-        self._next_index, self._last_index = 0, -1
-        self._last: ReadyRecord | None = None
-        self._stream = ""
+        self.ended, self.input, self.input_is_whole = False, 0, True
+        self._last, self._last_index, self._next_index, self._stream = ReadyRecord(), -1, 0, ""
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
@@ -155,13 +153,11 @@ class LiveProducer:
             self._check()
             if not self._rows:
                 return
-            paused = False
-            while not self._has_room():
-                if not paused:
-                    paused = True
-                    self._log(f"paused: {self._max_waiting} chunks are unread")
-                    self._write_status("paused")
-                time.sleep(_LOOK_S)
+            if not self._has_room():
+                self._log(f"paused: {self._max_waiting} chunks are unread")
+                self._write_status("paused")
+                while not self._has_room():
+                    time.sleep(_LOOK_S)
             self._write()
 
     def end(self) -> None:
@@ -170,10 +166,13 @@ class LiveProducer:
             if self.ended:
                 return
             self.flush()
-            # Chunks of other producers after the last record are in no totals.
-            last = self._last if self._last_index == self._next_index - 1 else None
+            last = self._last
+            totals = (last.total_rows, last.total_sequences, last.total_tokens, last.chain)
+            if self._last_index != self._next_index - 1:  # chunks of other producers after it are in no totals
+                totals = (None, None, None, "")
             with self._explained("END.json cannot be written"):
-                self._folder.write_end(_end_after(last, num_chunks=self._next_index, stream=self._stream))
+                end = EndRecord(self._next_index, *totals, self._stream, time.time())
+                self._folder.write_record(END_FILE, end)
             self.ended = True
             self._write_status("ended")
 
@@ -198,12 +197,12 @@ class LiveProducer:
     @property
     def num_rows(self) -> int:
         """Rows in whole chunks, including those of earlier producers."""
-        return self._last.total_rows if self._last is not None else 0
+        return self._last.total_rows
 
     @property
     def position(self) -> dict[str, Any] | None:
         """Position to continue from, that of the newest whole chunk's last row; None if no chunk is of `input`."""
-        position = self._last.position if self._last is not None else None
+        position = self._last.position
         return position if isinstance(position, dict) and position.get("input", 0) == self.input else None
 
     @property
@@ -216,8 +215,11 @@ class LiveProducer:
             for name in self._folder.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
                 name.unlink(missing_ok=True)
             contents = self._folder.look()
-            left = ProducerStatus.from_json(before)
-            half = left.writing
+            try:
+                left = json.loads(before)
+                half, number, self.input_is_whole = left["writing"], int(left["input"]), bool(left["input_is_whole"])
+            except (ValueError, TypeError, KeyError):  # none, or cut short by a crash
+                half, number, self.input_is_whole = None, 0, True
             if half in contents.chunks and half not in contents.ready:
                 # Its producer was killed before it wrote the record: the rows come again.
                 contents.chunks.pop(half).unlink(missing_ok=True)
@@ -225,11 +227,11 @@ class LiveProducer:
         self.ended = end is not None
         self._next_index = max(contents.next_index, end.chunks if end is not None else 0)
         self._last_index = max(contents.ready, default=-1)
-        self._last = self._folder.record(self._last_index) if self._last_index >= 0 else None
-        self._stream = self._last.stream if self._last is not None else uuid.uuid4().hex[:16]
-        position = self._last.position if self._last is not None else None
-        self.input = max(left.input, int(position.get("input", 0)) if isinstance(position, dict) else 0)
-        self.input_is_whole = left.input_is_whole
+        last = self._folder.record(self._last_index) if self._last_index >= 0 else None
+        self._stream = last.stream if last is not None else uuid.uuid4().hex[:16]
+        self._last = last or ReadyRecord()
+        position = self._last.position
+        self.input = max(number, int(position.get("input", 0)) if isinstance(position, dict) else 0)
         with self._explained("the folder cannot be written to"):
             self._write_status("ended" if self.ended else "working")
 
@@ -268,7 +270,7 @@ class LiveProducer:
                 self._rows.write(path)
                 sync_folder(self._folder.path)
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
-                self._folder.write_record(path, record)
+                self._folder.write_record(path.name + READY, record)
             except BaseException:
                 # With its record a chunk is whole, and may have been read: the next producer continues after it.
                 if index not in self._folder.look().ready:
@@ -280,19 +282,23 @@ class LiveProducer:
         self._write_status("working")
 
     def _write_status(self, state: str, *, writing: int | None = None) -> None:
-        status = ProducerStatus(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            state=state,
-            writing=writing,
-            stream=self._stream,
-            kind=self._kind,
-            chunks=self._next_index,
-            rows=self.num_rows,
-            input=self.input,
-            input_is_whole=self.input_is_whole,
-        )
-        self._mark.write(status.to_json())
+        """Write what `harness live status` shows and the next producer continues from into the locked file.
+
+        `state` is `working`, `paused` or `ended`; `writing` is the index of a chunk with a file but no record yet.
+        """
+        status = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "state": state,
+            "writing": writing,
+            "stream": self._stream,
+            "kind": self._kind,
+            "chunks": self._next_index,
+            "rows": self.num_rows,
+            "input": self.input,
+            "input_is_whole": self.input_is_whole,
+        }
+        self._mark.write(json.dumps(status).encode())
 
     def _tick(self) -> None:
         """Touch the lock file every second, and write a chunk that is older than `flush_s`."""
@@ -321,46 +327,6 @@ class LiveProducer:
                 where=str(self._folder.path),
                 fix="make room or fix the folder, then start again: rows that are in no whole chunk are added again",
             ) from error
-
-
-@dataclass(frozen=True)
-class ProducerStatus:
-    """The status of a producer, in the file that it locks; the next producer continues from it.
-
-    Attributes:
-        state: `working`, `paused` or `ended`.
-        writing: index of the chunk that has a file but no record yet.
-        kind: `chat` or `packs`.
-        chunks, rows: written, including those of earlier producers.
-        input, input_is_whole: as in `LiveProducer`.
-    """
-
-    host: str = ""
-    pid: int = 0
-    state: str = ""
-    writing: int | None = None
-    stream: str = ""
-    kind: str = ""
-    chunks: int = 0
-    rows: int = 0
-    input: int = 0
-    input_is_whole: bool = True
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> ProducerStatus:
-        """Return what `to_json` wrote; an empty status for anything else, as after a crash during a write."""
-        try:
-            values = json.loads(data)
-            known = {field.name: type(field.default) for field in fields(cls)}
-            right = {name: value for name, value in values.items() if name in known}
-            if not all(isinstance(value, (known[name], int)) for name, value in right.items()):
-                return cls()
-            return cls(**right)
-        except (ValueError, AttributeError):
-            return cls()
 
 
 class ChunkRows:
@@ -437,10 +403,9 @@ class ChunkRows:
                 file.abort()
             raise
 
-    def record(self, path: Path, last: ReadyRecord | None, *, stream: str, position: Any) -> ReadyRecord:
+    def record(self, path: Path, last: ReadyRecord, *, stream: str, position: Any) -> ReadyRecord:
         """Return the record of the file that `write` made, after the chunk of record `last`."""
         xxh3 = file_digest(path)
-        tokens_before = last.total_tokens if last is not None else 0
         return ReadyRecord(
             kind=self._kind,
             rows=len(self),
@@ -448,11 +413,11 @@ class ChunkRows:
             tokens=self.tokens,
             num_bytes=path.stat().st_size,
             xxh3=xxh3,
-            chain=_link(last.chain if last is not None else "", xxh3),
+            chain=xxhash.xxh3_128_hexdigest(f"{last.chain} {xxh3}".encode()),
             stream=stream,
-            total_rows=len(self) + (last.total_rows if last is not None else 0),
-            total_sequences=self.sequences + (last.total_sequences if last is not None else 0),
-            total_tokens=None if self.tokens is None or tokens_before is None else tokens_before + self.tokens,
+            total_rows=len(self) + last.total_rows,
+            total_sequences=self.sequences + last.total_sequences,
+            total_tokens=None if self.tokens is None or last.total_tokens is None else last.total_tokens + self.tokens,
             position=position,
             producer=f"{socket.gethostname()}:{os.getpid()}",
             time=time.time(),
@@ -469,18 +434,3 @@ class ChunkRows:
             with suppress(OSError):  # the first error has the cause
                 writer.abort()
             raise
-
-
-def _end_after(last: ReadyRecord | None, *, num_chunks: int, stream: str) -> EndRecord:
-    """Return the END record of a stream of `num_chunks`; `last` is the record of its last chunk, if any."""
-    if last is None:
-        none = None if num_chunks else 0
-        return EndRecord(num_chunks, none, none, none, "", stream, time.time())
-    return EndRecord(
-        num_chunks, last.total_rows, last.total_sequences, last.total_tokens, last.chain, stream, time.time()
-    )
-
-
-def _link(chain: str, xxh3: str) -> str:
-    """Return the chain of a chunk with this hash after a chunk with that chain."""
-    return str(xxhash.xxh3_128_hexdigest(f"{chain} {xxh3}".encode()))

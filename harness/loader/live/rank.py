@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, 
 from harness.loader.datasets import LiveConfig
 from harness.loader.layout import RankLayout
 from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
-from harness.loader.live.position import LivePosition, Place, RankPosition
+from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of
 from harness.records import Int64Array, Pack, SequenceView
 from harness.schedule import SequenceCost
@@ -71,7 +71,7 @@ class Offer:
 
     Attributes:
         sequence_ids, lengths: int64 [sequences], one array per pack; lengths are stored tokens.
-        position: of the rank after these packs are trained.
+        position: of the rank after these packs are trained: its own chunks, and rows read since the step before.
         waiting: the missing chunk where there are fewer packs than requested; None at the end of the stream too.
         error: the failure that ended the rank's reading.
         stream: name of the stream; empty before the first chunk, and for chunks without records.
@@ -83,13 +83,13 @@ class Offer:
     dp_rank: int
     sequence_ids: list[Int64Array]
     lengths: list[Int64Array]
-    position: RankPosition
+    position: LivePosition
     waiting: Waiting | None
     error: HarnessError | None
     stream: str
     reading: int | None
     rows_expected: int | None
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 class RankStream:
@@ -118,7 +118,7 @@ class RankStream:
         self._dp_rank, self._dp_size = plan.layout.dp_rank, plan.layout.dp_size
         self._pad_to_multiple = plan.layout.pad_to_multiple
         self._tokenizer = tokenizer
-        self._left_out: dict[str, int] = {}
+        self._left_out: Counter[str] = Counter()
         start = position or LivePosition()
         self._done_below = start.done_below
         self._finished = {chunk for chunk in start.finished if self._is_mine(chunk)}
@@ -129,7 +129,7 @@ class RankStream:
         self._stream = stream
         self._chunk: LiveChunk | None = None
         self._index = 0
-        self._block: deque[tuple[int, Member[Place] | None]] = deque()
+        self._block: deque[Member[Place] | None] = deque()
         self._packs: list[LivePack] = []
         self._rows = 0
         self._waits_since: float | None = None
@@ -149,7 +149,7 @@ class RankStream:
             dp_rank=self._dp_rank,
             sequence_ids=[live.sequence_ids for live in self._packs],
             lengths=[live.pack.sequence_lengths.astype(np.int64) for live in self._packs],
-            position=RankPosition(
+            position=LivePosition(
                 finished=frozenset(self._finished),
                 taken=dict(self._taken),
                 open_packs=tuple(tuple(keys) for keys in self._packer.open_keys),
@@ -160,7 +160,7 @@ class RankStream:
             stream=self._stream,
             reading=self._index if self._chunk is not None else None,
             rows_expected=self._rows_expected,
-            left_out=dict(self._left_out),
+            left_out=self._left_out.copy(),
         )
 
     def take(self, *, done_below: int) -> list[LivePack]:
@@ -203,17 +203,11 @@ class RankStream:
         while index in self._finished:
             index += self._dp_size
         self._index = index
-        chunk = open_chunk(
-            self._folder, index, require_ready=self._config.require_ready, settle_s=self._config.settle_s
-        )
+        require_ready, settle_s = self._config.require_ready, self._config.settle_s
+        chunk = self._chunk = open_chunk(self._folder, index, require_ready=require_ready, settle_s=settle_s)
         if chunk is None:
             return False
-        self._chunk = chunk
-        self._check_stream(index, chunk)
         self._block.clear()
-        return True
-
-    def _check_stream(self, index: int, chunk: LiveChunk) -> None:
         record = self._folder.record(index)
         stream = record.stream if record is not None else ""
         if self._stream and stream and stream != self._stream:
@@ -230,35 +224,29 @@ class RankStream:
                 where=str(chunk.path),
                 fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
+        return True
 
     def _read_row(self) -> None:
         """Read the next row of the open chunk, or close the chunk at its end."""
         chunk, index = self._chunk, self._index
         assert chunk is not None
         row = self._taken.get(index, 0)
+        if row < chunk.num_rows:
+            if chunk.kind == PACKS:
+                self._packs.append(self._stored_pack(chunk, index, row))
+            else:
+                if not self._block:
+                    rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
+                    self._block.extend(self._members(chunk, index, rows))
+                member = self._block.popleft()
+                if member is not None and (full := self._packer.add(member)) is not None:
+                    self._packs.append(_live_pack(full))
+            row = self._taken[index] = row + 1
+            self._rows += 1
         if row == chunk.num_rows:
-            self._finish(index)
-            return
-        if chunk.kind == PACKS:
-            self._packs.append(self._stored_pack(chunk, index, row))
-        else:
-            if not self._block:
-                rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
-                self._block.extend(zip(rows, self._members(chunk, index, rows), strict=True))
-            block_row, member = self._block.popleft()
-            assert block_row == row
-            full = None if member is None else self._packer.add(member)
-            if full is not None:
-                self._packs.append(_live_pack(full))
-        self._taken[index] = row + 1
-        self._rows += 1
-        if row + 1 == chunk.num_rows:
-            self._finish(index)
-
-    def _finish(self, index: int) -> None:
-        self.close()
-        self._taken.pop(index, None)
-        self._finished.add(index)
+            self.close()
+            self._taken.pop(index, None)
+            self._finished.add(index)
 
     def _stored_pack(self, chunk: LiveChunk, index: int, row: int) -> LivePack:
         pack = chunk.pack(row)
@@ -305,21 +293,18 @@ class RankStream:
                     where=encoded.where,
                     fix="fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out",
                 )
-            self._leave_out(str(encoded.reason))
+            self._left_out[str(encoded.reason)] += 1
             return None
         sequence, reason = fit_to_pack(encoded, pack_size=self._config.pack_size, over_long=self._config.over_long)
         if sequence is None:
-            self._leave_out(reason)
+            self._left_out[reason] += 1
             return None
         # A sequence takes as much of a pack as of a row, where it is padded.
         size = max(len(sequence), int(padded_lengths(np.array([len(sequence)]), self._pad_to_multiple)[0]))
         if size > self._config.pack_size:
-            self._leave_out("over_long")
+            self._left_out["over_long"] += 1
             return None
         return Member(place, sequence, size)
-
-    def _leave_out(self, reason: str) -> None:
-        self._left_out[reason] = self._left_out.get(reason, 0) + 1
 
     def _restore(self) -> None:
         """Read the conversations that waited in open packs again."""
