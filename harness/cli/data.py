@@ -102,7 +102,7 @@ def inspect(
     if path.endswith(BLEND_SUFFIXES):
         blend = summarize_blend(path)
         if as_json:
-            print_json(blend.to_dict())
+            print_json(asdict(blend))
         else:
             console.print(render_blend(blend))
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -189,7 +189,7 @@ def status(
 
     console = stdout_console(width=120)
     if as_json:
-        print_json(live_status(folder).to_dict())
+        print_json(asdict(live_status(folder)))
     elif not watch:
         console.print(render_status(live_status(folder)))
     else:

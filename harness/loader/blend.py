@@ -47,14 +47,10 @@ class Blend:
         for name, size in zip(self.names, self.sizes, strict=True):
             if size < 1:
                 raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="remove it")
-        if self.weights is None:
-            limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
-            shares = [limit / float(sum(limits)) for limit in limits]
-        else:
-            # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
-            scaled = np.asarray(self.weights, dtype=np.float64)
-            shares = (scaled / np.sum(scaled)).tolist()
-        object.__setattr__(self, "shares", tuple(shares))
+        limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
+        # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
+        scaled = np.asarray(self.weights or limits, dtype=np.float64)
+        object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
 
     @property
     def num_packs(self) -> int | None:
@@ -125,25 +121,25 @@ class Blend:
         self.draw(counts, start)
         while True:
             index = -(-start // size)
-            while True:
-                before = tuple(counts)
-                drawn = self.draw(counts, size).shape[0]
-                if drawn == 0 or (config.drop_last and drawn < size):
+            before = tuple(counts)
+            while drawn := self.draw(counts, size).shape[0]:
+                if config.drop_last and drawn < size:
                     break
                 yield BatchRange(epoch, index, start, start + drawn, before)
-                start, index = start + drawn, index + 1
+                start, index, before = start + drawn, index + 1, tuple(counts)
             if self.weights is not None:
                 return
             epoch, start, counts = epoch + 1, 0, [0] * len(self.sizes)
 
     def check_lasts(self, num_packs: int) -> None:
         """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
+        if self.weights is None:
+            return
         # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
-        for source, share in enumerate(self.shares):
-            limit = self.limit(source)
-            if self.weights is not None and limit is not None and share * num_packs + 1 > limit:
-                break
-        else:
+        limits = [self.limit(source) for source in range(len(self.sizes))]
+        if all(
+            limit is None or share * num_packs + 1 <= limit for share, limit in zip(self.shares, limits, strict=True)
+        ):
             return
         counts = self.counts_after(num_packs)
         if sum(counts) < num_packs:
@@ -196,11 +192,7 @@ def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, 
             raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
         if times is not None and times < 1:
             raise ConfigError(f"epochs is {times}", where=where, fix="set it to 1 or more")
-    if (
-        weights is not None
-        and any(weight is None for weight in weights)
-        and any(weight is not None for weight in weights)
-    ):
+    if weights is not None and len({weight is None for weight in weights}) > 1:
         missing = next(name for name, weight in zip(names, weights, strict=True) if weight is None)
         raise ConfigError(
             "some sources have a weight, and this one has none",

@@ -226,16 +226,16 @@ def corpus_paths(data: dict[str, Any]) -> list[str]:
 
 
 def _read_json(path: Path, key: str) -> dict[str, list[int]]:
+    what, fix = "the file is not a mapping", "write it again"
     try:
         values = json.loads(path.read_text())
+        if isinstance(values, dict):
+            return values
     except OSError as error:
-        fix = "name the file that `harness indexed` wrote"
-        raise ConfigError(f"the file cannot be read: {error.strerror}", where=f"{path}, {key}", fix=fix) from None
+        what, fix = f"the file cannot be read: {error.strerror}", "name the file that `harness indexed` wrote"
     except ValueError as error:
-        raise ConfigError(f"the file is not JSON: {error}", where=f"{path}, {key}", fix="write it again") from None
-    if not isinstance(values, dict):
-        raise ConfigError("the file is not a mapping", where=f"{path}, {key}", fix="write it again")
-    return values
+        what = f"the file is not JSON: {error}"
+    raise ConfigError(what, where=f"{path}, {key}", fix=fix)
 
 
 def _read_splits(path: Path) -> dict[str, Sources]:
@@ -249,19 +249,12 @@ def _read_splits(path: Path) -> dict[str, Sources]:
                 f"{name!r} is not a split with a list of sources", where=str(path), fix=f"use {', '.join(SPLITS)}"
             )
         texts = [str(word) for word in words]
-        weights = [_number(text) for text in texts[::2]]
-        if len(texts) % 2 == 0 and all(weight is not None for weight in weights):
+        try:
+            weights = [float(text) for text in texts[::2]]
             splits[name] = [CorpusSource(source, weight) for source, weight in zip(texts[1::2], weights, strict=True)]
-        else:
+        except ValueError:  # without weights
             splits[name] = [CorpusSource(text) for text in texts]
         check_sources(splits[name], where=f"{path}, {name}")
     if "train" not in splits:
         raise ConfigError("no source is for training", where=str(path), fix="name sources under train")
     return splits
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,13 @@ import xxhash
 
 from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
-from harness.formats import PackReader, holds_manifest, open_dataset
+from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, ChatTokenizer, TokenizerConfig, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_INDEX = ("_sequence_lengths", "_pack_offsets")
 
 
 @dataclass
@@ -139,6 +139,8 @@ class JoinedReader:
         path: of all datasets, for messages.
         pack_size: the largest.
         readers: of the datasets, in order.
+        pack_offsets: int64 [packs + 1], as of `PackReader`.
+        sequence_lengths: int32 [sequences], as of `PackReader`.
 
     Raises:
         ConfigError: the datasets differ in pack size or tokenizer, or one is empty.
@@ -150,17 +152,14 @@ class JoinedReader:
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
         self._starts = [0, *np.cumsum([len(reader) for reader in readers]).tolist()]
-        self._join_index()
+        self.sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in readers])
+        counts = np.concatenate([np.diff(reader.pack_offsets) for reader in readers])
+        self.pack_offsets: Int64Array = np.concatenate([[0], np.cumsum(counts)])
+        self.sequence_lengths.flags.writeable = self.pack_offsets.flags.writeable = False
 
-    @property
-    def pack_offsets(self) -> Int64Array:
-        """int64 [packs + 1], as of `PackReader`."""
-        return self._pack_offsets
-
-    @property
-    def sequence_lengths(self) -> Int32Array:
-        """int32 [sequences], as of `PackReader`."""
-        return self._sequence_lengths
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Joining the mapped files again is faster than sending the copy.
+        return JoinedReader, (self.readers,)
 
     @property
     def fingerprint(self) -> str:
@@ -176,11 +175,6 @@ class JoinedReader:
             raise IndexError(f"pack {pack_id} of {len(self)} in {self.path}")
         source = bisect.bisect_right(self._starts, pack_id) - 1
         return self.readers[source], pack_id - self._starts[source]
-
-    def where(self, pack_id: int) -> str:
-        """Return the file and position of a pack, for error messages."""
-        reader, inside = self.place(pack_id)
-        return reader.where(inside)
 
     def __getitem__(self, index: int) -> Pack:
         return self.read([index])[0]
@@ -204,24 +198,6 @@ class JoinedReader:
         """Close all files; reading opens them again."""
         for reader in self.readers:
             reader.close()
-
-    def _join_index(self) -> None:
-        counts = np.cumsum([0, *(reader.sequence_lengths.shape[0] for reader in self.readers)])
-        self._sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in self.readers])
-        self._pack_offsets: Int64Array = np.concatenate(
-            [np.zeros(1, dtype=np.int64)]
-            + [reader.pack_offsets[1:] + before for reader, before in zip(self.readers, counts[:-1], strict=True)]
-        )
-        for array in (self._sequence_lengths, self._pack_offsets):
-            array.flags.writeable = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Joining the mapped files again is faster than sending the copy.
-        return {name: value for name, value in self.__dict__.items() if name not in _INDEX}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._join_index()
 
 
 @dataclass(frozen=True)
@@ -277,27 +253,38 @@ def open_datasets(config: DataConfig) -> RunData:
         FormatError: a dataset is missing or damaged.
         ConfigError: training and validation sets, the sources of a blend, or the required tokenizer do not match.
     """
-    paths = [source.path for source in config.blend] or [config.path]
-    opened = [open_train(path) for path in paths]
+    opened = [open_train(path) for path in [source.path for source in config.blend] or [config.path]]
     trains = [train for train, _ in opened]
-    blend = _blend_of(config.blend, trains) if config.blend else None
+    blend = None
+    if config.blend:
+        blend = Blend(
+            names=tuple(source.path for source in config.blend),
+            sizes=tuple(len(reader) for reader in trains),
+            weights=tuple(source.weight for source in config.blend if source.weight is not None) or None,
+            epochs=tuple(source.epochs for source in config.blend),
+        )
     train = JoinedReader(trains) if blend is not None else trains[0]
     besides = [beside for _, beside in opened if beside is not None]
     if config.validation_path is not None:
         besides = [config.validation_path]
     validations = [open_dataset(path) for path in besides]
     evaluation = _open_evaluation(config)
-    for validation in (*validations, *evaluation.values()):
-        for reader in trains:
-            _check_same_tokenizer(reader, validation)
+    for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
+        (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
+        if hash_ and other and hash_ != other:
+            raise ConfigError(
+                f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
+                f"{other_name} ({other})",
+                where=f"{reader.path} and {validation.path}",
+                fix="prepare both with one tokenizer",
+            )
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)
     sizes = [train.manifest.provenance.counts.get("vocab_size") for train in trains if train.manifest is not None]
     vocab_size = max((size for size in sizes if size is not None), default=None)
-    joined = JoinedReader(validations) if len(validations) > 1 else None
-    tokenizer_hash = next((hash_ for hash_, _ in map(_hashes, trains) if hash_), "")
-    validation_set = joined or (validations[0] if validations else None)
+    validation_set = JoinedReader(validations) if len(validations) > 1 else next(iter(validations), None)
+    tokenizer_hash = next((hash_ for hash_, _ in map(_tokenizer_of, trains) if hash_), "")
     return RunData(train, validation_set, vocab_size, tokenizer_hash, blend, evaluation)
 
 
@@ -335,41 +322,19 @@ def open_train(path: str) -> tuple[PackReader, str | None]:
     return open_dataset(inner), beside if _is_folder(beside) else None
 
 
-def _blend_of(sources: list[BlendSource], readers: list[PackReader]) -> Blend:
-    weights = tuple(source.weight for source in sources if source.weight is not None)
-    return Blend(
-        names=tuple(source.path for source in sources),
-        sizes=tuple(len(reader) for reader in readers),
-        weights=weights or None,
-        epochs=tuple(source.epochs for source in sources),
-    )
-
-
 def _is_folder(path: str) -> bool:
     # Object storage has no folders: there the manifest marks a dataset.
     return holds_manifest(path) if is_uri(path) else Path(path).is_dir()
 
 
-def _hashes(reader: PackReader) -> tuple[str, str]:
-    manifest = reader.manifest
-    if manifest is None:
-        return "", ""
-    return manifest.provenance.tokenizer_hash, manifest.provenance.tokenizer
-
-
-def _check_same_tokenizer(train: PackReader, validation: PackReader) -> None:
-    (hash_, name), (other, other_name) = _hashes(train), _hashes(validation)
-    if hash_ and other and hash_ != other:
-        raise ConfigError(
-            f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
-            f"{other_name} ({other})",
-            where=f"{train.path} and {validation.path}",
-            fix="prepare both with one tokenizer",
-        )
+def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
+    """Return the hash and name of the tokenizer that made a dataset; empty where it is not recorded."""
+    provenance = reader.manifest.provenance if reader.manifest is not None else Provenance()
+    return provenance.tokenizer_hash, provenance.tokenizer
 
 
 def _check_tokenizer(train: PackReader, name: str) -> None:
-    stored, stored_name = _hashes(train)
+    stored, stored_name = _tokenizer_of(train)
     if not stored:
         raise ConfigError(
             f"the dataset does not record its tokenizer, so it cannot be compared with {name}",
@@ -394,18 +359,12 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
             raise ConfigError("the source has no packs", where=f"data.blend, {reader.path}", fix="remove it")
         if reader.manifest is None:  # bare files have no provenance
             continue
-        provenance = reader.manifest.provenance
-        known = {
-            "pack_size": (str(reader.pack_size), "prepare all sources with one data.pack_size"),
-            "tokenizer": (provenance.tokenizer_hash, "prepare all sources with one tokenizer"),
-        }
-        for name, (value, fix) in known.items():
-            if not value:
-                continue
-            before, owner = first.setdefault(name, (value, reader))
+        for name, value in (("data.pack_size", str(reader.pack_size)), ("tokenizer", _tokenizer_of(reader)[0])):
+            before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
             if before != value:
+                what = name.removeprefix("data.")
                 raise ConfigError(
-                    f"sources of a blend must have one {name}: {owner.path} has {before}, {reader.path} has {value}",
+                    f"sources of a blend must have one {what}: {owner.path} has {before}, {reader.path} has {value}",
                     where=f"data.blend, {reader.path}",
-                    fix=fix,
+                    fix=f"prepare all sources with one {name}",
                 )

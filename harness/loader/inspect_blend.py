@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,6 @@ class BlendSummary:
     ends_after: int | None
     sources: list[SourceSummary]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summarize_blend(path: str) -> BlendSummary:
     """Open the datasets of the blend that a YAML file configures, and draw from it.
@@ -65,7 +62,14 @@ def summarize_blend(path: str) -> BlendSummary:
         ConfigError: the file configures no blend, or one that cannot be drawn.
         FormatError: a source is missing or damaged.
     """
-    settings = _read(path)
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
+    if not isinstance(settings, dict):
+        raise ConfigError("the file holds no settings", where=path, fix=_FIX)
     data = settings.get("data", settings)
     blend_settings = data.get("blend") if isinstance(data, dict) else None
     if not blend_settings or not isinstance(blend_settings, list):
@@ -128,15 +132,3 @@ def render_blend(summary: BlendSummary) -> Any:
         text = f"a source's epochs are used up after {summary.ends_after:,} packs"
         ending = [Text(f"{text}: too few for the run", style="bold red") if is_short else Text(text)]
     return Group(Text(summary.path, style="bold"), *paths, table, note, *ending)
-
-
-def _read(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
-    if not isinstance(settings, dict):
-        raise ConfigError("the file holds no settings", where=path, fix=_FIX)
-    return settings

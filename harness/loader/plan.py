@@ -171,11 +171,15 @@ class BatchReader:
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
-        packs = self._packs_of(step)
+        if self._blend_order is not None:
+            packs = self._blend_order.packs(step)
+        else:
+            if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
+                self._epoch_order = EpochOrder(self._config, len(self._source), step.epoch)
+            packs = self._epoch_order.packs(step.start, step.stop)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
-        offsets = np.zeros(packs.shape[0] + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        offsets = np.concatenate([[0], np.cumsum(counts)])
         sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
         lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.pad_to_multiple)
         placed = schedule(
@@ -189,13 +193,6 @@ class BatchReader:
             cost=self._cost,
         )
         return packs, sequences, placed, measure_imbalance(placed, lengths, row_tokens=self.row_tokens, cost=self._cost)
-
-    def _packs_of(self, step: BatchRange) -> Int64Array:
-        if self._blend_order is not None:
-            return self._blend_order.packs(step)
-        if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
-            self._epoch_order = EpochOrder(self._config, len(self._source), step.epoch)
-        return self._epoch_order.packs(step.start, step.stop)
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.
@@ -233,7 +230,13 @@ class BatchReader:
         needed = np.unique(pack_of)
         packs = dict(zip(needed.tolist(), self._source.read(needed.tolist()), strict=True))
         for index, pack in packs.items():
-            self._check_pack(index, pack)
+            expected = self._source.sequence_lengths[int(offsets[index]) : int(offsets[index + 1])]
+            if not np.array_equal(pack.sequence_lengths, expected):
+                raise LoaderError(
+                    f"pack {index} holds {pack.num_sequences} sequences of {len(pack):,} tokens, "
+                    f"but {expected.shape[0]} of {int(expected.sum()):,} in its dataset's index",
+                    fix="the index belongs to other data; prepare or convert the dataset again",
+                )
         runs = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(pack_of) != 0)) + 1
         firsts = [0, *runs.tolist()]
         for first, stop in zip(firsts, [*runs.tolist(), sequences.shape[0]], strict=True):
@@ -243,17 +246,6 @@ class BatchReader:
             after = inside + stop - first
             end = int(pack.seq_start_id[after]) if after < pack.num_sequences else len(pack)
             yield pack.input_ids[start:end], pack.loss_mask[start:end]
-
-    def _check_pack(self, index: int, pack: Pack) -> None:
-        expected = self._source.sequence_lengths[
-            int(self._source.pack_offsets[index]) : int(self._source.pack_offsets[index + 1])
-        ]
-        if not np.array_equal(pack.sequence_lengths, expected):
-            raise LoaderError(
-                f"pack {index} holds {pack.num_sequences} sequences of {len(pack):,} tokens, "
-                f"but {expected.shape[0]} of {int(expected.sum()):,} in its dataset's index",
-                fix="the index belongs to other data; prepare or convert the dataset again",
-            )
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:

@@ -96,7 +96,12 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     row_tokens = max_tokens_per_rank * cp_size
     _check_lengths(sizes, row_tokens)
-    offsets = None if pack_offsets is None else _checked_offsets(pack_offsets, sizes.shape[0])
+    offsets = None if pack_offsets is None else np.asarray(pack_offsets, dtype=np.int64)
+    if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
+        raise ScheduleError(
+            f"pack_offsets do not cut {sizes.shape[0]:,} sequences into packs: "
+            "they must rise strictly from 0 to the number of sequences"
+        )
     batch = GlobalBatch(sizes, dp_size, row_tokens, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)
 
@@ -117,13 +122,3 @@ def _check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
     if lengths.min() < 1:
         at = int(np.argmin(lengths))
         raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens, expected at least 1")
-
-
-def _checked_offsets(pack_offsets: npt.NDArray[Any], num_sequences: int) -> npt.NDArray[np.int64]:
-    offsets = np.asarray(pack_offsets, dtype=np.int64)
-    if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != num_sequences or (np.diff(offsets) < 1).any():
-        raise ScheduleError(
-            f"pack_offsets do not cut {num_sequences:,} sequences into packs: "
-            "they must rise strictly from 0 to the number of sequences"
-        )
-    return offsets

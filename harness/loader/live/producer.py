@@ -167,9 +167,10 @@ class LiveProducer:
                 return
             self.flush()
             last = self._last
-            totals = (last.total_rows, last.total_sequences, last.total_tokens, last.chain)
-            if self._last_index != self._next_index - 1:  # chunks of other producers after it are in no totals
-                totals = (None, None, None, "")
+            # Chunks of other producers after the last record are in no totals.
+            totals: tuple[int | None, int | None, int | None, str] = (None, None, None, "")
+            if self._last_index == self._next_index - 1:
+                totals = (last.total_rows, last.total_sequences, last.total_tokens, last.chain)
             with self._explained("END.json cannot be written"):
                 end = EndRecord(self._next_index, *totals, self._stream, time.time())
                 self._folder.write_record(END_FILE, end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,6 @@ class LiveStatus:
     chunks_per_min: float | None
     ended: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def live_status(path: str | Path) -> LiveStatus:
     """Return the status of a folder; raise FormatError where there is none."""
@@ -99,7 +96,9 @@ def render_status(status: LiveStatus) -> RenderableType:
     if status.rows_per_s is not None and status.chunks_per_min is not None:
         rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
     table.add_row("producer", f"{_who(status.producer, status.producer_told, status.producer_seen_s)}{doing}")
-    table.add_row("made", f"{status.chunks:,} chunks{_amount(status)}" + (", ended" if status.ended else ""))
+    made = [f"{status.chunks:,} chunks"]
+    made += [f"{count:,} {of}" for count, of in ((status.rows, "rows"), (status.tokens, "tokens")) if count is not None]
+    table.add_row("made", ", ".join(made + ["ended"] * status.ended))
     table.add_row("rate", rates or "unknown yet")
     table.add_row("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}")
     table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
@@ -150,11 +149,6 @@ def _who(state: str, status: dict[str, Any], seen_s: float | None) -> str:
         return "none yet"
     name = f" ({status['host']}, process {status['pid']})" if "host" in status else ""
     return f"{state}{name}" + ("" if state == "alive" else f", {last_seen(seen_s)}")
-
-
-def _amount(status: LiveStatus) -> str:
-    rows = "" if status.rows is None else f", {status.rows:,} rows"
-    return rows + ("" if status.tokens is None else f", {status.tokens:,} tokens")
 
 
 def _size(path: Path) -> int:
