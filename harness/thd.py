@@ -167,8 +167,7 @@ def thd_from_model_tokens(
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
     """
     padded = padded_lengths(lengths + 1, pad_to_multiple)
-    cu_seqlens = _running_sum(lengths)
-    cu_seqlens_padded = _running_sum(padded)
+    cu_seqlens, cu_seqlens_padded = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (lengths, padded))
     total = int(cu_seqlens_padded[-1])
     counted = np.arange(total, dtype=np.int64)
     counted -= np.repeat(cu_seqlens_padded[:-1], padded)
@@ -265,9 +264,3 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     indices: Int64Array = np.arange(held[-1], dtype=np.int64)
     indices += np.repeat(starts.reshape(-1) - (held - sizes), sizes)
     return indices
-
-
-def _running_sum(lengths: Int64Array) -> Int64Array:
-    sums = np.zeros(lengths.shape[0] + 1, dtype=np.int64)
-    np.cumsum(lengths, out=sums[1:])
-    return sums

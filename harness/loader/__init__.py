@@ -11,7 +11,7 @@ Importing this package imports no PyTorch; opening a `Loader` does.
 from __future__ import annotations
 
 from harness.loader.blend import Blend, BlendOrder
-from harness.loader.config import LoaderConfig
+from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.corpus import SPLITS, CorpusConfig, CorpusSource, SplitSources, corpus_paths
 from harness.loader.datasets import (
     BlendSource,
@@ -25,7 +25,6 @@ from harness.loader.datasets import (
     open_train,
 )
 from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
-from harness.loader.layout import RankLayout
 from harness.loader.loader import Loader
 from harness.loader.order import (
     BatchRange,

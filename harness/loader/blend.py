@@ -141,10 +141,9 @@ class Blend:
             limit is None or share * num_packs + 1 <= limit for share, limit in zip(self.shares, limits, strict=True)
         ):
             return
-        counts = self.counts_after(num_packs)
-        if sum(counts) < num_packs:
-            what, where, fix = self._used_up(counts)
-            raise ConfigError(f"the run trains {num_packs:,} packs, but {what}", where=where, fix=fix)
+        if sum(self.counts_after(num_packs)) < num_packs:
+            error = self.used_up()
+            raise ConfigError(f"the run trains {num_packs:,} packs, but {error.what}", where=error.where, fix=error.fix)
 
     def counts_after(self, num_packs: int) -> list[int]:
         """Return the packs of each source among the first `num_packs`, or among all where there are fewer."""
@@ -160,28 +159,24 @@ class Blend:
 
     def used_up(self) -> LoaderError:
         """Return the error for a blend with weights that reached its end."""
-        what, where, fix = self._used_up(self._counts_at_end())
-        return LoaderError(what, where=where, fix=fix)
+        counts = self._counts_at_end()
+        lag = [
+            (share * max(sum(counts), 1) - count if count == self.limit(source) else -math.inf, source)
+            for source, (share, count) in enumerate(zip(self.shares, counts, strict=True))
+        ]
+        source = max(lag)[1]
+        return LoaderError(
+            f"the {self.epochs[source]} epochs of {self.sizes[source]:,} packs of {self.names[source]} are used up "
+            f"after {sum(counts):,} packs of the blend",
+            where=f"data.blend, {self.names[source]}",
+            fix="give it more epochs or a lower weight, or train fewer steps",
+        )
 
     def _counts_at_end(self) -> list[int]:
         counts = [0] * len(self.sizes)
         while self.draw(counts, 1 << 16).shape[0]:
             pass
         return counts
-
-    def _used_up(self, counts: Sequence[int]) -> tuple[str, str, str]:
-        lag = [
-            (share * max(sum(counts), 1) - count if count == self.limit(source) else -math.inf, source)
-            for source, (share, count) in enumerate(zip(self.shares, counts, strict=True))
-        ]
-        source = max(lag)[1]
-        epochs, size = self.epochs[source], self.sizes[source]
-        return (
-            f"the {epochs} epochs of {size:,} packs of {self.names[source]} are used up after {sum(counts):,} packs "
-            "of the blend",
-            f"data.blend, {self.names[source]}",
-            "give it more epochs or a lower weight, or train fewer steps",
-        )
 
 
 def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, epochs: Sequence[int | None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 from collections.abc import Sequence
@@ -169,13 +168,6 @@ class JoinedReader:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def place(self, pack_id: int) -> tuple[PackReader, int]:
-        """Return the dataset that holds a pack, and the pack's number in it."""
-        if not 0 <= pack_id < len(self):
-            raise IndexError(f"pack {pack_id} of {len(self)} in {self.path}")
-        source = bisect.bisect_right(self._starts, pack_id) - 1
-        return self.readers[source], pack_id - self._starts[source]
-
     def __getitem__(self, index: int) -> Pack:
         return self.read([index])[0]
 
@@ -186,13 +178,13 @@ class JoinedReader:
             IndexError: past the end.
             FormatError: as the reader of the dataset does.
         """
-        places = [self.place(index) for index in indices]
+        if outside := [index for index in indices if not 0 <= index < len(self)]:
+            raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
-        for reader in self.readers:
-            numbers = [number for number, (owner, _) in enumerate(places) if owner is reader]
-            if numbers:
-                packs.update(zip(numbers, reader.read([places[number][1] for number in numbers]), strict=True))
-        return [packs[number] for number in range(len(indices))]
+        for reader, (start, stop) in zip(self.readers, itertools.pairwise(self._starts), strict=True):
+            if inside := [index for index in indices if start <= index < stop]:
+                packs.update(zip(inside, reader.read([index - start for index in inside]), strict=True))
+        return [packs[index] for index in indices]
 
     def close(self) -> None:
         """Close all files; reading opens them again."""

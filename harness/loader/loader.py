@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from harness.errors import ConfigError, LoaderError
 from harness.loader.blend import Blend
-from harness.loader.config import LoaderConfig
-from harness.loader.layout import RankLayout
+from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange, steps_from, steps_per_epoch
 from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
@@ -86,16 +85,11 @@ class Loader(BatchStream[RawBatch]):
         # Where no global batch can be made, raise here and not in the first step.
         next(self._steps(LoaderState(config.seed)))
         where = f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
-        super().__init__(batches, config, where=where)
-
-    @property
-    def num_packs(self) -> int | None:
-        """Packs of one whole epoch; None for a blend with weights, which has no end."""
-        return self._num_packs
+        super().__init__(batches.read, config, where=where)
 
     @property
     def num_steps_per_epoch(self) -> int | None:
-        """Global batches of one whole epoch; None for a blend with weights."""
+        """Global batches of one whole epoch; None for a blend with weights, which has no end."""
         return None if self._num_packs is None else steps_per_epoch(self._config, self._num_packs)
 
     def __iter__(self) -> Iterator[RankBatch]:

@@ -12,8 +12,7 @@ import xxhash
 
 from harness.errors import LoaderError, ScheduleError
 from harness.loader.blend import Blend, BlendOrder
-from harness.loader.config import LoaderConfig
-from harness.loader.layout import RankLayout
+from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange, EpochOrder
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array

@@ -33,9 +33,7 @@ class LoaderState:
     def advance(self, num_packs: int, *, of: int | None) -> LoaderState:
         """Return the state after `num_packs` more packs of an epoch of `of` packs; None for an endless one."""
         consumed = self.packs_consumed + num_packs
-        if of is None:
-            return replace(self, packs_consumed=consumed)
-        if consumed > of:
+        if of is not None and consumed > of:
             raise LoaderError(f"{consumed:,} packs of an epoch were read, but it has {of:,}")
         if consumed == of:
             return replace(self, epoch=self.epoch + 1, packs_consumed=0)

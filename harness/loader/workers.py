@@ -12,24 +12,16 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from harness.errors import HarnessError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class ReadsBatches(Protocol[T_co]):
-    """A reader that is sent to workers; it must be picklable."""
-
-    def read(self, batch: BatchRange, /) -> T_co: ...
 
 
 class BatchStream(Generic[T]):
@@ -39,12 +31,12 @@ class BatchStream(Generic[T]):
     that reached the loop as torch's RuntimeError into a LoaderError.
 
     Args:
-        reader: pickled to workers that are not forked.
+        read_batch: reads one batch; pickled to workers that are not forked.
         config: the number of workers and how long to wait for them.
         where: this rank, for errors.
     """
 
-    def __init__(self, reader: ReadsBatches[T], config: LoaderConfig, *, where: str) -> None:
+    def __init__(self, read_batch: Callable[[BatchRange], T], config: LoaderConfig, *, where: str) -> None:
         import torch
         from torch.utils.data import DataLoader
 
@@ -58,7 +50,7 @@ class BatchStream(Generic[T]):
                 ["torch.utils.data", "harness.loader.loader"]
             )
         self._dataloader: DataLoader[T | HarnessError] = DataLoader(
-            _Batches(reader),  # type: ignore[arg-type]
+            _Batches(read_batch),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._ranges,
             num_workers=workers,
@@ -74,10 +66,10 @@ class BatchStream(Generic[T]):
         self._workers: Any = None
 
     def read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
-        """Yield what the reader returns for each of `batches`.
+        """Yield what `read_batch` returns for each of `batches`.
 
         Raises:
-            HarnessError: as the reader does; LoaderError where a worker died or was silent for too long.
+            HarnessError: as `read_batch` does; LoaderError where a worker died or was silent for too long.
         """
         if self._config.num_workers == 0 or self._config.persistent_workers:
             yield from self._read(batches)
@@ -98,9 +90,7 @@ class BatchStream(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError) and _is_about_workers(error):
             raise self._lost(error) from error
         self.close()
@@ -172,13 +162,13 @@ class BatchStream(Generic[T]):
 class _Batches(Generic[T]):
     """The dataset of torch's DataLoader. It returns errors, because torch would raise them as another kind."""
 
-    def __init__(self, reader: ReadsBatches[T]) -> None:
-        self._reader = reader
+    def __init__(self, read: Callable[[BatchRange], T]) -> None:
+        self._read = read
 
     def __getitem__(self, batch: BatchRange) -> T | HarnessError:
         where = f"epoch {batch.epoch}, step {batch.index}"
         try:
-            return self._reader.read(batch)
+            return self._read(batch)
         except HarnessError as error:
             return error
         except MemoryError as error:

@@ -65,9 +65,5 @@ class GlobalBatch:
 
 def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
     """Return offsets of rows of these numbers of sequences, int64 [rows + 1]; empty rows fill up to `multiple`."""
-    sizes = np.fromiter(counts, dtype=np.int64)
-    rows = -(-sizes.shape[0] // multiple) * multiple
-    offsets = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1 : sizes.shape[0] + 1])
-    offsets[sizes.shape[0] + 1 :] = offsets[sizes.shape[0]]
-    return offsets
+    sizes = [*counts]
+    return np.cumsum([0, *sizes, *[0] * (-len(sizes) % multiple)], dtype=np.int64)

@@ -85,7 +85,7 @@ def _rows_needed(batch: GlobalBatch) -> int:
     problem" (1990).
     """
     lengths = np.sort(batch.lengths)
-    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    sums = np.concatenate([[0], np.cumsum(lengths)])
     num = lengths.shape[0]
     halves = int(np.searchsorted(lengths, batch.row_tokens // 2, side="right"))
     thresholds = np.unique(lengths[:halves])
@@ -117,28 +117,25 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
     num_rows = targets.shape[0]
     num = batch.lengths.shape[0]
     order = np.argsort(-batch.lengths, kind="stable")
-    lengths, costs = batch.lengths[order], costs[order]
     row_of = np.empty(num, dtype=np.int64)
     free = np.full(num_rows, batch.row_tokens, dtype=np.int64)
     missing = targets.copy()
     portion = min(max(-(-num // _PORTIONS), -(-num_rows // _PORTION_OF_ROWS)), num_rows)
     start = 0
     while start < num:
-        rows = np.flatnonzero(free >= lengths[start])
+        rows = np.flatnonzero(free >= batch.lengths[order[start]])
         if rows.shape[0] == 0:
             return None
         size = min(portion, num - start, rows.shape[0])
         if size < rows.shape[0]:
             rows = rows[np.argpartition(-missing[rows], size - 1)[:size]]
         rows = rows[np.argsort(-missing[rows], kind="stable")]
-        stop = start + size
-        row_of[start:stop] = rows
-        missing[rows] -= costs[start:stop]
-        free[rows] -= lengths[start:stop]
-        start = stop
-    placed = np.empty(num, dtype=np.int64)
-    placed[order] = row_of
-    return placed
+        placed = order[start : start + size]
+        row_of[placed] = rows
+        missing[rows] -= costs[placed]
+        free[rows] -= batch.lengths[placed]
+        start += size
+    return row_of
 
 
 def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float64Array:
@@ -223,10 +220,10 @@ def _exchange_sequences(
                 break
         else:
             break
-    row_of = state.rows()
-    offsets = np.zeros(num_microbatches * batch.dp_size + 1, dtype=np.int64)
-    np.cumsum(np.bincount(row_of, minlength=offsets.shape[0] - 1), out=offsets[1:])
-    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets)
+    row_of = np.empty_like(state.row_of[1:])
+    row_of[state.by_cost] = state.row_of[1:]
+    sizes = np.bincount(row_of, minlength=num_microbatches * batch.dp_size)
+    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)]))
 
 
 class _Placement:
@@ -240,8 +237,8 @@ class _Placement:
         self.dp_size = batch.dp_size
         self.by_cost = np.argsort(costs, kind="stable")
         self.costs = np.concatenate([np.zeros(1), costs[self.by_cost]])
-        self.lengths = np.concatenate([np.zeros(1, dtype=np.int64), batch.lengths[self.by_cost]])
-        self.row_of = np.concatenate([np.zeros(1, dtype=np.int64), position[self.by_cost]])
+        self.lengths = np.concatenate([[0], batch.lengths[self.by_cost]])
+        self.row_of = np.concatenate([[0], position[self.by_cost]])
         self.rank_of = (self.row_of % batch.dp_size).astype(np.int32)
         num_rows = num_microbatches * batch.dp_size
         self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
@@ -252,12 +249,6 @@ class _Placement:
         self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)
         self.rank_costs = by_microbatch.sum(axis=0)
         self.mean = float(self.rank_costs.mean())
-
-    def rows(self) -> Int64Array:
-        """Return the row of each sequence, in the order of the batch, int64 [sequences]."""
-        row_of = np.empty(self.by_cost.shape[0], dtype=np.int64)
-        row_of[self.by_cost] = self.row_of[1:]
-        return row_of
 
     def exchange(self, busy: int, idle: int, wait_weight: float) -> bool:
         """Make the best exchange between two ranks; return False where none is possible."""

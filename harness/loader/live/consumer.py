@@ -18,7 +18,7 @@ from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.records import Schedule
 from harness.schedule import measure_imbalance
-from harness.thd import padded_lengths, thd_from_arrays, zero_loss_row
+from harness.thd import build_thd_batch, padded_lengths, zero_loss_row
 
 ORDER = "live chunks"
 # The longest sleep between two looks for a chunk. All ranks look together, so none spends long in a collective.
@@ -162,15 +162,7 @@ class LiveLoader:
         most = max(len(offer.lengths) for offer in offers)
         num_microbatches = -(-most // layout.group_size) * layout.group_size
         missing = num_microbatches - len(packs)
-        rows = [
-            thd_from_arrays(
-                live.pack.input_ids,
-                live.pack.loss_mask,
-                live.pack.sequence_lengths.astype(np.int64),
-                pad_to_multiple=layout.pad_to_multiple,
-            )
-            for live in packs
-        ]
+        rows = [build_thd_batch(live.pack.sequences(), pad_to_multiple=layout.pad_to_multiple) for live in packs]
         no_tokens = np.zeros(0, np.int64)
         by_row = [
             offer.lengths[row] if row < len(offer.lengths) else no_tokens

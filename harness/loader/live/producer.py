@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -65,6 +64,7 @@ class LiveProducer:
 
     Attributes:
         ended: the stream has its END record, so nothing can be added.
+        num_chunks: chunks of the folder, including those of earlier producers.
         input: number of the input that rows come from, from 0.
         input_is_whole: all rows of the input were added; False from `begin_input` to `end_input`, also after a crash.
 
@@ -97,7 +97,7 @@ class LiveProducer:
         self._opened = 0.0
         self._pending_position: Any = None
         self.ended, self.input, self.input_is_whole = False, 0, True
-        self._last, self._last_index, self._next_index, self._stream = ReadyRecord(), -1, 0, ""
+        self._last, self._last_index, self.num_chunks, self._stream = ReadyRecord(), -1, 0, ""
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
@@ -169,10 +169,10 @@ class LiveProducer:
             last = self._last
             # Chunks of other producers after the last record are in no totals.
             totals: tuple[int | None, int | None, int | None, str] = (None, None, None, "")
-            if self._last_index == self._next_index - 1:
+            if self._last_index == self.num_chunks - 1:
                 totals = (last.total_rows, last.total_sequences, last.total_tokens, last.chain)
             with self._explained("END.json cannot be written"):
-                end = EndRecord(self._next_index, *totals, self._stream, time.time())
+                end = EndRecord(self.num_chunks, *totals, self._stream, time.time())
                 self._folder.write_record(END_FILE, end)
             self.ended = True
             self._write_status("ended")
@@ -186,9 +186,7 @@ class LiveProducer:
     def __enter__(self) -> LiveProducer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None and not self.ended:
                 self.flush()
@@ -206,10 +204,6 @@ class LiveProducer:
         position = self._last.position
         return position if isinstance(position, dict) and position.get("input", 0) == self.input else None
 
-    @property
-    def num_chunks(self) -> int:
-        return self._next_index
-
     def _begin(self, before: bytes) -> None:
         """Find the position at which the last producer stopped, and remove its unfinished chunk."""
         with self._explained("the folder cannot be written to"):
@@ -226,7 +220,7 @@ class LiveProducer:
                 contents.chunks.pop(half).unlink(missing_ok=True)
         end = self._folder.end()
         self.ended = end is not None
-        self._next_index = max(contents.next_index, end.chunks if end is not None else 0)
+        self.num_chunks = max(contents.next_index, end.chunks if end is not None else 0)
         self._last_index = max(contents.ready, default=-1)
         last = self._folder.record(self._last_index) if self._last_index >= 0 else None
         self._stream = last.stream if last is not None else uuid.uuid4().hex[:16]
@@ -252,12 +246,12 @@ class LiveProducer:
         self._folder.delete_completed(contents, keep=self._keep, spare=self._last_index)
         status = self._folder.status(CONSUMER_FILE)
         # Ranks read their chunks at their own pace: a chunk that one waits for is written whatever the others have.
-        if max(status.get("waiting_for") or [-1]) >= self._next_index:
+        if max(status.get("waiting_for") or [-1]) >= self.num_chunks:
             return True
         return contents.num_unread(contents.ready, status) < self._max_waiting
 
     def _write(self) -> None:
-        index = self._next_index
+        index = self.num_chunks
         path = self._folder.path / chunk_name(index, self._suffix)
         with self._explained(f"{path.name} cannot be written"):
             if self._folder.find(index) is not None:
@@ -278,7 +272,7 @@ class LiveProducer:
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
                 raise
-        self._last, self._last_index, self._next_index = record, index, index + 1
+        self._last, self._last_index, self.num_chunks = record, index, index + 1
         self._rows = ChunkRows(self._kind, self._suffix)
         self._write_status("working")
 
@@ -294,7 +288,7 @@ class LiveProducer:
             "writing": writing,
             "stream": self._stream,
             "kind": self._kind,
-            "chunks": self._next_index,
+            "chunks": self.num_chunks,
             "rows": self.num_rows,
             "input": self.input,
             "input_is_whole": self.input_is_whole,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
+from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
-from harness.loader.layout import RankLayout
 from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of
@@ -308,20 +311,8 @@ class RankStream:
 
     def _restore(self) -> None:
         """Read the conversations that waited in open packs again."""
-        packs: list[list[Member[Place]]] = []
-        opened: dict[int, LiveChunk] = {}
-        try:
-            for pack in self._to_restore:
-                members = [self._read_again(opened, chunk, row) for chunk, row in pack]
-                packs.append([member for member in members if member is not None])
-        finally:
-            for chunk in opened.values():
-                chunk.close()
-        self._packer.restore(packs)
-        self._to_restore = []
-
-    def _read_again(self, opened: dict[int, LiveChunk], index: int, row: int) -> Member[Place] | None:
-        if index not in opened:
+        members: dict[Place, Member[Place] | None] = {}
+        for index, places in groupby(sorted(chain(*self._to_restore)), key=itemgetter(0)):
             chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
             if chunk is None:
                 raise LoaderError(
@@ -329,11 +320,13 @@ class RankStream:
                     where=str(self._folder.path),
                     fix="put it back; a producer deletes only chunks that are marked as completed",
                 )
-            opened[index] = chunk
-        chunk = opened[index]
-        if chunk.kind != CHAT or row >= chunk.num_rows:
-            raise LoaderError(f"row {row:,} is not a conversation any more", where=str(chunk.path))
-        return self._members(chunk, index, range(row, row + 1))[0]
+            with closing(chunk):
+                for _, row in places:
+                    if chunk.kind != CHAT or row >= chunk.num_rows:
+                        raise LoaderError(f"row {row:,} is not a conversation any more", where=str(chunk.path))
+                    members[index, row] = self._members(chunk, index, range(row, row + 1))[0]
+        self._packer.restore([[m for place in pack if (m := members[place]) is not None] for pack in self._to_restore])
+        self._to_restore = []
 
     def _waiting(self, end: int | None) -> Waiting:
         now = time.monotonic()

@@ -220,7 +220,7 @@ class SampleLoader(BatchStream[RawBatch]):
         self, reader: SampleReader, config: LoaderConfig, *, layout: RankLayout, num_samples: int, start: LoaderState
     ) -> None:
         where = f"data-parallel rank {layout.dp_rank}, {config.num_workers} workers"
-        super().__init__(reader, config, where=where)
+        super().__init__(reader.read, config, where=where)
         self._layout, self._num_samples, self._size, self.state = layout, num_samples, config.global_batch_size, start
 
     def __iter__(self) -> Iterator[RankBatch]:
