@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from harness.checks import require_numbers
 from harness.errors import ConfigError, LoaderError
 
-_START_METHODS = (None, "fork", "spawn", "forkserver")
-
 
 @dataclass
 class LoaderConfig:
@@ -49,7 +47,7 @@ class LoaderConfig:
         require_numbers(self, "loader", *names, lowest=1)
         require_numbers(self, "loader", "num_workers", lowest=0)
         require_numbers(self, "loader", "timeout_s", above=0)
-        if self.start_method not in _START_METHODS:
+        if self.start_method not in (None, "fork", "spawn", "forkserver"):
             raise ConfigError(
                 f"there is no start method {self.start_method!r}",
                 where="loader.start_method",

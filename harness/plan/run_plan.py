@@ -15,8 +15,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from harness.errors import ConfigError, HarnessError
-from harness.loader import BlendSource, DataConfig, RunData, open_datasets
-from harness.loader.live import LiveConfig
+from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_datasets
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Memory, count_weights, layer_activation_bytes, plan_memory

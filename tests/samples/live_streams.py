@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from harness.errors import HarnessError
-from harness.loader import LoaderState, RankBatch, RankLayout
+from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
 from harness.loader.live import (
     BatchPlan,
-    LiveConfig,
     LiveLoader,
     LivePack,
     LivePosition,

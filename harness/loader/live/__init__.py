@@ -7,7 +7,6 @@ files or a pipe. A rank reads its own chunks (`rank`); ranks exchange what they 
 
 from __future__ import annotations
 
-from harness.loader.datasets import LiveConfig
 from harness.loader.live.consumer import ORDER, LiveLoader
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.position import LivePosition
@@ -21,7 +20,6 @@ __all__ = [
     "ORDER",
     "STDIN",
     "BatchPlan",
-    "LiveConfig",
     "LiveFolder",
     "LiveLoader",
     "LivePack",

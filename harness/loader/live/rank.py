@@ -14,7 +14,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
 from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
-from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
+from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of
 from harness.records import Int64Array, Pack, SequenceView
@@ -282,11 +282,11 @@ class RankStream:
         parsed = [chunk.conversation(row) for row in rows]
         conversations = [item for item in parsed if isinstance(item, Conversation)]
         encoded = iter(self._tokenizer.encode(conversations) if conversations else [])
-        members: list[Member[Place] | None] = []
-        for row, item in zip(rows, parsed, strict=True):
-            result = next(encoded) if isinstance(item, Conversation) else item
-            members.append(None if result is None else self._member((index, row), result))
-        return members
+        results = [next(encoded) if isinstance(item, Conversation) else item for item in parsed]
+        return [
+            None if result is None else self._member((index, row), result)
+            for row, result in zip(rows, results, strict=True)
+        ]
 
     def _member(self, place: Place, encoded: SequenceView | BadRecord) -> Member[Place] | None:
         if isinstance(encoded, BadRecord):
@@ -341,12 +341,11 @@ class RankStream:
             if self._config.require_ready and not contents.ready:
                 return "it is there without a ready record; data.live.require_ready=false takes chunks without"
             return "it is there, but not marked as ready"
-        plain = [name for name in (f"chunk_{index}.jsonl", f"chunk_{index}.parquet") if f"{index:05d}" not in name]
-        if misnamed := next((name for name in plain if (self._folder.path / name).exists()), None):
-            return f"{misnamed} is there; names must have five digits"
-        later = sorted(other for other in contents.chunks if other > index)
-        if later:
-            return f"the numbering has a gap: {chunk_name(later[0])} is there"
+        for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
+            if (self._folder.path / name).exists():
+                return f"{name} is there; names must have five digits"
+        if later := [other for other in contents.chunks if other > index]:
+            return f"the numbering has a gap: {chunk_name(min(later))} is there"
         if end is not None:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
         return "" if self._folder.path.is_dir() else "the folder is missing"

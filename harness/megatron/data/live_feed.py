@@ -20,12 +20,11 @@ from typing import Any, TypeVar, cast
 import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
-from harness.loader import LoaderState, RankBatch
+from harness.loader import LiveConfig, LoaderState, RankBatch
 from harness.loader.live import (
     CONSUMER_FILE,
     ORDER,
     BatchPlan,
-    LiveConfig,
     LiveFolder,
     LiveLoader,
     LivePosition,

@@ -9,8 +9,8 @@ from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
-from harness.loader import BlendSource, DataConfig, open_datasets
-from harness.loader.live import LiveConfig, LiveFolder
+from harness.loader import BlendSource, DataConfig, LiveConfig, open_datasets
+from harness.loader.live import LiveFolder
 from harness.megatron.run.fine_tuning import check
 from harness.plan.settings import SftConfig
 from harness.records import Pack
