@@ -95,7 +95,43 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         sizes = ("sequence_length", "micro_batch_size", "object_storage_chunk_bytes", "num_dataset_builder_threads")
         require_numbers(self, "data", *sizes, "num_samples", lowest=1)
-        self._check_sources()
+        per_split = vars(self.blend_per_split)
+        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]!r} is not a split", where="data.blend_per_split", fix=f"choose one of {', '.join(SPLITS)}"
+            )
+        named = {
+            "blend": self.blend,
+            "blend_per_split": any(per_split.values()),
+            "per_split_data_args_path": self.per_split_data_args_path,
+        }
+        given = [name for name, value in named.items() if value]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} both name the sources", where=f"data.{given[1]}", fix="keep one of them"
+            )
+        if not given and not self.path:
+            raise ConfigError(
+                "no source is named",
+                where="data.path",
+                fix="name X of X.bin and X.idx, or several in data.blend",
+            )
+        check_sources(self.blend, where="data.blend")
+        for name, sources in per_split.items():
+            check_sources(sources, where=f"data.blend_per_split.{name}")
+        if any(per_split.values()) and not per_split["train"]:
+            raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
+        try:
+            parts = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            parts = []
+        if not 1 <= len(parts) <= len(SPLITS) or any(not part >= 0 for part in parts) or not parts[0] > 0:
+            raise ConfigError(
+                f"split is {self.split!r}",
+                where="data.split",
+                fix="give parts of training, validation and test, such as 969,30,1",
+            )
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
             raise ConfigError(
@@ -155,45 +191,6 @@ class CorpusConfig:
                 fix="count them again, with these paths",
             )
         return counts
-
-    def _check_sources(self) -> None:
-        per_split = vars(self.blend_per_split)
-        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0]!r} is not a split", where="data.blend_per_split", fix=f"choose one of {', '.join(SPLITS)}"
-            )
-        named = {
-            "blend": self.blend,
-            "blend_per_split": any(per_split.values()),
-            "per_split_data_args_path": self.per_split_data_args_path,
-        }
-        given = [name for name, value in named.items() if value]
-        if len(given) > 1:
-            raise ConfigError(
-                f"{' and '.join(given)} both name the sources", where=f"data.{given[1]}", fix="keep one of them"
-            )
-        if not given and not self.path:
-            raise ConfigError(
-                "no source is named",
-                where="data.path",
-                fix="name X of X.bin and X.idx, or several in data.blend",
-            )
-        check_sources(self.blend, where="data.blend")
-        for name, sources in per_split.items():
-            check_sources(sources, where=f"data.blend_per_split.{name}")
-        if any(per_split.values()) and not per_split["train"]:
-            raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
-        try:
-            parts = [float(part) for part in self.split.split(",")]
-        except ValueError:
-            parts = []
-        if not 1 <= len(parts) <= len(SPLITS) or any(not part >= 0 for part in parts) or not parts[0] > 0:
-            raise ConfigError(
-                f"split is {self.split!r}",
-                where="data.split",
-                fix="give parts of training, validation and test, such as 969,30,1",
-            )
 
 
 def check_sources(sources: Sources, *, where: str) -> None:

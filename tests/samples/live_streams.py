@@ -149,8 +149,7 @@ def train(
             plan,
             exchange=exchange_of(rank),
             share=share,
-            state=state,
-            fresh=LoaderState(seed=0),
+            state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
             log=trained.log.append if rank == 0 else lambda line: None,
         )

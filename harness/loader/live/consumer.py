@@ -38,8 +38,7 @@ class LiveLoader:
         plan: the division of a step into rows.
         exchange: gives the offers of all reading ranks, by data-parallel rank, to every rank; all call it together.
         share: hands the packs of a step to the ranks that train the same rows; all of these call it together.
-        state: position to resume from.
-        fresh: the state of a new run.
+        state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
         log: called with lines for the log.
         report: called at each look with position and offers, for `harness live status` and for the producer.
@@ -59,8 +58,7 @@ class LiveLoader:
         *,
         exchange: Exchange,
         share: Share,
-        state: LoaderState | None,
-        fresh: LoaderState,
+        state: LoaderState,
         timeout_s: float,
         log: Callable[[str], None] = lambda line: None,
         report: Callable[[LivePosition, Sequence[Offer]], None] = lambda position, offers: None,
@@ -68,8 +66,8 @@ class LiveLoader:
         self._stream = stream
         self._plan = plan
         self._exchange, self._share = exchange, share
-        self._state = state or fresh
-        self._position = LivePosition.from_json(state.live) if state is not None else LivePosition()
+        self._state = state
+        self._position = LivePosition.from_json(state.live) if state.live else LivePosition()
         self._timeout_s = timeout_s
         self._log, self._report = log, report
         self.while_waiting: Callable[[], str | None] = lambda: None

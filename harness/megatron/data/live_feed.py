@@ -94,8 +94,7 @@ class LiveFeed:
             plan,
             exchange=self._exchange,
             share=lambda packs: cast(Any, packs) if copy is None else _broadcast(packs, reader, copy),
-            state=state,
-            fresh=fresh,
+            state=state or fresh,
             timeout_s=config.timeout_s,
             # Flushed, so that a wait shows in a log file while it lasts.
             log=lambda line: print(line, flush=True) if self._is_rank_0 else None,
