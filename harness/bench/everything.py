@@ -199,16 +199,14 @@ def _machine(reports: Sequence[BenchReport]) -> str:
     began = min((report.began for report in reports), default="")
     seconds = sum(report.seconds for report in reports)
     loads = [report.load for report in reports if report.load is not None]
+    packages = ", ".join(f"{name} {version}" for name, version in list_versions().items())
     lines = [
-        "## The machine",
-        "",
-        "| | |",
-        "|---|---|",
+        "## The machine\n\n| | |\n|---|---|",
         f"| measured | {began[:10]}, {seconds / 60:.0f} minutes |",
         f"| processor | {machine['processor']}, {machine['cores']} cores |",
         f"| memory | {machine['memory_bytes'] / 1e9:.0f} GB |",
         f"| system | {machine['system']}, Python {machine['python']} |",
-        f"| packages | {', '.join(f'{name} {version}' for name, version in list_versions().items())} |",
+        f"| packages | {packages} |",
     ]
     if loads:
         lines.append(f"| load when a section ended | {min(loads):.1f} to {max(loads):.1f} processes |")

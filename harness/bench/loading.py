@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import pickle
 import time
@@ -73,10 +74,8 @@ def bench_loader(settings: LoaderSettings, workspace: Workspace, progress: Progr
     Raises:
         ConfigError: torch is not installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise ConfigError("the loader needs torch", fix="install the extra `train`") from None
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("the loader needs torch", fix="install the extra `train`")
     report = BenchReport("loader", asdict(settings))
     progress("the loader: writing the data")
     paths = {

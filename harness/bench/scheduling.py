@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
+from harness.bench.figures import BenchReport, Figure, Progress, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.errors import ConfigError, ScheduleError
@@ -217,14 +218,14 @@ def _add_placement(
     name: str, placed: list[Imbalance], batches: list[Batch], settings: ScheduleSettings, report: BenchReport
 ) -> None:
     targeted = settings.is_reference and name == "cost_balanced"
-    sides = (
-        ("step cost", [batch.cost_ratio for batch in placed], 1.01),
-        ("synchronised cost", [batch.sync_ratio for batch in placed], 1.10),
-        ("step tokens", [batch.token_ratio for batch in placed], None),
-    )
-    for what, ratios, target in sides:
+    for what, ratio, target in (
+        ("step cost", "cost_ratio", 1.01),
+        ("synchronised cost", "sync_ratio", 1.10),
+        ("step tokens", "token_ratio", None),
+    ):
+        samples = tuple(getattr(batch, ratio) for batch in placed)
         at_most = target if targeted else None
-        report.add(Figure(f"{name}, {what}", statistics.mean(ratios), "x", at_most=at_most, samples=tuple(ratios)))
+        report.add(Figure(f"{name}, {what}", statistics.mean(samples), "x", at_most=at_most, samples=samples))
     rows = [float(batch.num_microbatches) for batch in placed]
     report.add(Figure(f"{name}, microbatches", statistics.mean(rows), "", samples=tuple(rows)))
     if name == "cost_balanced":
@@ -252,23 +253,19 @@ def _measure_planning(settings: ScheduleSettings, report: BenchReport) -> None:
     )
     batch = next(simulate_batches(planned))
 
-    def work(name: str) -> Work:
-        lengths = batch.lengths_for(name)
+    def plan(name: str, number: int) -> float:
+        schedule(
+            name,
+            batch.lengths_for(name),
+            dp_size=planned.dp_size,
+            max_tokens_per_rank=planned.max_tokens_per_rank,
+            pack_offsets=batch.pack_offsets,
+            cost=planned.cost,
+        )
+        return 1.0
 
-        def plan(number: int) -> float:
-            schedule(
-                name,
-                lengths,
-                dp_size=planned.dp_size,
-                max_tokens_per_rank=planned.max_tokens_per_rank,
-                pack_offsets=batch.pack_offsets,
-                cost=planned.cost,
-            )
-            return 1.0
-
-        return plan
-
-    rates = measure_rates({name: work(name) for name in settings.schedulers}, rounds=settings.rounds, cpu_time=True)
+    works = {name: partial(plan, name) for name in settings.schedulers}
+    rates = measure_rates(works, rounds=settings.rounds, cpu_time=True)
     for name, samples in rates.items():
         title = f"{name}, {settings.planned:,} sequences on {_PLANNED_RANKS} ranks"
         target = 15.0 if settings.planned == ScheduleSettings.planned and name != "as_packed" else None

@@ -67,12 +67,8 @@ def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
         built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
     except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError, HarnessError):
         return {}  # the dataset is gone or another one; the digests still show where the runs differ
-    fields = {name: getattr(built, name) for name in FIELDS}
-    return {
-        name: values
-        for column, (name, values) in enumerate(fields.items())
-        if xxhash.xxh3_64_intdigest(values.tobytes()) == int(row.digests[index, column])
-    }
+    fields = ((name, getattr(built, name), digest) for name, digest in zip(FIELDS, row.digests[index], strict=True))
+    return {name: values for name, values, digest in fields if xxhash.xxh3_64_intdigest(values.tobytes()) == digest}
 
 
 def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
@@ -130,9 +126,7 @@ def _difference_in(row: RowDigests, step: int, field: str, message: str, place: 
 
 def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:
     made = {step.step: step for step in run.digests()}
-    for step in reference.digests():
-        if step.step in made:
-            yield step, made[step.step]
+    return ((step, made[step.step]) for step in reference.digests() if step.step in made)
 
 
 def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | None:

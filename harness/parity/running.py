@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,11 +90,10 @@ def run_cells(
         prints = fingerprints(cells)
         progress = Progress({}, {})
         for cell in cells:
-            kept = _read_finished(folder, cell, prints[cell.name])
-            if kept is not None:
+            if (kept := _read_finished(folder, cell, prints[cell.name])) is not None:
                 progress.finished[cell.name] = kept
-        waiting = [[cell for cell in batch if cell.name not in progress.finished] for batch in _batches(cells)]
-        waiting = [batch for batch in waiting if batch]
+        batches = [[cell for cell in batch if cell.name not in progress.finished] for batch in _batches(cells)]
+        waiting = list(filter(None, batches))
         running: list[Batch] = []
         try:
             while waiting or running:
@@ -116,23 +115,18 @@ def run_cells(
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
     folders = {_ROOT / "harness": "*.py", _ROOT / "recipes": "*.py", CONFIGS: "*.yaml"}
-    code = _digest_files(sorted(path for folder, pattern in folders.items() for path in folder.rglob(pattern)))
+    code = xxhash.xxh3_128()
+    for path in sorted(path for folder, pattern in folders.items() for path in folder.rglob(pattern)):
+        code.update(path.read_bytes())
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
             data[cell.dataset] = _digest_stats(cell.dataset)
         values = asdict(cell) | {"plan": None, "is_reported": None}
-        text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
+        text = json.dumps([values, code.hexdigest(), data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
         digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
     return digests
-
-
-def _digest_files(paths: Iterable[Path]) -> str:
-    total = xxhash.xxh3_128()
-    for path in paths:
-        total.update(path.read_bytes())
-    return str(total.hexdigest())
 
 
 def _digest_stats(dataset: str) -> str:
@@ -249,9 +243,8 @@ def _lock(folder: Path) -> Iterator[None]:
     try:
         marker.acquire()
     except FormatError:
-        raise ConfigError(
-            "another parity run works in this folder", where=str(folder), fix="wait for it, or name another folder"
-        ) from None
+        what = "another parity run works in this folder"
+        raise ConfigError(what, where=str(folder), fix="wait for it, or name another folder") from None
     try:
         yield
     finally:
@@ -280,15 +273,10 @@ class Batch:
         self.measuring_s = 0.0  # time of the last measurement
         self.peak_memory_bytes = 0
         first = self.cells[0]
-        runs = [
-            [
-                port,
-                cell.overrides,
-                str(cell.run_folder(folder)),
-                str(starts[cell.start].run_folder(folder)) if cell.start else None,
-            ]
-            for port, cell in zip(free_ports(len(self.cells)), self.cells, strict=True)
-        ]
+        runs = []
+        for port, cell in zip(free_ports(len(self.cells)), self.cells, strict=True):
+            start = str(starts[cell.start].run_folder(folder)) if cell.start else None
+            runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
         listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
         with first.log_file(folder).open("a") as log:
@@ -355,7 +343,7 @@ def _environment() -> dict[str, str]:
     # Every interpreter runs the code of this checkout; an installed package is left to each of them, because the folder
     # around it has other packages too.
     is_checkout = CONFIGS.parent == _ROOT
-    paths = [*([str(_ROOT)] if is_checkout else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(_ROOT)] * is_checkout + list(filter(None, [os.environ.get("PYTHONPATH")]))
     # One thread a rank: more would compete for the cores, and add in another order on another machine.
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -369,11 +357,10 @@ def free_ports(count: int) -> list[int]:
     """Return ports for ranks to meet at, none of which the kernel gives to outgoing connections meanwhile."""
     with ExitStack() as stack:
         ports: list[int] = []
-        for port in random.sample(_PORTS, len(_PORTS)):
-            if len(ports) == count:
-                break
+        candidates = iter(random.sample(_PORTS, len(_PORTS)))
+        while len(ports) < count:
             listener = stack.enter_context(socket.socket())
             with suppress(OSError):
-                listener.bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port := next(candidates)))
                 ports.append(port)
         return ports

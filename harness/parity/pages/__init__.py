@@ -14,8 +14,7 @@ from harness.errors import ConfigError
 from harness.parity.history import History
 from harness.parity.pages.junit import render_junit
 from harness.parity.pages.message import render_message
-from harness.parity.pages.nights import render_nights
-from harness.parity.pages.page import render_page
+from harness.parity.pages.page import render_nights, render_page
 from harness.parity.result import ParityReport
 from harness.storage import write_atomically
 

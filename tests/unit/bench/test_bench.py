@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 
 from harness.bench import BENCHES, figures, packing
 from harness.bench.figures import BenchReport, Figure, measure_rates, render_report, show_number, take_turns
-from harness.bench.formats import FormatsSettings, bench_formats
+from harness.bench.formats import (
+    ROWS_PER_GROUP,
+    BridgeReader,
+    FormatsSettings,
+    bench_formats,
+    open_unchecked,
+    write_bridge_file,
+)
 from harness.bench.loading import LoaderSettings, bench_loader
 from harness.bench.packing import (
     PackSettings,
@@ -26,7 +33,6 @@ from harness.bench.packing import (
 )
 from harness.bench.preparing import PrepareSettings, bench_preparing
 from harness.bench.probe import measure_apart
-from harness.bench.readers import ROWS_PER_GROUP, BridgeReader, open_unchecked, write_bridge_file
 from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, save_picture
 from harness.bench.tokens import TokensSettings, bench_tokens
 from harness.bench.workspace import Workspace, make_packs

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from harness.bench import BENCHES, everything
 from harness.bench.everything import SECTIONS, Section, bench_everything, render_benchmarks
 from harness.bench.figures import BenchReport, read_figures
-from harness.bench.readers import open_arrow
+from harness.bench.formats import open_arrow
 from harness.bench.workspace import make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError

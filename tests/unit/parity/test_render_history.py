@@ -8,7 +8,7 @@ from parity_nights import NEWEST, nights, quiet, restless
 
 from harness.parity.history import History, Metric, Night
 from harness.parity.pages import render_history
-from harness.parity.pages.nights import render_nights
+from harness.parity.pages.page import render_nights
 
 
 def text_of(page: str) -> str:
