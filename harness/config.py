@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,14 +32,14 @@ T = TypeVar("T")
 # Recipes that train, and their settings.
 TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig}
 # Lines of Hydra's messages that help nobody here: no key can be appended.
-_NOISE = ("full_key", "object_type", "To append to your config")
+_NOISE = ("full_key", "object_type", "reference_type", "To append to your config", "See https:", "environment variable")
 _OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w./@]*)=?.*", re.DOTALL)
 _MISSING_FILE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 # Flags and the fields of `Options` that they set.
 _WITH_VALUE = {"--config-dir": "config_dir", "-cd": "config_dir", "--config-name": "config_name", "-cn": "config_name"}
-# Handed to Hydra's own command line, with all other arguments.
-_HYDRA_FLAGS = "--multirun -m --info -i --hydra-help --shell-completion -sc --experimental-rerun --package -p --resolve"
-_SWITCHES = {"-h": "help", "--help": "help", **dict.fromkeys(_HYDRA_FLAGS.split(), "is_hydras")}
+# Carried out by Hydra's own command line, with all other arguments.
+_HYDRA_FLAGS = ("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Options:
         config_name: a file of either folder to compose in place of the recipe's own.
         show: print the settings instead of running.
         help: print how to change settings.
-        is_hydras: arguments that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
+        hydra_flags: flags that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -60,42 +60,49 @@ class Options:
     config_name: str | None = None
     show: bool = False
     help: bool = False
-    is_hydras: bool = False
+    hydra_flags: list[str] = field(default_factory=list)
 
     @classmethod
     def parse(cls, arguments: Sequence[str], *, where: str) -> Options:
         """Split a command line into settings and flags.
 
         Raises:
-            ConfigError: a flag is unknown, or `--config-dir` names no folder.
+            ConfigError: a flag is unknown, an argument is not a setting, or `--config-dir` names no folder.
         """
         overrides: list[str] = []
+        flags: list[str] = []
         values: dict[str, Any] = {}
         rest = list(arguments)
         while rest:
-            name, equals, value = rest.pop(0).partition("=")
+            argument = rest.pop(0)
+            name, equals, value = argument.partition("=")
             if name == "--config-path":
                 raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
-            if name in _SWITCHES:
-                values[_SWITCHES[name]] = True
+            if name in ("-h", "--help"):
+                values["help"] = True
+            elif name in ("--cfg", "-c") and not equals and rest[:1] not in (["job"], ["hydra"], ["all"]):
+                values["show"] = True
             elif name in ("--cfg", "-c"):
-                takes_value = bool(equals) or (rest and rest[0] in ("job", "hydra", "all"))
-                values["is_hydras" if takes_value else "show"] = True
-                if takes_value and not equals:
-                    rest.pop(0)
+                flags += [name, value if equals else rest.pop(0)]
+            elif name in _HYDRA_FLAGS:
+                flags.append(argument)
+                flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []
             elif name in _WITH_VALUE:
                 if not equals and not rest:
                     raise ConfigError(f"{name} has no value", where=where, fix=f"{name} VALUE")
                 values[_WITH_VALUE[name]] = value if equals else rest.pop(0)
             elif name.startswith("-"):
-                fix = "settings are key=value; flags are --cfg, --help, --config-dir, --config-name and --multirun"
+                fix = "settings are key=value; flags are --cfg, --help, --info, --config-dir, --config-name, --multirun"
                 raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
+            elif not equals and not name.startswith("~"):
+                fix = "settings are key=value" + (f", such as source.path={name}" if Path(name).exists() else "")
+                raise ConfigError(f"{name!r} is not a setting", where=where, fix=fix)
             else:
-                overrides.append(name + equals + value)
+                overrides.append(argument)
         folder = values.pop("config_dir", None)
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError("there is no such folder", where=folder, fix="--config-dir names a folder of YAML files")
-        return cls(overrides, None if folder is None else Path(folder), **values)
+        return cls(overrides, None if folder is None else Path(folder), hydra_flags=flags, **values)
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ def compose_config(
     config_dir: Path | None = None,
     config_name: str | None = None,
     command: str | None = None,
+    also: Iterable[str] = (),
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
@@ -130,11 +138,20 @@ def compose_config(
         config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
         config_name: the file to compose in place of `<name>.yaml`.
         command: the command whose `--cfg` prints the settings; omit for `python -m recipes.<name>`.
+        also: settings that the command takes beside these, for the hint about a misspelled one.
 
     Raises:
         ConfigError: an unknown key or group, a value of another type or one that a dataclass refuses, or a file that
             is not YAML.
     """
+    folders = _folders(config_dir)
+    if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
+        near = nearest_name(config_name, sorted(file.stem for folder in folders for file in folder.glob("*.yaml")))
+        raise ConfigError(
+            f"there is no file {config_name}.yaml",
+            where=" and ".join(map(str, folders)),
+            fix=(f"did you mean {near}? " if near else "") + "--config-name names a file of one of these folders",
+        )
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
     first, second = CONFIGS, config_dir
@@ -152,26 +169,33 @@ def compose_config(
             raise cause from None
         # The search path is left out: its folders are named below.
         message = list(itertools.takewhile(lambda line: "search path" not in line, str(error).strip().splitlines()))
-        lines = [line.strip() for line in message if line.strip() and not any(word in line for word in _NOISE)]
+        lines = [
+            line.strip().rstrip(".") for line in message if line.strip() and not any(word in line for word in _NOISE)
+        ]
         if cause is not None and str(cause) not in str(error):
             lines.append(str(cause).splitlines()[0])
         keys = [line.split(":", 1)[1].strip() for line in message if "full_key" in line]
-        near = _nearest(str(error), keys, schema, overrides, config_dir)
+        near = _nearest(str(error), keys, schema, overrides, config_dir, also)
+        hint = f"did you mean {near}? " if near else ""
+        if near is None and set(keys) & _groups(config_dir):
+            hint = f"a file of the group {keys[0]} begins with `# @package _global_`; "
         raise ConfigError(
             "; ".join(lines) or type(error).__name__,
             where=f"configs/{config_name or name}.yaml"
             + (f", key {keys[0]}" if keys and keys[0] else "")
             + (f" with {' '.join(overrides)}" if overrides else ""),
-            fix=(f"did you mean {near}? " if near else "")
-            + f"`{command or f'python -m recipes.{name}'} --cfg` prints every setting with its value",
+            fix=f"{hint}`{command or f'python -m recipes.{name}'} --cfg` prints every setting with its value",
         ) from error
 
 
-def compose_run(experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None) -> ComposedRun:
+def compose_run(
+    experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None, also: Iterable[str] = ()
+) -> ComposedRun:
     """Compose the settings of an experiment, which `recipes.sft` runs, or of a recipe that trains.
 
     Args:
         experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
+        also: as in `compose_config`.
 
     Raises:
         ConfigError: there is no such experiment, or its settings are refused.
@@ -187,7 +211,7 @@ def compose_run(experiment: str, overrides: Sequence[str], *, config_dir: Path |
                 fix=(f"did you mean {near}? " if near else "") + f"one of {', '.join([*names, *TRAINING])}",
             )
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
-    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir)
+    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, also=also)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
     return ComposedRun(f"recipes.{name}", (*own, *arguments), config)
 
@@ -210,8 +234,8 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
                     print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
                     print(_usage(name, options.config_dir))
                     return
-                if options.is_hydras:
-                    _run_hydra(name, schema, main)
+                if options.hydra_flags:
+                    _run_hydra(name, schema, main, options)
                     return
                 folder, file = options.config_dir, options.config_name
                 config = compose_config(name, schema, options.overrides, config_dir=folder, config_name=file)
@@ -227,7 +251,7 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
     return decorate
 
 
-def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None]) -> None:
+def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], options: Options) -> None:
     """Run Hydra's command line: a sweep runs `main` for every combination of settings, each as a job of its own.
 
     With `hydra/launcher=submitit_slurm` these are jobs of Slurm. A run's folder, where its settings have one, is `run`
@@ -245,13 +269,21 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None]) -> N
             if code:
                 sys.exit(code)
 
-    # Hydra names a job after the file of its function, which is this one.
-    sys.argv.append(f"hydra.job.name={name}")
+    # Hydra names a job after the file of its function, which is this one. Its parser wants settings before flags.
+    flags = [*options.hydra_flags]
+    flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
+    flags += [] if options.config_name is None else ["--config-name", options.config_name]
+    sys.argv[1:] = [*options.overrides, f"hydra.job.name={name}", *flags]
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
 def _nearest(
-    message: str, keys: Sequence[str], schema: type[Any], overrides: Sequence[str], config_dir: Path | None
+    message: str,
+    keys: Sequence[str],
+    schema: type[Any],
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    also: Iterable[str],
 ) -> str | None:
     """Find what a misspelled key, group or file was meant to be."""
     missing = _MISSING_FILE.search(message)
@@ -259,7 +291,7 @@ def _nearest(
         near = nearest_name(missing[2], _names(missing[1], config_dir))
         return None if near is None else f"{missing[1]}={near}"
     groups = _groups(config_dir)
-    known = {setting.key for setting in explain_settings(schema)}
+    known = {setting.key for setting in explain_settings(schema)} | set(also)
     known |= {key[: match.start()] for key in known for match in re.finditer(r"\.", key)}
     given = [match[1] for text in overrides if (match := _OVERRIDE.fullmatch(text)) and not text.startswith("hydra")]
     unknown = [key for key in (*keys, *given) if key and key not in known and key not in groups]

@@ -14,7 +14,7 @@ from rich.console import Console
 from harness.checks import require_numbers
 from harness.cli.settings import class_of
 from harness.launch import SubmitConfig
-from harness.settings import render_settings, to_plain
+from harness.settings import explain_settings, render_settings, to_plain
 
 launch_app = typer.Typer()
 preflight_app = typer.Typer(
@@ -63,7 +63,8 @@ def plan(
 
     settings: PlanSettings = context.obj[0]
     options = Options.parse(context.obj[1], where="harness plan")
-    config = compose_run(experiment, options.overrides, config_dir=options.config_dir).config
+    names = [setting.key for setting in explain_settings(PlanSettings)]
+    config = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names).config
     if options.show:
         print(render_settings(settings) + render_settings(config), end="")
         return
@@ -103,7 +104,8 @@ def submit(
     options = Options.parse(rest, where="harness submit")
     job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir, command="harness submit")
     cluster = job_settings.cluster
-    run = compose_run(experiment, options.overrides, config_dir=options.config_dir)
+    names = [setting.key for setting in explain_settings(SubmitConfig)]
+    run = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names)
     if options.show:
         print(render_settings(job_settings) + render_settings(run.config), end="")
         return

@@ -31,14 +31,17 @@ def run(*arguments: object, recipe: str = "sft") -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_settings_and_flags_are_told_apart(tmp_path):
+def test_settings_and_flags_are_separated(tmp_path):
     options = Options.parse(
         ["a=1", "--config-dir", str(tmp_path), "--config-name=mine", "+b.c=2", "--cfg", "a=--cfg"], where="recipes.sft"
     )
     assert options == Options(["a=1", "+b.c=2", "a=--cfg"], tmp_path, "mine", show=True)
-    assert Options.parse(["--cfg", "job"], where="").is_hydras
-    assert Options.parse(["--multirun", "a=1,2"], where="").is_hydras
-    assert not Options.parse(["--cfg", "a=1"], where="").is_hydras
+    assert Options.parse(["a=1", "--cfg", "job", "b=2"], where="") == Options(
+        ["a=1", "b=2"], hydra_flags=["--cfg", "job"]
+    )
+    assert Options.parse(["--multirun", "a=1,2"], where="") == Options(["a=1,2"], hydra_flags=["--multirun"])
+    assert Options.parse(["--info", "plugins"], where="").hydra_flags == ["--info", "plugins"]
+    assert Options.parse(["--cfg", "a=1"], where="") == Options(["a=1"], show=True)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,8 @@ def test_settings_and_flags_are_told_apart(tmp_path):
         ("--config-dir", "--config-dir has no value"),
         ("--config-dir=nowhere", "there is no such folder"),
         ("--config-path=x", "--config-path would replace every file"),
+        ("--resolve", "unknown flag --resolve"),
+        ("chats.jsonl", "'chats.jsonl' is not a setting"),
     ],
 )
 def test_a_flag_that_cannot_be_meant_is_refused(argument, message):
@@ -92,11 +97,26 @@ def test_an_unknown_key_group_or_file_is_refused_with_the_nearest_name(override,
 
 
 def test_hydra_prints_its_own_view_of_the_settings(own):
-    done = run("--config-dir", own, "--config-name", "larger", "--cfg", "job", "trainer.steps=3")
+    done = run(
+        "trainer.eval_interval=1", "--config-dir", own, "--config-name", "larger", "--cfg", "job", "trainer.steps=3"
+    )
     assert done.returncode == 0, done.stderr
     printed = yaml.safe_load(done.stdout)
     assert (printed["name"], printed["trainer"]["steps"]) == ("larger", 3)
     assert "Defaults List" in run("--info", "defaults", recipe="prepare").stdout
+
+
+def test_a_file_that_does_not_exist_is_refused_with_the_nearest_name(own):
+    with pytest.raises(ConfigError, match=r"no file largr\.yaml") as error:
+        compose_config("sft", SftConfig, config_dir=own, config_name="largr")
+    assert error.value.fix.startswith("did you mean larger?")
+
+
+def test_an_experiment_that_forgets_its_package_names_the_missing_line(own):
+    (own / "experiment" / "bare.yaml").write_text("trainer:\n  steps: 7\n")
+    with pytest.raises(ConfigError) as error:
+        compose_run("bare", [], config_dir=own)
+    assert "# @package _global_" in error.value.fix
 
 
 def test_help_names_groups_and_flags(own):
