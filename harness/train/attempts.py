@@ -32,7 +32,7 @@ _EXTERNAL = ("signal", "lost")
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ended before its last step.
+    """The reason that a run ended before its last step.
 
     Attributes:
         step: the last completed step, 0 for none.

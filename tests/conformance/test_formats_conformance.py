@@ -324,7 +324,7 @@ def test_an_extra_shard_is_an_error_on_open(dataset: Path, format_name: str) -> 
 
 
 def test_swapped_shards_are_an_error_on_the_first_read(write: Callable[..., Path]) -> None:
-    # Of one size, so that only the content tells them apart.
+    # The same size, so that only the content differs.
     packs = [Pack([first, 2, 3], [0, 1, 0], [0]) for first in (7, 8, 9)]
     dataset = write(packs, packs_per_shard=1)
     files = stored_files(dataset)

@@ -2,7 +2,7 @@
 without a model.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
-and every few steps a checkpoint to go on from.
+and every few steps a checkpoint to resume from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fine-tuning run on a blend trains the packs that the blend says, over a stop and on other formats."""
+"""A fine-tuning run on a blend trains the packs of the blend, over a stop and on other formats."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
             side.kill()
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
     contents = LiveFolder(stream.folder).look()
-    # What was trained early is deleted, while it goes on; what is left is marked.
+    # Chunks trained early are deleted during the run; the remaining ones are marked.
     assert 0 not in contents.chunks
     assert set(contents.chunks) == set(contents.completed)
     assert sorted(contents.chunks)[-1] == 13

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class History(RuleBasedStateMachine):
-    """A run that is stopped, killed and gone on with on other ranks, workers, formats and batch sizes.
+    """A run that is stopped, killed and resumed on other ranks, workers, formats and batch sizes.
 
     `order` is what an undisturbed run of one process reads; `trained` counts the packs of it that were trained. With a
     blend every reader is joined of two datasets in two formats.
@@ -101,7 +101,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks)
     @rule()
     def stop(self) -> None:
-        """With batches on their way, which nobody trained."""
+        """Stop the run while prefetched batches are still untrained."""
         for rank, batches in zip(self.ranks, self.batches, strict=True):
             batches.close()
             rank.close()

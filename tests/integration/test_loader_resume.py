@@ -1,4 +1,4 @@
-"""A run that stops anywhere goes on as if it had not, with other ranks, workers and batch sizes."""
+"""A run that stops at any step resumes as if it had not, on other ranks, workers and batch sizes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_validation_reads_one_epoch_as_stored(reader: PackReader) -> None:
     assert packs == list(range(NUM_PACKS))
 
 
-def test_a_ragged_end_is_dropped_only_when_asked(reader: PackReader) -> None:
+def test_a_ragged_end_is_dropped_only_on_request(reader: PackReader) -> None:
     assert [len(batch.pack_ids) for batch in loader(reader, size=10, epochs=2)] == [10, 10, 3, 10, 10, 3]
     dropped = list(loader(reader, size=10, epochs=2, drop_last=True))
     assert [(b.epoch, len(b.pack_ids)) for b in dropped] == [(0, 10), (0, 10), (1, 10), (1, 10)]

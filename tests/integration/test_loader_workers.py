@@ -104,7 +104,7 @@ def test_a_loader_can_be_iterated_again(dataset: Path) -> None:
     assert len(again) == made.num_steps_per_epoch == 8
 
 
-def test_nothing_stays_behind(dataset: Path) -> None:
+def test_no_process_or_shared_memory_is_left_over(dataset: Path) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
     made = loader(dataset, num_workers=2, num_epochs=6)
     open_files = []

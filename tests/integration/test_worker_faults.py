@@ -1,4 +1,4 @@
-"""A worker that dies, hangs or runs out of memory is named in time, and nothing stays behind."""
+"""A worker that dies, hangs or runs out of memory is named in time, and leaves no process or shared memory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def mapped_by_the_living() -> set[Path]:
     return found
 
 
-def is_gone(pid: int) -> bool:
-    """Whether no such process runs; one that nobody waited for is gone too."""
+def has_ended(pid: int) -> bool:
+    """Return whether the process has ended, also if its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -59,7 +59,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_of_several_workers_the_one_that_hangs_is_named(in_every_format: dict[str, Path], which: int) -> None:
+def test_the_hung_worker_among_several_is_named(in_every_format: dict[str, Path], which: int) -> None:
     with loader(in_every_format["binidx"], num_workers=2, timeout_s=4.0) as made:
         batches = iter(made)
         next(batches)
@@ -68,10 +68,10 @@ def test_of_several_workers_the_one_that_hangs_is_named(in_every_format: dict[st
         with pytest.raises(LoaderError, match=rf"no data came for 4 s from .* process id {pids[which]} "):
             for _ in batches:
                 pass
-    assert all(map(is_gone, pids))
+    assert all(map(has_ended, pids))
 
 
-def test_a_worker_without_memory_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
     with open_writer(tmp_path / "packs", format="binidx", pack_size=5 << 18) as writer:
         for length in [4] * 40 + [5 << 18] * 8:
@@ -87,14 +87,14 @@ def test_a_worker_without_memory_says_so(tmp_path: Path) -> None:
             list(batches)
     assert caught.value.where == "epoch 0, step 5"
     assert "num_workers" in caught.value.fix
-    assert is_gone(pid)
+    assert has_ended(pid)
 
 
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
     in_every_format: dict[str, Path], start_method: str
 ) -> None:
-    # The kernel tells nobody here when such a worker dies.
+    # No signal reports the death of such a worker here.
     with loader(in_every_format["jsonl"], num_workers=1, start_method=start_method, timeout_s=20.0) as made:
         batches = iter(made)
         next(batches)
@@ -103,7 +103,7 @@ def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
         with pytest.raises(LoaderError, match=rf"loader worker with process id {pid} died"):
             for _ in batches:
                 pass
-        assert is_gone(pid)
+        assert has_ended(pid)
 
 
 def test_a_server_of_workers_imports_for_all_of_them(in_every_format: dict[str, Path]) -> None:
@@ -130,9 +130,9 @@ def test_workers_of_a_killed_rank_end_themselves(in_every_format: dict[str, Path
         process.kill()
         process.wait()
         # Torch's own watch takes five seconds and has none for forkserver.
-        assert in_time(lambda: all(map(is_gone, pids)))
+        assert in_time(lambda: all(map(has_ended, pids)))
 
-    # Of the machine's other processes, which go on meanwhile, each maps what it made there.
+    # Other processes of the machine keep running meanwhile; each maps the files it made there.
     def left() -> set[Path]:
         return set(Path("/dev/shm").iterdir()) - before - mapped_by_the_living()
 

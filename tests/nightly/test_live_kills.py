@@ -248,7 +248,7 @@ def test_ranks_that_share_rows_train_the_same_ones(sft: Sft, stream: Stream, lay
     assert len(ids) == len(set(ids)) == 150
 
 
-def test_a_killed_run_goes_on_with_other_ranks_and_trains_each_conversation_once(sft: Sft, stream: Stream) -> None:
+def test_a_killed_run_resumes_on_other_ranks_and_trains_each_conversation_once(sft: Sft, stream: Stream) -> None:
     write_stream(stream.folder, some_chats(300), [30] * 4, end=False)
     log = (stream.out / "first.log").open("w")
     first = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""2,000 steps leave nothing behind: memory, open files and /dev/shm are at the end what they were early on."""
+"""2,000 steps leak nothing: memory, open files and /dev/shm end where they were early on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error says what, where and how to mend it, also from another process, and ends a command with code 2."""
+"""An error reports what happened, where, and the fix, also from another process; a command then exits with code 2."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_command_ends_with_code_2_and_the_message_alone(capsys):
     assert capsys.readouterr().err == "ConfigError: steps is 0\n  where: trainer.steps\n  fix:   1 or more\n"
 
 
-def test_a_traceback_is_shown_when_asked_for(monkeypatch):
+def test_a_traceback_is_shown_on_request(monkeypatch):
     monkeypatch.setenv("HARNESS_TRACEBACK", "1")
     with pytest.raises(HarnessError), exit_on_error():
         raise ConfigError("steps is 0")
@@ -48,7 +48,7 @@ def test_our_own_mistakes_are_not_hidden():
         _ = 1 // 0
 
 
-def test_of_many_ranks_with_one_fault_one_speaks(monkeypatch, capsys):
+def test_only_one_of_many_ranks_with_the_same_fault_reports_it(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(SystemExit), exit_on_error():
@@ -56,7 +56,7 @@ def test_of_many_ranks_with_one_fault_one_speaks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_of_every_node_one_rank_speaks_before_the_job_is_joined(monkeypatch, capsys):
+def test_one_rank_per_node_reports_before_the_job_is_joined(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit), exit_on_error():

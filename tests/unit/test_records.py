@@ -1,4 +1,4 @@
-"""A pack keeps its dtypes and says what breaks its invariants."""
+"""A pack keeps its dtypes and reports what breaks its invariants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_pack_has_the_dtypes_of_the_contract_whatever_it_is_made_from():
 
 
 @pytest.mark.parametrize(
-    ("field", "values", "said"),
+    ("field", "values", "message"),
     [
         ("input_ids", [2**31], "input_ids holds values from 2147483648"),
         ("loss_mask", [300], "loss_mask holds values from 300"),
@@ -37,8 +37,8 @@ def test_a_pack_has_the_dtypes_of_the_contract_whatever_it_is_made_from():
         ("input_ids", ["a"], "expected whole numbers"),
     ],
 )
-def test_values_that_would_change_are_refused(field, values, said):
-    with pytest.raises(FormatError, match=said):
+def test_values_that_would_change_are_refused(field, values, message):
+    with pytest.raises(FormatError, match=message):
         pack(**{field: values})
 
 
@@ -54,7 +54,7 @@ def test_a_pack_falls_into_its_sequences():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"input_ids": [], "loss_mask": [], "seq_start_id": []}, "has no tokens"),
         ({"loss_mask": [1, 1, 0, 1]}, "has 5 tokens but 4 loss_mask entries"),
@@ -67,11 +67,11 @@ def test_a_pack_falls_into_its_sequences():
         ({"seq_start_id": [0, 5]}, "start at 5, at or after its 5 tokens"),
     ],
 )
-def test_a_broken_invariant_is_told_with_its_numbers(changes, said):
-    assert said in (pack(**changes).problem() or "")
+def test_a_broken_invariant_is_reported_with_its_numbers(changes, message):
+    assert message in (pack(**changes).problem() or "")
 
 
-def test_a_pack_above_the_pack_size_is_told():
+def test_a_pack_above_the_pack_size_is_reported():
     assert pack().problem(4) == "has 5 tokens, more than pack_size 4"
 
 

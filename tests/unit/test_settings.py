@@ -27,7 +27,7 @@ class Source:
 
 @dataclass
 class Inner:
-    """How packs are made.
+    """Settings of packing.
 
     Attributes:
         pack_size, seed: numbers of
@@ -87,7 +87,7 @@ def test_values_have_the_types_of_their_fields_and_the_last_one_counts():
     assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split={"train": 98.0, "valid": 1.0})
 
 
-def test_what_is_not_given_comes_from_the_base():
+def test_omitted_settings_come_from_the_base():
     assert parse("name=y", base=Outer(Inner(4, seed=7))) == Outer(Inner(4, seed=7), "y")
 
 
@@ -127,4 +127,4 @@ def test_the_nearest_name_is_found_by_the_key_or_by_its_last_part():
 def test_rendered_settings_are_yaml_with_every_explanation():
     text = render_settings(Outer(Inner(8)))
     assert yaml.safe_load(text)["data"] == {"pack_size": 8, "seed": 0, "sizes": []}
-    assert "# How packs are made.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text
+    assert "# Settings of packing.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text

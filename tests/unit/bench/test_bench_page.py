@@ -46,7 +46,7 @@ def test_every_figure_is_on_the_page_with_its_range_target_and_command():
     assert "Against numpy 2.4.6." in page
 
 
-def test_what_is_slower_and_what_is_missed_is_listed():
+def test_slower_figures_and_missed_targets_are_listed():
     listed = render_benchmarks([a_report()]).split("## What is not faster")[1].split("## Formats")[0]
     assert "104.7 s against 103.8 s" in listed
     # A ratio with an upper target is a cost, which should be low; a ratio without is a speed.

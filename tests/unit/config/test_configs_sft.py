@@ -31,7 +31,7 @@ def test_every_file_composes(choice):
     assert isinstance(compose_config("sft", SftConfig, [choice]), SftConfig)
 
 
-def test_what_is_written_down_composes_again_to_the_same():
+def test_overrides_reach_the_config_and_its_yaml():
     config = compose_config("sft", SftConfig, ["trainer.steps=7", "resume=true"])
     assert (config.trainer.steps, config.resume) == (7, "true")
     assert yaml.safe_load(to_yaml(config))["trainer"]["steps"] == 7

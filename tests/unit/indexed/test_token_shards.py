@@ -241,7 +241,7 @@ def test_each_split_may_have_its_own_shards(tmp_path: Path) -> None:
     assert sequences_of(tmp_path / "out" / "c_valid") == [[70_000]]
     # One tokenizer made them, and Megatron may derive one dtype from it.
     assert [one.dtype for one in report.values()] == ["int32", "int32"]
-    # Megatron does so given counts; only the vocabulary size tells if that is right.
+    # Megatron does so given counts; only the vocabulary size shows whether that is right.
     assert not (tmp_path / "out" / "c_sequences.json").exists()
     with pytest.raises(ConfigError, match="there are shards for train, valid but the splits are train"):
         write_family(sources, tmp_path / "out", TokenFamily("c"))

@@ -237,7 +237,7 @@ def test_a_run_does_not_go_on_with_another_stream(packs: Path, tmp_path: Path) -
         train(tmp_path, state=state)
 
 
-def test_a_stream_that_lost_rows_is_not_taken_for_whole(packs: Path) -> None:
+def test_a_stream_that_lost_rows_is_not_accepted_as_whole(packs: Path) -> None:
     state = train(packs, steps=2).state()
     values = json.loads(state.live)
     short = {**values, "rows": values["rows"] - 1}

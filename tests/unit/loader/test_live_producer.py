@@ -34,7 +34,7 @@ def rows_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def test_records_say_what_chunks_hold_and_the_end_has_the_totals(tmp_path: Path) -> None:
+def test_records_describe_their_chunks_and_the_end_has_the_totals(tmp_path: Path) -> None:
     packs = some_packs(7)
     write_stream(tmp_path, packs, [3, 4])
     record, end = LiveFolder(tmp_path).record(1), LiveFolder(tmp_path).end()
@@ -63,12 +63,12 @@ def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
             assert one.conversation(row).as_dicts() == other.conversation(row).as_dicts() == rows[row]["messages"]
 
 
-class Killed(Exception):  # noqa: N818 - stands for SIGKILL
+class Killed(Exception):  # noqa: N818 - simulates SIGKILL
     pass
 
 
 def killed(folder: Path, given: list[Item], **settings: bool) -> None:
-    """Add so many, and end as a killed producer does: what is in no whole chunk is gone."""
+    """Add the items and end as a killed producer does: items in no whole chunk are lost."""
 
     def until_killed() -> Iterator[Item]:
         yield from given
@@ -81,7 +81,7 @@ def killed(folder: Path, given: list[Item], **settings: bool) -> None:
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 7, 9, 10])
-def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path: Path, killed_at: int) -> None:
+def test_a_killed_producer_resumes_after_its_last_whole_chunk(tmp_path: Path, killed_at: int) -> None:
     killed(tmp_path, items(10)[:killed_at])
     (tmp_path / "chunk_00009.jsonl.tmp").write_text("half")
     with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as again:
@@ -96,7 +96,7 @@ def test_a_producer_that_is_killed_goes_on_behind_its_last_whole_chunk(tmp_path:
 def test_a_chunk_without_its_record_is_written_again_and_one_of_another_producer_is_not(tmp_path: Path) -> None:
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         produce_chunks(producer, items(4))
-    # Killed between a chunk and its record, which the lock file tells.
+    # Killed between a chunk and its record: the lock file shows it.
     (tmp_path / chunk_name(2)).write_text("half a chunk")
     status = json.loads((tmp_path / "_producer").read_text())
     (tmp_path / "_producer").write_text(json.dumps({**status, "writing": 2}))
@@ -169,7 +169,7 @@ def test_after_an_interrupted_input_another_is_appended_only_on_request(tmp_path
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="first 3 items are not") as caught:
         produce_chunks(producer, other, append=True)
     assert "--leave-rest" in caught.value.fix
-    killed(tmp_path, items(5), append=True)  # the same goes on
+    killed(tmp_path, items(5), append=True)  # the same stream continues
     with LiveProducer(tmp_path) as producer:
         produce_chunks(producer, other, append=True, leave_rest=True)
     assert rows_of(tmp_path) == [*some_chats(3), *some_chats(9)[5:]]
@@ -203,7 +203,7 @@ def test_a_stream_that_has_ended_takes_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 5])
-def test_a_producer_that_packs_goes_on_with_the_packs_that_were_open(tmp_path: Path, killed_after: int) -> None:
+def test_a_packing_producer_resumes_with_the_packs_that_were_open(tmp_path: Path, killed_after: int) -> None:
     train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, tmp_path / "tokenizer", vocab_size=300)
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "tokenizer")))
     packing = Packing(tokenizer, pack_size=128, open_packs=4)

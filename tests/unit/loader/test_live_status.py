@@ -1,4 +1,4 @@
-"""`harness live status` tells who writes, what waits, how fast, and who reads."""
+"""`harness live status` reports the producer, the waiting chunks, their rate, and the readers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from harness.storage import Marker
 
 
 def train_somewhere(folder: Path, **status: object) -> None:
-    """What a run leaves in a folder."""
+    """Write the consumer file that a run leaves in a folder."""
     mark = Marker(folder / "_consumer")
     mark.acquire()
     mark.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **status}).encode())
     mark.release(remove=False)
 
 
-def test_an_empty_folder_has_nobody_and_a_missing_one_is_an_error(tmp_path, harness):
+def test_an_empty_folder_has_no_producer_and_a_missing_one_is_an_error(tmp_path, harness):
     status = live_status(tmp_path)
     assert (status.producer, status.consumer, status.chunks, status.rows, status.ended) == (
         "none",
@@ -55,7 +55,7 @@ def test_a_producer_at_work_its_backlog_and_its_rate(tmp_path):
     assert live_status(tmp_path).producer == "ended"
 
 
-def test_a_producer_that_died_is_gone_with_the_time_it_was_last_seen(tmp_path, harness):
+def test_a_dead_producer_is_reported_with_the_time_it_was_last_seen(tmp_path, harness):
     LiveProducer(tmp_path).close()
     ended = subprocess.Popen(["true"])
     ended.wait()

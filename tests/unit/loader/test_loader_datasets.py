@@ -39,7 +39,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(tmp_path):
         open_datasets(DataConfig(path=str(tmp_path), validation_path=str(tmp_path / "other")))
 
 
-def test_a_dataset_of_another_tokenizer_than_the_one_asked_for_is_refused(tmp_path):
+def test_a_dataset_of_a_tokenizer_other_than_the_requested_one_is_refused(tmp_path):
     from harness.prep import train_bpe
 
     train_bpe(["some text to learn from"] * 20, tmp_path / "tokenizer", vocab_size=300)

@@ -30,7 +30,7 @@ def test_the_end_of_an_epoch_begins_the_next() -> None:
         state.advance(11, of=10)
 
 
-def test_a_run_goes_on_where_it_was() -> None:
+def test_a_run_resumes_where_it_stopped() -> None:
     state = START.advance(6, of=10)
     assert state.resumed(START, num_packs=10) == state
 
@@ -61,7 +61,7 @@ def test_another_tokenizer_is_refused_where_both_are_known() -> None:
     assert now.resumed(START, num_packs=10) == now
 
 
-def test_a_state_of_before_tokenizers_were_kept_goes_on() -> None:
+def test_a_state_saved_without_a_tokenizer_still_resumes() -> None:
     text = '{"seed": 7, "epoch": 1, "packs_consumed": 3, "fingerprint": "aaaa", "order": "stored"}'
     assert LoaderState.from_json(text) == LoaderState(7, 1, 3, "aaaa", "stored")
 

@@ -105,7 +105,7 @@ def test_settings_that_cannot_train_are_refused_by_name(corpus: Path, changes: d
     assert refused.value.fix
 
 
-def test_a_split_without_a_whole_sample_is_refused_where_all_of_it_is_asked_for(corpus: Path) -> None:
+def test_a_split_without_a_whole_sample_is_refused_when_all_of_it_is_requested(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="valid gets 2 of 200 documents with") as refused:
         opened(settings(corpus, split="99,1,0", sequence_length=500), valid=None)
     assert "data.split" in refused.value.fix

@@ -1,4 +1,4 @@
-"""What a pretraining step receives, held against Megatron-Core's own datasets and against documents read by hand."""
+"""Samples of a pretraining step, compared with Megatron-Core's own datasets and with documents read by hand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("job")
 def test_a_step_gets_megatrons_samples_with_their_shapes_shifts_masks_and_positions(
     corpus: Path, positions: bool, attention: bool
 ) -> None:
-    told = {"reset_position_ids": positions, "reset_attention_mask": attention, "eod_mask_loss": attention}
-    config = settings(corpus, eod=EOD, **told)
+    resets = {"reset_position_ids": positions, "reset_attention_mask": attention, "eod_mask_loss": attention}
+    config = settings(corpus, eod=EOD, **resets)
     expected = megatrons(config, 64)
     found = [row for batch in batches(opened(config), config) for row in batch.rows]
     assert len(found) == 64
@@ -41,8 +41,8 @@ def test_a_step_gets_megatrons_samples_with_their_shapes_shifts_masks_and_positi
         np.testing.assert_array_equal(~seen, sample["attention_mask"].numpy()[0])
         ends += int((row.tokens == EOD).sum())
         if positions:
-            behind = np.flatnonzero(row.tokens[:-1] == EOD) + 1
-            assert (row.position_ids[behind] == 0).all()
+            starts = np.flatnonzero(row.tokens[:-1] == EOD) + 1
+            assert (row.position_ids[starts] == 0).all()
         else:
             np.testing.assert_array_equal(row.position_ids, np.arange(SIZE))
         if attention:
@@ -152,7 +152,7 @@ def test_runs_of_equal_order_see_the_same_samples(corpus: Path, samples: int) ->
 def test_the_epochs_in_an_orders_name_are_those_of_the_built_index(corpus: Path) -> None:
     config = settings(corpus, split="100,0,0")
     tokens = int(count_tokens(corpus))
-    told = []
+    names = []
     for samples in range(20, 3 * tokens // SIZE, 23):
         dataset = opened(config, train=samples).train
         epochs = dataset.document_index.shape[0] // 200
@@ -160,9 +160,9 @@ def test_the_epochs_in_an_orders_name_are_those_of_the_built_index(corpus: Path)
         apart = epochs > 1 and set(np.unique(dataset.document_index[: 200 * (epochs - 1)], return_counts=True)[1]) == {
             epochs - 1
         }
-        told.append((epochs_of(dataset), f"{epochs}{'+' if apart else ''}"))
-    assert all(one == two for one, two in told)
-    assert {one for one, _ in told} >= {"1", "2", "2+", "3"}
+        names.append((epochs_of(dataset), f"{epochs}{'+' if apart else ''}"))
+    assert all(name == expected for name, expected in names)
+    assert {name for name, _ in names} >= {"1", "2", "2+", "3"}
 
 
 def test_a_reader_is_sent_to_workers_and_reads_the_same_there(corpus: Path, other: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_silent_rank_is_named_even_if_another_reads_data() -> None:
     assert sentence == ("rank 2 has died or is stopped (host node2, process 4711); last seen in step 36, training")
 
 
-def test_of_several_silent_ranks_the_first_is_named_and_the_others_are_counted() -> None:
+def test_the_first_of_several_silent_ranks_is_named_and_the_others_are_counted() -> None:
     beats = beats_of(r0=TRAINING, r4=TRAINING, r5=TRAINING)
     rank, sentence = find_culprit(beats, later(beats, 4, 5))
     assert rank == 4

@@ -1,4 +1,4 @@
-"""Every file of `configs/parallel` is a layout that the parity model fits, on as many ranks as its name says."""
+"""Every file of `configs/parallel` is a layout that the parity model fits, on the number of ranks in its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every scheduler in the registry."""
+"""Guarantees of every scheduler, over the registry."""
 
 from __future__ import annotations
 

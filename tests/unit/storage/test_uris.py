@@ -80,7 +80,7 @@ def test_a_store_without_upload_checksums_is_named() -> None:
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in error.fix
 
 
-def test_an_azure_account_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_azure_container_without_an_account_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
     with pytest.raises(ConfigError, match="no storage account for the container data"):
         open_dataset("abfs://data/x.parquet")

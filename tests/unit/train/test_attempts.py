@@ -50,7 +50,7 @@ def test_a_run_that_was_asked_to_stop_continues_however_often(tmp_path: Path) ->
     assert len((tmp_path / ATTEMPTS_FILE).read_text().splitlines()) == 9
 
 
-def test_a_stop_that_no_rank_could_record_is_known_by_its_exit_code(tmp_path: Path) -> None:
+def test_a_stop_that_no_rank_could_record_is_recognized_by_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     for _ in range(3):
         decision = decide(tmp_path, exit_code=75, max_same=2)
@@ -95,7 +95,7 @@ def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
     assert not decide(tmp_path, exit_code=1).requeue
 
 
-def test_of_several_ranks_the_first_is_kept(tmp_path: Path) -> None:
+def test_the_error_of_the_first_of_several_ranks_is_kept(tmp_path: Path) -> None:
     assert write_stop(tmp_path, Stop(3, "hang", "rank 1", rank=1))
     assert not write_stop(tmp_path, Stop(3, "HarnessError", "rank 0 lost its peer", rank=0))
     assert json.loads((tmp_path / STOPPED_FILE).read_text())["rank"] == 1

@@ -152,7 +152,7 @@ def test_a_service_that_fails_is_reported_once_and_the_run_continues(run, packag
 def test_a_service_that_hangs_delays_the_end_of_a_run_no_longer_than_its_limit(run, package, monkeypatch):
     package("import time\ntime.sleep(300)\n")
     monkeypatch.setitem(metrics_module.PATIENCE_S, "finished", 0.5)
-    # The package would sleep for 300 seconds, the limit of this test: ending at all shows that nobody waits for it.
+    # The package would sleep for 300 seconds, the limit of this test: ending at all shows that nothing waits for it.
     assert write(run, [metrics(1, 3.0)]) == ["wandb did not accept the end of this run in time; its log.txt has more"]
 
 
