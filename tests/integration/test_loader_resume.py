@@ -70,7 +70,7 @@ def test_stopping_after_any_step_changes_nothing(reader: PackReader, schedule: s
         ]
 
 
-def test_batches_that_were_read_ahead_but_not_trained_come_again(reader: PackReader) -> None:
+def test_batches_prefetched_but_not_trained_are_read_again(reader: PackReader) -> None:
     whole = [batch.digest() for batch in loader(reader, steps=10)]
     with loader(reader, workers=2, prefetch_factor=4) as made:
         batches = iter(made)

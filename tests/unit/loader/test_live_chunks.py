@@ -230,7 +230,7 @@ def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
         train(tmp_path, timeout_s=0.2)
 
 
-def test_a_run_does_not_go_on_with_another_stream(packs: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_on_another_stream(packs: Path, tmp_path: Path) -> None:
     state = train(packs, steps=2).state()
     write_stream(tmp_path, some_packs(sum(SIZES), seed=1), SIZES)
     with pytest.raises(LoaderError, match=f"and this run was trained on {state.fingerprint}"):

@@ -234,7 +234,7 @@ def test_a_packing_producer_resumes_with_the_packs_that_were_open(tmp_path: Path
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
-def test_a_chunk_whose_record_is_there_stays_whatever_happens_then(tmp_path: Path, monkeypatch, error) -> None:
+def test_a_chunk_with_a_record_survives_a_later_error(tmp_path: Path, monkeypatch, error) -> None:
     producer = LiveProducer(tmp_path, rows_per_chunk=2)
     done = folders.sync_folder
 

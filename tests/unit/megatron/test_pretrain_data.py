@@ -163,7 +163,7 @@ def test_indices_whose_builder_was_killed_are_built_again(tmp_path: Path, corpus
     assert of_others.exists()
 
 
-def test_a_builder_that_fails_leaves_word_of_it(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+def test_a_failing_builder_leaves_a_record_of_its_error(tmp_path: Path, corpus: Path, monkeypatch) -> None:
     """A disk that is full while an index is written."""
     config = settings(corpus, path_to_cache=str(tmp_path / "cache"))
     save = np.save
