@@ -163,8 +163,10 @@ def test_indices_whose_builder_was_killed_are_built_again(tmp_path: Path, corpus
     assert of_others.exists()
 
 
-def test_a_failing_builder_leaves_a_record_of_its_error(tmp_path: Path, corpus: Path, monkeypatch) -> None:
-    """A disk that is full while an index is written."""
+def test_a_failed_build_is_an_error_and_the_next_run_builds_the_whole_index(
+    tmp_path: Path, corpus: Path, monkeypatch
+) -> None:
+    """Fill the disk while an index is written."""
     config = settings(corpus, path_to_cache=str(tmp_path / "cache"))
     save = np.save
 
