@@ -13,6 +13,7 @@ from rich.console import Console
 
 from harness.checks import require_numbers
 from harness.cli.settings import class_of
+from harness.errors import ConfigError
 from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
 
@@ -175,6 +176,9 @@ def reduce(timeout_s: Annotated[float, typer.Option(help="time limit for the ran
     from harness.launch import place_in_slurm
     from harness.launch.preflight import run_checks
 
+    if "SLURM_PROCID" not in os.environ:
+        fix = "start it with srun, as the batch scripts of `harness submit` do"
+        raise ConfigError("this is not a task of a Slurm step", where="SLURM_PROCID", fix=fix)
     place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
     os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
 

@@ -90,8 +90,8 @@ class HistorySettings:
 
 
 @dataclass
-class SummariseSettings:
-    """Settings of `harness parity summarise`.
+class SummarizeSettings:
+    """Settings of `harness parity summarize`.
 
     Attributes:
         out: folder of the joined report.
@@ -170,15 +170,16 @@ def history(
     raise typer.Exit(1 if latest else 0)
 
 
-@parity_app.command(cls=class_of(SummariseSettings))
-def summarise(
+@parity_app.command("summarise", cls=class_of(SummarizeSettings), hidden=True)  # as spelled before 0.2
+@parity_app.command(cls=class_of(SummarizeSettings))
+def summarize(
     context: typer.Context,
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one a node, with its report in it or below")],
 ) -> None:
     """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
     from harness import parity
 
-    report = parity.summarise(folders, command=parity.command_line())
+    report = parity.summarize(folders, command=parity.command_line())
     _show(report, context.obj.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
 

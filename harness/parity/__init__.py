@@ -17,7 +17,7 @@ from harness.parity.assemble import cell_result, command_line, environment, skip
 from harness.parity.baselines import against, record, update
 from harness.parity.cells import FORMAT, ISOLATION, ISOLATION_TURNS, VERSION, Cell, CheckPlan, parse_case, plan_check
 from harness.parity.compare import IDENTICAL, Tolerances
-from harness.parity.history import read_history, summarise
+from harness.parity.history import read_history, summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, run_cells
 from harness.parity.table import live_table, show
@@ -51,7 +51,7 @@ __all__ = [
     "run_cells",
     "show",
     "skipped",
-    "summarise",
+    "summarize",
     "update",
     "write_report",
 ]

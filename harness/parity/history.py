@@ -161,7 +161,7 @@ def find_reports(folder: Path) -> list[Path]:
     return sorted(folder.rglob(REPORT_FILE)) if folder.is_dir() else []
 
 
-def summarise(folders: Sequence[Path], *, command: str) -> ParityReport:
+def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
     """Join the reports of many nodes; cells carry the node's name, and a node without a report is a failed cell.
 
     Args:
@@ -171,7 +171,7 @@ def summarise(folders: Sequence[Path], *, command: str) -> ParityReport:
         ConfigError: no folder is named.
     """
     if not folders:
-        raise ConfigError("there is nothing to summarise", where="DIR...", fix="name the folders of the nodes' reports")
+        raise ConfigError("there is nothing to summarize", where="DIR...", fix="name the folders of the nodes' reports")
     cells: list[CellResult] = []
     facts: dict[str, dict[str, str]] = {}
     for folder in folders:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 import xxhash
 
 import harness
@@ -27,6 +27,9 @@ from harness.parity.cells import Cell
 from harness.settings import CONFIGS
 from harness.storage import Marker
 from harness.train import whole_lines
+
+if TYPE_CHECKING:
+    import psutil  # a prep machine prints the settings of a matrix without it
 
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _DONE = "cell.json"
@@ -312,6 +315,8 @@ class Batch:
 
     def measure(self) -> None:
         """Measure the memory of the fullest rank with its workers, where pages that processes share count once."""
+        import psutil
+
         start = time.monotonic()
         with suppress(psutil.Error, OSError):
             top = psutil.Process(self._process.pid)
@@ -324,6 +329,8 @@ class Batch:
 
     def end(self) -> None:
         """Kill the batch with everything it started; torchrun puts its ranks into sessions of their own."""
+        import psutil
+
         with suppress(psutil.Error):
             top = psutil.Process(self._process.pid)
             for process in [top, *top.children(recursive=True)]:
@@ -333,6 +340,8 @@ class Batch:
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
+    import psutil
+
     with suppress(psutil.Error, OSError, AttributeError):
         return int(process.memory_full_info().pss)
     return 0

@@ -13,7 +13,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.history import read_history, summarise
+from harness.parity.history import read_history, summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
 from recipes.parity import make_dataset
 
@@ -228,10 +228,10 @@ def test_many_nodes_become_one_report_and_a_node_without_one_fails(tmp_path) -> 
     for name, made in (("a", report("2026", host="one")), ("b", report("2026", host="two", status="different"))):
         (tmp_path / name).mkdir()
         write_report(made, tmp_path / name / REPORT_FILE)
-    joined = summarise([tmp_path / "a"], command="")
+    joined = summarize([tmp_path / "a"], command="")
     assert joined.verdict == "same"
     assert joined.cells[1].reference == joined.cells[0].name == "one: formats: npy"
-    code, output = harness("summarise", tmp_path / "a", tmp_path / "b", tmp_path / "c", "--out", tmp_path / "joined")
+    code, output = harness("summarize", tmp_path / "a", tmp_path / "b", tmp_path / "c", "--out", tmp_path / "joined")
     assert code == 1
     joined = read_report(tmp_path / "joined" / REPORT_FILE)
     assert [(cell.name, cell.status) for cell in joined.cells] == [
