@@ -137,7 +137,7 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
             raise FormatError(
                 "a plan over a sequence store is read from disks only",
                 where=folder.where(),
-                fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST --to parquet",
+                fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST parquet",
             )
         if not format.in_buckets:
             format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, format.open_shard))

@@ -60,10 +60,11 @@ def plan_job(
     if planned not in (None, ranks):
         name = settings["name"]
         raise ConfigError(
-            f"{name} is planned for {planned} ranks, and {nodes} nodes of {cluster.ranks_per_node} have {ranks}",
+            f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
+            f"ha{'ve' if nodes > 1 else 's'} {ranks}",
             where="nodes",
-            fix=f"nodes={planned // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node}; or "
-            f"parallel.ranks={ranks}, if `harness plan {name} parallel.ranks={ranks}` finds that it fits",
+            fix=f"nodes={planned // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node} or cluster=NAME, "
+            f"or parallel.ranks={ranks} if `harness plan {name} parallel.ranks={ranks}` finds that it fits",
         )
     weights = settings["model"]["init_from"]
     weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub

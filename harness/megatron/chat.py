@@ -45,7 +45,7 @@ class Chat:
         if self._room < 1:
             raise ConfigError(
                 f"answers of {max_tokens:,} tokens leave no room in {self._room + max_tokens:,} positions",
-                where="--max-tokens",
+                where="max_tokens",
                 fix="lower it",
             )
         self._draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -69,7 +69,7 @@ class Chat:
                 self._messages.clear()
                 raise ConfigError(
                     f"the message has {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
-                    fix="shorten it, or the answers with --max-tokens",
+                    fix="shorten it, or the answers with max_tokens=",
                 )
             del self._messages[:2]
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None

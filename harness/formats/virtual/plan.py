@@ -59,7 +59,7 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
         raise FormatError(
             f"{kind}, expected a sequence store",
             where=str(path),
-            fix=f"make one of a dataset, once: harness convert {path} STORE --to {NAME}",
+            fix=f"make one of a dataset, once: harness convert {path} STORE {NAME}",
         )
     plan = folder / manifest.shards[0].path / PLAN
     if plan.is_file():
