@@ -5,8 +5,9 @@ The public names load on first use, so that `import harness` needs no more than 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from harness.doors import names_on_first_use
 
 if TYPE_CHECKING:
     from harness.errors import HarnessError
@@ -15,20 +16,17 @@ if TYPE_CHECKING:
     from harness.prep import plan_packs
     from harness.records import Pack
 
-_HOMES = {
-    "HarnessError": "harness.errors",
-    "Loader": "harness.loader",
-    "LoaderConfig": "harness.loader",
-    "Pack": "harness.records",
-    "open_dataset": "harness.formats",
-    "open_writer": "harness.formats",
-    "plan_packs": "harness.prep.packing",
-}
-
 __all__ = ["HarnessError", "Loader", "LoaderConfig", "Pack", "open_dataset", "open_writer", "plan_packs"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "HarnessError": "errors",
+        "Loader": "loader",
+        "LoaderConfig": "loader",
+        "Pack": "records",
+        "open_dataset": "formats",
+        "open_writer": "formats",
+        "plan_packs": "prep.packing",
+    },
+)

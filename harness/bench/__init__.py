@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.doors import names_on_first_use
+
 if TYPE_CHECKING:
     from harness.bench.everything import render_benchmarks
     from harness.bench.figures import BenchReport, Progress, render_report
@@ -80,18 +82,15 @@ BENCHES = {
     ),
 }
 
-_HOMES = {
-    "BenchReport": "figures",
-    "Progress": "figures",
-    "Workspace": "workspace",
-    "render_benchmarks": "everything",
-    "render_report": "figures",
-}
-
 __all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Workspace", "render_benchmarks", "render_report"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "BenchReport": "figures",
+        "Progress": "figures",
+        "Workspace": "workspace",
+        "render_benchmarks": "everything",
+        "render_report": "figures",
+    },
+)

@@ -10,9 +10,9 @@ Importing these modules changes nothing in the process. A program calls `prepare
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from harness.doors import names_on_first_use
 from harness.megatron.process import prepare_process
 
 if TYPE_CHECKING:
@@ -33,18 +33,15 @@ __all__ = [
 ]
 
 # Imported at first use: `prepare_process` comes before torch and Megatron-Core.
-_MODULES = {
-    "RowTensors": "batch",
-    "to_device": "batch",
-    "Chat": "chat",
-    "exported": "chat",
-    "talk": "chat",
-    "export_checkpoint": "export",
-    "MegatronStep": "step",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "RowTensors": "batch",
+        "to_device": "batch",
+        "Chat": "chat",
+        "exported": "chat",
+        "talk": "chat",
+        "export_checkpoint": "export",
+        "MegatronStep": "step",
+    },
+)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.doors import names_on_first_use
 from harness.parity.assemble import cell_result, command_line, environment, skipped
 from harness.parity.baselines import against, record, update
 from harness.parity.cells import FORMAT, ISOLATION, ISOLATION_TURNS, VERSION, Cell, CheckPlan, parse_case, plan_check
@@ -56,11 +57,5 @@ __all__ = [
     "write_report",
 ]
 
-
-def __getattr__(name: str) -> object:
-    # It imports Megatron-Core, which the rest of the package does without.
-    if name == "check_isolation":
-        from harness.parity.isolation import check_isolation
-
-        return check_isolation
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# It imports Megatron-Core, which the rest of the package does without.
+__getattr__ = names_on_first_use(__name__, {"check_isolation": "isolation"})

@@ -16,9 +16,9 @@ Read `pipeline` first: it runs the stages in order. `chat`, `tokenize` and `pack
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from harness.doors import names_on_first_use
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
 from harness.prep.packing import MIN_SEQUENCE_TOKENS, PACKERS, Member, PackingConfig, StreamPacker, pack_of, plan_packs
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, fit_to_pack, tokenizer_hash, train_bpe
@@ -67,11 +67,15 @@ __all__ = [
     "train_bpe",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay.
-    for module in ("sources", "shards", "pipeline") if name in __all__ else ():
-        home = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(home, name):
-            return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay.
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        **dict.fromkeys(("PrepareConfig", "prepare", "repack_store"), "pipeline"),
+        **dict.fromkeys(("Receipt", "ShardJob", "do_shard"), "shards"),
+        **dict.fromkeys(
+            ("SourceConfig", "check_messages_column", "cut_shards", "list_files", "read_chunks", "read_shard"),
+            "sources",
+        ),
+    },
+)
