@@ -171,15 +171,15 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
             raise ConfigError(
                 f"unknown setting {key!r}", where=command, fix=f"did you mean {near}? {fix}" if near else fix
             )
-        type = types[name].removeprefix(_MAP)
+        kind = types[name].removeprefix(_MAP)
         if name == key and types[name].startswith(_MAP):
-            raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={type.upper()}")
+            raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={kind.upper()}")
         *parents, last = key.split(".")
         node = functools.reduce(lambda inner, name: inner.setdefault(name, {}), parents, tree)
         try:
-            node[last] = _convert(type, text)
+            node[last] = _convert(kind, text)
         except (ValueError, KeyError):
-            raise ConfigError(f"{text!r} is not of type {type}", where=key, fix=f"{key}={type.upper()}") from None
+            raise ConfigError(f"{text!r} is not of type {kind}", where=key, fix=f"{key}={kind.upper()}") from None
         missing = [name for name in missing if name != key]
     if missing:
         fix = f"add {missing[0]}={types[missing[0]].upper()}"
@@ -187,14 +187,14 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
     return cast(T, _fill(schema, tree, base))
 
 
-def _convert(type: str, text: str) -> Any:
-    if type.endswith(" or null"):
-        return None if text == "null" else _convert(type.removesuffix(" or null"), text)
-    if type.startswith("list of "):
+def _convert(kind: str, text: str) -> Any:
+    if kind.endswith(" or null"):
+        return None if text == "null" else _convert(kind.removesuffix(" or null"), text)
+    if kind.startswith("list of "):
         between = text[1:-1] if text[:1] in "[(" and text[-1:] in "])" else text
         items = [item.strip() for row in csv.reader([between], skipinitialspace=True) for item in row]
-        return [_convert(type.removeprefix("list of "), item) for item in items]
-    return _SCALARS[type](text)
+        return [_convert(kind.removeprefix("list of "), item) for item in items]
+    return _SCALARS[kind](text)
 
 
 def _fill(schema: Any, tree: Mapping[str, Any], base: Any) -> Any:
