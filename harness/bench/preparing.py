@@ -51,7 +51,7 @@ def bench_preparing(settings: PrepareSettings, workspace: Workspace, progress: P
     source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
     _write_chats(source, settings.conversations, settings.median, seed=0)
     progress("training a tokenizer")
-    texts = (message.content for conversation in _read(source) for message in conversation.messages)
+    texts = (message.text for conversation in _read(source) for message in conversation.messages)
     train_bpe(texts, tokenizer, vocab_size=settings.vocab_size)
     progress("tokenizing")
     _compare(settings, source, tokenizer, workspace.folder / "shards", report)

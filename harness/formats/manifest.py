@@ -37,6 +37,8 @@ class Provenance:
         seed: the packing seed.
         settings_hash: digest of all preparation settings.
         counts: free-form whole numbers, such as conversations read and dropped.
+        mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, and
+            `end_tokens`, the JSON list of the tokens that end a turn. Empty for datasets that do not record it.
     """
 
     tokenizer: str = ""
@@ -46,6 +48,7 @@ class Provenance:
     seed: int | None = None
     settings_hash: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
+    mask: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -228,9 +231,12 @@ class _Parser:
             raise self._error(f"has the seed {seed!r}, expected a whole number")
         if not isinstance(counts, dict) or not all(_is_whole(count) for count in counts.values()):
             raise self._error("has provenance counts that are not whole numbers")
+        mask = values.get("mask", {})
+        if not isinstance(mask, dict) or not all(isinstance(text, str) for text in mask.values()):
+            raise self._error("has a provenance mask that is not text by name")
         names = ("tokenizer", "tokenizer_hash", "chat_template_hash", "packer", "settings_hash")
         texts = {name: self._text(values, name) for name in names if name in values}
-        return Provenance(seed=seed, counts=counts, **texts)
+        return Provenance(seed=seed, counts=counts, mask=mask, **texts)
 
     def _whole(self, values: Any, name: str) -> int:
         value = self._get(values, name, int, "a whole number from 0")

@@ -43,7 +43,8 @@ class PackingConfig:
         pack_size: maximum number of tokens in a pack.
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.
-        over_long: `drop` or `truncate` a conversation of more than `pack_size` tokens.
+        over_long: `drop` a conversation of more than `pack_size` tokens, `cut` it at `pack_size`, or `split` it at turn
+            boundaries, repeating the system prompt. (`truncate` is the old name of `cut`.)
         packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, packs as plans over
             them) or `legacy_npy_pickle`.
         validation_fraction: share of conversations, chosen by their hash, for the split `validation`. A conversation

@@ -169,8 +169,8 @@ class _Preparation:
                     bad.append(record)
                     continue
                 for message in record.messages:
-                    left -= len(message.content)
-                    yield message.content
+                    left -= len(message.text)
+                    yield message.text
             if self.config.source.on_bad == "refuse":
                 refuse(bad)
             advance(chunk.num_bytes)

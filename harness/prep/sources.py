@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +41,9 @@ class SourceConfig:
         kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library; empty is
             `files` if there is a path, else `pydoc`.
         path: a file, a glob or a folder (searched recursively).
+        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records.
+        columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
+        ignore_fields: fields that are left out on purpose although they change what the model would see or write.
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
         shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
@@ -49,6 +52,9 @@ class SourceConfig:
 
     kind: str = ""
     path: str = ""
+    schema: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    ignore_fields: list[str] = field(default_factory=list)
     on_bad: str = "refuse"
     limit: int = 0
     shard_bytes: int = 16 << 20

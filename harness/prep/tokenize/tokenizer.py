@@ -14,80 +14,23 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.checks import require_choice, require_numbers
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
-from harness.records import SequenceView, UInt8Array
-
-MASK_RULES = ("generation", "assistant_turns", "all")
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Every byte is a token of its own before any merge.
-MIN_VOCAB_SIZE = 256 + 3
-INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
-
-# The end of a turn is trained, so that the model learns to stop; the line break after it is not.
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}"
-    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}"
-    "{{- message['content'] + '<|im_end|>' }}"
-    "{%- endif %}"
-    "{{- '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- endif %}"
-)
-# First and past-the-end character.
-Span = tuple[int, int]
+from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
+from harness.prep.tokenize.offsets import Span, mask_of_encoding
+from harness.records import SequenceView
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # transformers caches one compiled template per text, which records spans in place and refuses a second thread.
 _RENDERING = threading.Lock()
 os.register_at_fork(before=_RENDERING.acquire, after_in_parent=_RENDERING.release, after_in_child=_RENDERING.release)
-
-
-@dataclass
-class TokenizerConfig:
-    """Tokenizer, chat template and masking rule.
-
-    Attributes:
-        kind: `bpe` trains a byte-level BPE on the source if no name is given, `huggingface` requires a name.
-        name: a Hugging Face tokenizer folder or hub id.
-        vocab_size: number of tokens of a trained tokenizer; not used with `name`.
-        chat_template: a Jinja file that replaces the tokenizer's own template.
-        mask: rule for trained tokens. `generation`: tokens that the template writes inside `{% generation %}`;
-            `assistant_turns`: tokens that each assistant turn adds to the conversation before it, for templates without
-            that tag; `all`: every token.
-        control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them:
-            such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
-    """
-
-    kind: str = "bpe"
-    name: str = ""
-    vocab_size: int = 8192
-    chat_template: str = ""
-    mask: str = "generation"
-    control_tokens: str = "refuse"
-
-    def __post_init__(self) -> None:
-        require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
-        if self.kind == "huggingface" and not self.name:
-            raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
-        require_numbers(self, "tokenizer", "vocab_size", lowest=MIN_VOCAB_SIZE)
-        require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
-        require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")
 
 
 class ChatTokenizer:
@@ -106,7 +49,7 @@ class ChatTokenizer:
                 `{% generation %}` that the masking rule needs.
         """
         self.name = folder or config.name
-        self.mask_rule = config.mask
+        self.mask_rule = "generation" if config.mask == "auto" else config.mask
         self._hf = _load(self.name)
         self._backend = self._hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
@@ -218,8 +161,8 @@ class ChatTokenizer:
         """Return the conversation's text and the spans of it that are trained."""
         if self._control is not None:
             for number, message in enumerate(conversation.messages, start=1):
-                begins = any(character in message.content for character in self._control_begins)
-                if begins and (match := self._control.search(message.content)):
+                begins = any(character in message.text for character in self._control_begins)
+                if begins and (match := self._control.search(message.text)):
                     detail = f"turn {number} ({message.role}) spells the control token {match.group()!r}"
                     return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         messages = conversation.as_dicts()
@@ -260,107 +203,6 @@ class ChatTokenizer:
                 **self._hf.special_tokens_map,
             )
         return texts[0], [(start, end) for start, end in generated[0]] if spans else []
-
-
-def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
-    """Mask the tokens with characters inside the spans.
-
-    A token covers everything since the token before it, even if its own offsets leave white space out.
-
-    Args:
-        offsets: [L] first and past-the-end character of each token.
-        spans: first and past-the-end character of each trained part.
-
-    Returns:
-        uint8 [L], token-aligned.
-    """
-    # Twice as fast as an array made of pairs.
-    starts, ends = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2).T
-    starts = np.minimum(starts, np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)])[: len(starts)])
-    mask = np.zeros(len(starts), np.uint8)
-    for start, end in spans:
-        mask |= (starts < end) & (ends > start)
-    return mask
-
-
-def mask_of_encoding(encoding: Any, num_tokens: int, text: str, spans: Sequence[Span]) -> UInt8Array:
-    """Compute `token_mask` of an encoding by the tokenizers library, mostly without reading every token's offsets.
-
-    Reading all offsets costs up to a third of tokenizing.
-
-    Args:
-        encoding: of `text`, with `num_tokens` tokens.
-
-    Returns:
-        uint8 [num_tokens], token-aligned.
-    """
-    mask = np.zeros(num_tokens, np.uint8)
-    for start, end in spans:
-        tokens = _tokens_of(encoding, num_tokens, len(text), start, end)
-        if tokens is None:
-            return token_mask(encoding.offsets, spans)
-        mask[tokens] = 1
-    return mask
-
-
-def _tokens_of(encoding: Any, num_tokens: int, num_characters: int, start: int, end: int) -> slice | None:
-    """Return the tokens of a span that begins and ends at token boundaries; None if it does not."""
-    first = encoding.char_to_token(start)
-    if start >= end or first is None:
-        return None
-    following = num_tokens if end == num_characters else encoding.char_to_token(end)
-    # No character may be left out between the span and the next token: that token would cover it.
-    if following is None or encoding.char_to_token(end - 1) is None:
-        return None
-    if following < num_tokens and encoding.token_to_chars(following)[0] != end:
-        return None
-    # Nor may there be a token without characters.
-    last = encoding.token_to_chars(following - 1) if following > first else None
-    return slice(first, following) if last is not None and last[0] < end else None
-
-
-def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int) -> None:
-    """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
-
-    Args:
-        texts: training text.
-        folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
-        vocab_size: number of tokens, including three special ones; a small text gives fewer.
-
-    Raises:
-        PrepError: there are no texts.
-        ConfigError: the `tokenizers` library is missing.
-    """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    except ImportError as error:
-        raise ConfigError("training a tokenizer needs the `tokenizers` library", fix=INSTALL_FIX) from error
-    remaining = iter(texts)
-    first = next(remaining, None)
-    if first is None:
-        raise PrepError("there is no text to train a tokenizer on", fix="check source.path and the bad records")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(chain([first], remaining), trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [TURN_START],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def end_tokens(tokenizer: Any) -> list[int]:

@@ -1,92 +1,15 @@
-"""Chat records: parse one into a Conversation, or into a BadRecord with the reason."""
+"""Parse one chat record into a Conversation, or into a BadRecord with the reason."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
-import xxhash
+from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message
 
-ROLES = ("system", "user", "assistant", "tool")
 # JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-
-
-class BadReason(StrEnum):
-    """Reason for leaving a record out; the value is the name under which reports count it."""
-
-    NOT_UTF8 = "not_utf8"
-    NOT_JSON = "not_json"
-    NOT_AN_OBJECT = "not_an_object"
-    NO_MESSAGES = "no_messages"
-    BAD_TURN = "bad_turn"
-    UNKNOWN_ROLE = "unknown_role"
-    UNKNOWN_FIELD = "unknown_field"
-    EMPTY_TURN = "empty_turn"
-    NOT_TEXT = "not_text"
-    NO_ASSISTANT_TURN = "no_assistant_turn"
-    CONTROL_TOKEN = "control_token"
-    TEMPLATE_FAILED = "template_failed"
-    NOTHING_TRAINED = "nothing_trained"
-    TOO_SHORT = "too_short"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn.
-
-    Attributes:
-        role: one of `ROLES`.
-        content: text with at least one character that is not white space.
-    """
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A chat that passed every check.
-
-    Attributes:
-        messages: the turns in order; at least one is the assistant's.
-        where: its file and line, or file and row.
-    """
-
-    messages: tuple[Message, ...]
-    where: str
-
-    def as_dicts(self) -> list[dict[str, str]]:
-        """Return the turns in the form that chat templates take."""
-        return [{"role": message.role, "content": message.content} for message in self.messages]
-
-    def hash(self) -> int:
-        """Return 64 bits of xxh3 over roles and texts; `where` does not count."""
-        digest = xxhash.xxh3_64()
-        for message in self.messages:
-            content = message.content.encode()
-            # Lengths keep ("ab", "c") and ("a", "bc") apart.
-            digest.update(f"{message.role} {len(content)} ".encode())
-            digest.update(content)
-        return digest.intdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class BadRecord:
-    """A record that cannot be trained on.
-
-    Attributes:
-        where: its file and line, or file and row.
-        reason: kind of problem, for counting.
-        detail: the problem in words.
-    """
-
-    where: str
-    reason: BadReason
-    detail: str
 
 
 class _BadRecordError(Exception):

@@ -1,0 +1,157 @@
+"""Chat records: a conversation with everything that a template may write, or the reason why a record is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import xxhash
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BadReason(StrEnum):
+    """Reason for leaving a record out; the value is the name under which reports count it."""
+
+    NOT_UTF8 = "not_utf8"
+    NOT_JSON = "not_json"
+    NOT_AN_OBJECT = "not_an_object"
+    NO_MESSAGES = "no_messages"
+    BAD_TURN = "bad_turn"
+    UNKNOWN_ROLE = "unknown_role"
+    UNKNOWN_FIELD = "unknown_field"
+    MEDIA = "media"
+    EMPTY_TURN = "empty_turn"
+    NOT_TEXT = "not_text"
+    BAD_TOOLS = "bad_tools"
+    BAD_WEIGHT = "bad_weight"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    CONTROL_TOKEN = "control_token"
+    TEMPLATE_FAILED = "template_failed"
+    NOT_WRITTEN = "not_written"
+    NOT_AS_SERVED = "not_as_served"
+    NOTHING_TRAINED = "nothing_trained"
+    TOO_SHORT = "too_short"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool by the assistant.
+
+    Attributes:
+        name: of the tool.
+        arguments: as the record has them: JSON text, or the decoded object.
+        id: of the call; empty if the record has none.
+    """
+
+    name: str
+    arguments: str | Mapping[str, Any]
+    id: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call in the form that chat templates take."""
+        call = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {"id": self.id, **call} if self.id else call
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: one of `ROLES`.
+        content: text, several text parts, or None (an assistant that only calls tools).
+        reasoning: text that the assistant thinks before its content; empty if there is none.
+        tool_calls: of the assistant.
+        tool_call_id: call that a tool's message answers; empty if the record does not give it.
+        name: of the tool or speaker; empty if the record does not give it.
+        trained: weight of the turn, for `tokenizer.train_on=marked`; None if the record does not give one.
+    """
+
+    role: str
+    content: str | tuple[str, ...] | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    trained: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts are joined as they are."""
+        return "".join(self.content) if isinstance(self.content, tuple) else self.content or ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the turn in the form that chat templates take."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if isinstance(self.content, tuple):
+            turn["content"] = [{"type": "text", "text": text} for text in self.content]
+        if self.reasoning:
+            turn["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            turn["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+        if self.name:
+            turn["name"] = self.name
+        return turn
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat that passed every check.
+
+    Attributes:
+        messages: the turns in order; at least one is the assistant's. Empty for plain text.
+        where: its file and line, or file and row.
+        tools: descriptions of the tools that the assistant may call, in the form that chat templates take.
+        template_kwargs: variables for the chat template, such as `enable_thinking`.
+        text: plain text to continue training on, all of it trained, without a template; None for a chat.
+    """
+
+    messages: tuple[Message, ...]
+    where: str
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the turns in the form that chat templates take."""
+        return [message.as_dict() for message in self.messages]
+
+    def hash(self) -> int:
+        """Return 64 bits of xxh3 over everything that the model may see; `where` does not count."""
+        digest = xxhash.xxh3_64()
+        for message in self.messages:
+            content = message.text.encode()
+            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            digest.update(f"{message.role} {len(content)} ".encode())
+            digest.update(content)
+        # Only where there is any: a plain chat keeps its hash, and with it its split.
+        extras = [
+            [[call.as_dict() for call in turn.tool_calls], turn.reasoning, turn.tool_call_id, turn.name, turn.trained]
+            for turn in self.messages
+        ]
+        plain = all(turn == [[], "", "", "", None] for turn in extras)
+        if not plain or self.tools or self.template_kwargs or self.text is not None:
+            rest = [extras, list(self.tools), dict(self.template_kwargs), self.text]
+            digest.update(json.dumps(rest, sort_keys=True, default=str).encode())
+        return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be trained on.
+
+    Attributes:
+        where: its file and line, or file and row.
+        reason: kind of problem, for counting.
+        detail: the problem in words.
+    """
+
+    where: str
+    reason: BadReason
+    detail: str

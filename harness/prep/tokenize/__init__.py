@@ -1,0 +1,27 @@
+"""Conversations to sequences: chat template, token ids, and the mask of trained tokens.
+
+    tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
+    tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
+
+`train_bpe` trains a tokenizer on the conversations themselves. The libraries (transformers, tokenizers, jinja2) are
+imported when a tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
+from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
+from harness.prep.tokenize.tokenizer import ChatTokenizer, end_tokens, fit_to_pack, tokenizer_hash
+
+__all__ = [
+    "CHAT_TEMPLATE",
+    "ChatTokenizer",
+    "TokenizerConfig",
+    "end_tokens",
+    "fit_to_pack",
+    "mask_of_encoding",
+    "token_mask",
+    "tokenizer_hash",
+    "train_bpe",
+]

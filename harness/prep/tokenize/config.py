@@ -1,0 +1,63 @@
+"""Settings of tokenizing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.checks import require_choice, require_numbers
+from harness.errors import ConfigError
+
+MASK_RULES = ("auto", "generation", "assistant_turns", "all")
+HISTORY_RULES = ("as_served", "kept")
+TRAINED_TURNS = ("all_assistant", "last_turn", "marked")
+# Every byte is a token of its own before any merge.
+MIN_VOCAB_SIZE = 256 + 3
+INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
+
+
+@dataclass
+class TokenizerConfig:
+    """Tokenizer, chat template and masking rule.
+
+    Attributes:
+        kind: `bpe` trains a byte-level BPE on the source if no name is given, `huggingface` requires a name.
+        name: a Hugging Face tokenizer folder or hub id.
+        vocab_size: number of tokens of a trained tokenizer; not used with `name`.
+        chat_template: a Jinja file, or the name of a built-in template, that replaces the tokenizer's own template.
+        mask: rule for trained tokens. `auto` chooses by the template, and reports its choice: marks where the template
+            has them, an audited rule where it is a known one, else the text that the model has to generate after the
+            prompt of each turn. `generation`: tokens that the template writes inside `{% generation %}`;
+            `assistant_turns`: tokens that each assistant turn adds to the conversation before it; `all`: every token.
+        history: for templates that write earlier turns without their reasoning. `as_served` makes a sequence of its
+            own for each assistant turn that a server would render differently, with only that turn trained; `kept`
+            renders a conversation once, with the reasoning of all turns, where the template has a switch for it.
+        train_on: `all_assistant` turns, only the `last_turn`, or the messages that the record has `marked` with a
+            weight.
+        train_reasoning: train the reasoning of trained turns.
+        train_tool_calls: train the tool calls of trained turns.
+        train_end_of_turn: train the token that ends a turn, from which the model learns to stop.
+        control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them:
+            such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
+    """
+
+    kind: str = "bpe"
+    name: str = ""
+    vocab_size: int = 8192
+    chat_template: str = ""
+    mask: str = "auto"
+    history: str = "as_served"
+    train_on: str = "all_assistant"
+    train_reasoning: bool = True
+    train_tool_calls: bool = True
+    train_end_of_turn: bool = True
+    control_tokens: str = "refuse"
+
+    def __post_init__(self) -> None:
+        require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
+        if self.kind == "huggingface" and not self.name:
+            raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
+        require_numbers(self, "tokenizer", "vocab_size", lowest=MIN_VOCAB_SIZE)
+        require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
+        require_choice(self.history, HISTORY_RULES, setting="tokenizer.history")
+        require_choice(self.train_on, TRAINED_TURNS, setting="tokenizer.train_on")
+        require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")
