@@ -153,7 +153,8 @@ class _Preparation:
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
         with self.stages.stage("tokenizer", "training a tokenizer", total=self.source_bytes) as stage:
-            train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size)
+            template = config.chat_template or "chatml"
+            train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size, chat_template=template)
             tokenizer = ChatTokenizer(config, str(folder))
             if config.chat_template:
                 tokenizer.save(folder)

@@ -9,42 +9,35 @@ from pathlib import Path
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.tokenize.config import INSTALL_FIX
+from harness.prep.tokenize.templates import load_template, template_tokens
 
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-# The end of a turn is trained, so that the model learns to stop; the line break after it is not.
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}"
-    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}"
-    "{{- message['content'] + '<|im_end|>' }}"
-    "{%- endif %}"
-    "{{- '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- endif %}"
-)
+END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = load_template("chatml")
 
 
-def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int) -> None:
+def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_template: str = "chatml") -> None:
     """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
 
     Args:
         texts: training text.
         folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
-        vocab_size: number of tokens, including three special ones; a small text gives fewer.
+        vocab_size: number of tokens, including the special ones; a small text gives fewer.
+        chat_template: a built-in template, whose special tokens the tokenizer gets, or a Jinja file, for which it gets
+            those of `chatml`.
 
     Raises:
         PrepError: there are no texts.
-        ConfigError: the `tokenizers` library is missing.
+        ConfigError: the `tokenizers` library is missing, or there is no such template.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
         raise ConfigError("training a tokenizer needs the `tokenizers` library", fix=INSTALL_FIX) from error
+    template = load_template(chat_template)
+    tokens = template_tokens(chat_template) or template_tokens("chatml")
+    assert tokens is not None
+    begin = [tokens.begin] if tokens.begin else []
+    special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
     remaining = iter(texts)
     first = next(remaining, None)
     if first is None:
@@ -55,7 +48,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int) -> None:
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -64,10 +57,11 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": TURN_END,
+        **({"bos_token": tokens.begin} if tokens.begin else {}),
+        "eos_token": tokens.ends[-1],
         "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [TURN_START],
+        "additional_special_tokens": [*tokens.marks, *tokens.ends[:-1]],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

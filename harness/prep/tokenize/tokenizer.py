@@ -25,6 +25,7 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
 from harness.prep.tokenize.offsets import Span, mask_of_encoding
+from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import SequenceView
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -57,11 +58,8 @@ class ChatTokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
         if config.chat_template:
-            try:
-                self._hf.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"
-                raise ConfigError(what, where=config.chat_template, fix=fix) from error
+            self._hf.chat_template = load_template(config.chat_template)
+            self._check_ends(config.chat_template)
         try:
             self.chat_template: str = self._hf.get_chat_template(None, None)
         except ValueError as error:
@@ -75,6 +73,16 @@ class ChatTokenizer:
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
+
+    def _check_ends(self, template: str) -> None:
+        """Refuse a built-in template whose turns this tokenizer cannot end: a model would have to spell the end."""
+        tokens = template_tokens(template)
+        ends = tokens.ends if tokens else ()
+        missing = [end for end in ends if len(self._backend.encode(end, add_special_tokens=False)) != 1]
+        if missing:
+            what = f"the chat template {template!r} ends turns with {missing[0]}, which is no token of the tokenizer"
+            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or leave it empty"
+            raise ConfigError(what, where=self.name, fix=fix)
 
     def _check_template(self, where: str) -> None:
         """Report a broken template once, instead of once per conversation."""

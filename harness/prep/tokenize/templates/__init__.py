@@ -1,0 +1,16 @@
+"""Chat templates by name: one Jinja file each, with `{% generation %}` marks around what the assistant writes.
+
+load_template("llama3")             # text of a built-in template
+load_template("mine/chat.jinja")    # text of a file
+"""
+
+from __future__ import annotations
+
+from harness.prep.tokenize.templates.builtin import (
+    TemplateTokens,
+    built_in_templates,
+    load_template,
+    template_tokens,
+)
+
+__all__ = ["TemplateTokens", "built_in_templates", "load_template", "template_tokens"]

@@ -1,0 +1,73 @@
+"""Registry of built-in chat templates: the file of each, and its special tokens.
+
+The texts are those that the models of a family know. A turn that the format cannot hold (tools, reasoning) fails with
+words that say so, rather than be left out. The token that ends a turn is marked; the line break after it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.settings import nearest_name
+
+
+@dataclass(frozen=True)
+class TemplateTokens:
+    """Special tokens of a built-in template.
+
+    Attributes:
+        ends: tokens that end a turn of the assistant; the last is the tokenizer's own end-of-sequence token.
+        marks: the other special tokens that it writes.
+        begin: first token of a text, for which the template writes the tokenizer's own; empty if it writes none.
+    """
+
+    ends: tuple[str, ...]
+    marks: tuple[str, ...]
+    begin: str = ""
+
+
+_BUILT_IN = {
+    "chatml": TemplateTokens(("<|im_end|>",), ("<|im_start|>",)),
+    "llama3": TemplateTokens(("<|eot_id|>",), ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
+}
+
+
+def built_in_templates() -> tuple[str, ...]:
+    """Return the names of the built-in templates."""
+    return tuple(_BUILT_IN)
+
+
+def template_tokens(name: str) -> TemplateTokens | None:
+    """Return the special tokens of a built-in template; None for any other name."""
+    return _BUILT_IN.get(name)
+
+
+def load_template(name: str) -> str:
+    """Return the text of a built-in template, or of a file.
+
+    Args:
+        name: of a built-in template, or a path. A built-in name wins over a file of that name.
+
+    Raises:
+        ConfigError: there is neither, or the file cannot be read.
+    """
+    if name in _BUILT_IN:
+        text = files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8")
+        return text.removesuffix("\n")
+    path = Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = nearest_name(name, _BUILT_IN)
+        hint = f"did you mean {near}? " if near else ""
+        raise ConfigError(
+            f"there is no chat template {name!r}: no built-in template has this name, and there is no such file",
+            where="tokenizer.chat_template",
+            fix=f"{hint}name a Jinja file, or one of {', '.join(_BUILT_IN)}",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"
+        raise ConfigError(what, where=name, fix=fix) from error
