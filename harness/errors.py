@@ -13,14 +13,19 @@ class HarnessError(Exception):
     Args:
         what: what happened, with its numbers.
         where: the file, pack, line or setting.
-        fix: the remedy.
+        fix: the remedy; empty for `default_fix`.
+
+    Attributes:
+        default_fix: the remedy of every error of the class that names none of its own.
     """
+
+    default_fix = ""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
         self.what = what
         self.where = where
-        self.fix = fix
+        self.fix = fix or self.default_fix
         # Set by the runtime of a job: the rank that raised it, and True where every rank raises the same.
         self.rank: int | None = None
         self.is_shared = False
@@ -48,6 +53,8 @@ class ConfigError(HarnessError):
 
 class FormatError(HarnessError):
     """Stored data is missing, damaged, or breaks an invariant."""
+
+    default_fix = "copy the data again, or write it again; `harness verify` lists all damage"
 
 
 class PrepError(HarnessError):

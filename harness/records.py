@@ -16,6 +16,7 @@ Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 MAX_TOKEN_ID = 2**31 - 1
+_WHOLE = "give int32 tokens and starts, and a mask of zeros and ones"
 
 
 def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArray[Any]:
@@ -24,17 +25,18 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
     if array.dtype == dtype and array.ndim == 1:
         return array
     if array.ndim != 1:
-        raise FormatError(f"{field} has {array.ndim} dimensions, expected 1")
+        raise FormatError(f"{field} has {array.ndim} dimensions, expected 1", fix="write one pack at a time")
     if array.size == 0:
         return array.astype(dtype)
     is_whole = np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_
     # A float mask of exact zeros and ones, as older tools store, loses nothing; other floats would.
     if not is_whole and not (np.issubdtype(array.dtype, np.floating) and np.array_equal(array, np.trunc(array))):
-        raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers")
+        raise FormatError(f"{field} holds {array.dtype} values, expected whole numbers", fix=_WHOLE)
     info = np.iinfo(dtype)  # type: ignore[type-var]
     low, high = array.min(), array.max()
     if low < info.min or high > info.max:
-        raise FormatError(f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}")
+        what = f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}"
+        raise FormatError(what, fix=_WHOLE)
     return array.astype(dtype)
 
 
@@ -163,7 +165,10 @@ class Schedule:
     def __post_init__(self) -> None:
         rows = self.row_offsets.shape[0] - 1
         if rows % self.dp_size:
-            raise ScheduleError(f"{rows} rows cannot be dealt to {self.dp_size} data-parallel ranks evenly")
+            what = f"{rows} rows cannot be dealt to {self.dp_size} data-parallel ranks evenly"
+            raise ScheduleError(
+                what, where="Schedule", fix="give every rank a row in every microbatch, an empty one too"
+            )
 
     @property
     def num_microbatches(self) -> int:

@@ -137,7 +137,8 @@ def thd_from_arrays(
     if not input_ids.shape[0] == loss_mask.shape[0] == stored.sum():
         raise ScheduleError(
             f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
-            f"and sequences of {int(stored.sum()):,} tokens together"
+            f"and sequences of {int(stored.sum()):,} tokens together",
+            fix="give the tokens and the mask of exactly these sequences",
         )
     # Every stored token except the last of its sequence is an input, every one except the first is a label.
     is_input = np.ones(input_ids.shape[0], dtype=np.bool_)
@@ -210,7 +211,9 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     """
     missing = total - len(row)
     if missing < 0:
-        raise ScheduleError(f"a row has {len(row):,} tokens and cannot be padded to {total:,}")
+        raise ScheduleError(
+            f"a row has {len(row):,} tokens and cannot be padded to {total:,}", fix="raise schedule.max_tokens_per_rank"
+        )
     if missing == 0:
         return row
     return ThdBatch(
@@ -246,7 +249,9 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     """
     bounds = np.asarray(cu_seqlens_padded, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
-        raise ScheduleError(f"context-parallel rank {cp_rank} does not exist among {cp_size}")
+        raise ScheduleError(
+            f"context-parallel rank {cp_rank} does not exist among {cp_size}", fix=f"cp_rank is 0 to {cp_size - 1}"
+        )
     if cp_size == 1:
         return np.arange(bounds[-1], dtype=np.int64)
     lengths = np.diff(bounds)

@@ -32,8 +32,6 @@ from harness.storage import Folder, OutputFile, natural_key
 SEQ_IDX, SEQ_BIN = ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
 
-_FIX = "copy the dataset again"
-
 
 class BinIdxShard(ShardReader):
     """The open files of one prefix."""
@@ -83,9 +81,7 @@ class BinIdxShard(ShardReader):
 
     def _check_size(self, suffix: str, num_bytes: int, expected: int) -> None:
         if num_bytes != expected:
-            raise FormatError(
-                f"has {num_bytes:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}", fix=_FIX
-            )
+            raise FormatError(f"has {num_bytes:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}")
 
     def _read_offsets(self) -> Int64Array:
         path = with_suffix(self._prefix, SEQ_IDX)
@@ -93,7 +89,7 @@ class BinIdxShard(ShardReader):
         offsets = np.fromfile(path, "<i8")
         counts = np.diff(offsets)
         if offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
-            raise FormatError("the offsets of sequence starts do not rise from 0", where=str(path), fix=_FIX)
+            raise FormatError("the offsets of sequence starts do not rise from 0", where=str(path))
         return offsets
 
 

@@ -46,6 +46,7 @@ APPENDED_LAST = "import_appended_last_labels"
 _ROW_MAGIC = 0x53465442  # Megatron-Bridge's packed rows in an indexed dataset begin with it.
 _ROW_VERSION = 1
 _ROW_HEAD = 3
+_FIX = "correct the row where it was written, or name the convention of the tool that wrote it"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ def import_dataset(
     if pack_size is None:
         pack_size = max((len(pack) for pack in foreign.packs(Counter())), default=0)
         if pack_size == 0:
-            raise FormatError("the source holds no packs", where=str(source))
+            raise FormatError(
+                "the source holds no packs", where=str(source), fix="name what the tool wrote, or split=NAME"
+            )
     counts: Counter[str] = Counter()
     provenance = Provenance(packer=convention)
     with open_writer(
@@ -159,7 +162,7 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
                 try:
                     pack = pack_of_bridge_row(words)
                 except FormatError as error:
-                    raise FormatError(f"item {row:,} {error.what}", where=str(data)) from None
+                    raise FormatError(f"item {row:,} {error.what}", where=str(data), fix=_FIX) from None
                 yield clear_last_positions(pack, counts)
 
     return ForeignPacks(packs, lengths.shape[0])
@@ -199,9 +202,9 @@ def _pack_of_row(
         if problem is not None:
             raise FormatError(problem)
     except FormatError as error:
-        raise FormatError(f"the row {error.what}", where=shard.where(row), fix=error.fix) from None
+        raise FormatError(f"the row {error.what}", where=shard.where(row), fix=_FIX) from None
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the row is not JSON: {str(error)[:200]}", where=shard.where(row)) from None
+        raise FormatError(f"the row is not JSON: {str(error)[:200]}", where=shard.where(row), fix=_FIX) from None
     return pack
 
 

@@ -23,7 +23,6 @@ INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
-_COPY_AGAIN = "copy the dataset again; its index is damaged"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,14 +111,10 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
             digest = file_digest(path)
         except OSError as error:
             raise FormatError(
-                f"a file of the index that the manifest names cannot be read: {error.strerror}",
-                where=str(path),
-                fix=_COPY_AGAIN,
+                f"a file of the index that the manifest names cannot be read: {error.strerror}", where=str(path)
             ) from error
         if digest != stored.xxh3:
-            raise FormatError(
-                f"the file has the hash {digest}, the manifest says {stored.xxh3}", where=str(path), fix=_COPY_AGAIN
-            )
+            raise FormatError(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where=str(path))
     offsets = map_npy(root / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(root / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
     checksums = None
@@ -130,7 +125,6 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
             f"the index runs from sequence {int(offsets[0]):,} to {int(offsets[-1]):,}, "
             f"the manifest counts {manifest.num_sequences:,}",
             where=str(root / PACK_OFFSETS),
-            fix=_COPY_AGAIN,
         )
     return PackIndex(offsets, lengths, checksums)
 

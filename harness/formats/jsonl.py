@@ -26,6 +26,11 @@ IGNORED_LABEL = -100
 MAX_LINE_BYTES = 256 << 20
 
 _BLOCK_BYTES = 1 << 22
+_PACK_FIRST = (
+    "a packed line has the lists input_ids, labels and lengths; `harness prepare source.path=FILE data.path=DIR` packs "
+    "conversations"
+)
+_SMALLER = "pack again with a smaller data.pack_size: a pack is one line"
 
 
 def line_of_pack(pack: Pack) -> bytes:
@@ -61,13 +66,13 @@ def line_of_pack(pack: Pack) -> bytes:
 def pack_of_line(line: bytes) -> Pack:
     """Parse the pack of one line; raises FormatError for anything that `line_of_pack` could not have written."""
     if len(line) > MAX_LINE_BYTES:
-        raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}")
+        raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"is not JSON: {str(error)[:200]}") from None
+        raise FormatError(f"is not JSON: {str(error)[:200]}", fix=_PACK_FIRST) from None
     if not isinstance(fields, dict):
-        raise FormatError("is not a JSON object")
+        raise FormatError("is not a JSON object", fix=_PACK_FIRST)
     ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
     n = ids.shape[0]
     # Each against n first: a sum of huge lengths wraps around.
@@ -121,13 +126,14 @@ def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
     """Return a field of a parsed line as int64 [n]; raises FormatError unless it is a list of whole numbers."""
     values = fields.get(name)
     if not isinstance(values, list):
-        raise FormatError(f"has {name} of type {type(values).__name__}, expected a list")
+        what = f"has {name} of type {type(values).__name__}, expected a list" if name in fields else f"has no {name}"
+        raise FormatError(what, fix=_PACK_FIRST)
     try:
         array = np.array(values) if values else np.zeros(0, np.int64)
     except (ValueError, OverflowError):
         array = np.array(None)
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise FormatError(f"has {name} that are not all whole numbers")
+        raise FormatError(f"has {name} that are not all whole numbers", fix=_PACK_FIRST)
     return array.astype(np.int64)
 
 
@@ -154,7 +160,7 @@ class JsonlShard(ShardReader):
         start = int(self._ends[row - 1]) if row else 0
         num_bytes = int(self._ends[row]) - start
         if num_bytes > MAX_LINE_BYTES:
-            raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}")
+            raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
         return self._source.read_at(start, num_bytes)
 
     def where(self, row: int) -> str:

@@ -20,7 +20,6 @@ MAX_MANIFEST_BYTES = 256 << 20
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
-_WRITE_AGAIN = "copy the dataset again, or write it again with `harness prepare`"
 
 T = TypeVar("T")
 
@@ -120,17 +119,18 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     try:
         data = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=where) from None
+        fix = "check permissions and mounts"
+        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=where, fix=fix) from None
     if data is None:
         return None
     if len(data) > MAX_MANIFEST_BYTES:
-        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_WRITE_AGAIN)
+        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where)
     values = _parse_json(data, where)
     if not _is_manifest(values):
         return None
     manifest = _Parser(where).manifest(values)
     if not manifest.shards:
-        raise FormatError("the manifest lists no shards", where=where, fix=_WRITE_AGAIN)
+        raise FormatError("the manifest lists no shards", where=where)
     return manifest
 
 
@@ -138,7 +138,7 @@ def _parse_json(data: str | bytes, where: str) -> Any:
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_WRITE_AGAIN) from None
+        raise FormatError(f"the manifest is not JSON: {error}", where=where) from None
 
 
 def _is_manifest(values: object) -> bool:
@@ -257,7 +257,7 @@ class _Parser:
         return value
 
     def _error(self, problem: str) -> FormatError:
-        return FormatError(f"the manifest {problem}", where=self._where, fix=_WRITE_AGAIN)
+        return FormatError(f"the manifest {problem}", where=self._where)
 
 
 def _is_whole(value: object) -> bool:

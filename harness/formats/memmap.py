@@ -112,7 +112,9 @@ class MemmapWriter(ShardWriter[NpyStream]):
             row[n:] = 0
         self._num_starts += pack.num_sequences
         if self._num_starts >= 1 << 32:
-            raise FormatError(f"makes {self._num_starts:,} sequences in one shard; write fewer packs to a shard")
+            raise FormatError(
+                f"makes {self._num_starts:,} sequences in one shard", fix="set data.packs_per_shard lower"
+            )
         ids, mask, lengths, offsets, starts = self._files
         ids.write(self._ids_row)
         mask.write(self._mask_row)

@@ -37,7 +37,6 @@ from harness.storage import (
 
 # Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"
-_COPY = "copy the dataset again, or write it again with `harness prepare`"
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -166,7 +165,6 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
         yield FormatError(
             f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
             where=folder.where(MANIFEST_NAME),
-            fix=_COPY,
         )
     for stored in manifest.index:
         yield from _size_problems(folder, stored, "index file")
@@ -188,13 +186,13 @@ def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[Fo
     try:
         num_bytes = folder.find_size(stored.path)
     except OSError as error:
-        yield FormatError(f"a {kind} is missing: {error.strerror or error}", where=where, fix=_COPY)
+        yield FormatError(f"a {kind} is missing: {error.strerror or error}", where=where)
     except FormatError as error:
         yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
     else:
         if num_bytes != stored.num_bytes:
             what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
-            yield FormatError(what, where=where, fix=_COPY)
+            yield FormatError(what, where=where)
 
 
 # ---- files without a manifest
@@ -235,7 +233,7 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     handles = [format.open_shard(place, None) for place in places]
     contents = [handle.contents() for handle in handles]
     if len(places) == 1 and contents[0].sequence_counts.shape[0] == 0:
-        raise FormatError("the file holds no packs", where=str(places[0]))
+        raise FormatError("the file holds no packs", where=str(places[0]), fix="write at least one pack")
     ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
     lengths = np.concatenate([one.sequence_lengths for one in contents]).astype(np.int32, copy=False)

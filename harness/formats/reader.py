@@ -22,7 +22,6 @@ from harness.storage import Place
 MAX_OPEN_FILES = 64
 # Packs that iteration reads at a time.
 _CHUNK = 64
-_DAMAGED = "copy the dataset again; `harness verify` lists all damage"
 
 
 T = TypeVar("T", bound=ShardReader)
@@ -239,7 +238,7 @@ class PackReader:
         if handle.num_packs != num_packs:
             handle.close()
             what = f"holds {handle.num_packs:,} packs, expected {num_packs:,}"
-            raise FormatError(what, where=str(place), fix=_DAMAGED)
+            raise FormatError(what, where=str(place))
         return handle
 
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
@@ -255,7 +254,7 @@ class PackReader:
             return
         else:
             problem = "does not match its checksum"
-        raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row), fix=_DAMAGED)
+        raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row))
 
     def _set_views(self) -> None:
         # Indexing a memoryview gives a Python number in half the time of an array.
@@ -267,7 +266,7 @@ def _explained(error: OSError | FormatError, place: Place) -> FormatError:
     """Add the place to an error of the system, or to one that has none."""
     if isinstance(error, OSError):
         what = f"reading failed: {error.strerror or error}"
-        return FormatError(what, where=str(error.filename or place), fix=_DAMAGED)
+        return FormatError(what, where=str(error.filename or place))
     if error.where:
         return error
-    return FormatError(error.what, where=str(place), fix=error.fix or _DAMAGED)
+    return FormatError(error.what, where=str(place), fix=error.fix)

@@ -99,7 +99,7 @@ class PackWriter:
         settings = {**asdict(options), "packs_per_shard": packs_per_shard}
         for name, value in settings.items():
             if value < 1:
-                raise ConfigError(f"{name} is {value}, expected at least 1")
+                raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
         is_local = isinstance(destination, LocalFolder)
         if not is_local and not format.in_buckets:
@@ -254,7 +254,8 @@ class PackWriter:
         for number in range(len(self._finished)):
             loaded = _load_part(self._part_path(number))
             if loaded is None:
-                raise FormatError("a file of the write in progress is damaged", where=str(self._part_path(number)))
+                what = "a file of the write in progress is damaged"
+                raise FormatError(what, where=str(self._part_path(number)), fix="write again with --overwrite")
             yield loaded[2]
 
     def _take_up(self) -> Collection[str]:

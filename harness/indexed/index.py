@@ -34,7 +34,6 @@ VERSION = 1
 DTYPES: list[np.dtype[Any]] = [np.dtype(name) for name in ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")]
 UINT16: np.dtype[Any] = np.dtype("<u2")
 INT32: np.dtype[Any] = np.dtype("<i4")
-COPY_AGAIN = "copy the pair again, or write it again from its tokens"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _parse_header(data: bytes, *, where: str) -> IndexHeader:
         what = f"has the dtype code {code}, known codes are 1 to {len(DTYPES)}"
     else:
         return IndexHeader(DTYPES[code - 1], *counts)
-    raise FormatError(what, where=where, fix=COPY_AGAIN)
+    raise FormatError(what, where=where)
 
 
 class MappedIndex:
@@ -115,7 +114,6 @@ class MappedIndex:
                 f"has {num_bytes:,} bytes, its counts of {header.num_sequences:,} sequences and {header.num_bounds:,} "
                 f"document bounds need {header.num_bytes:,}",
                 where=str(path),
-                fix=COPY_AGAIN,
             )
         count, at = header.num_sequences, HEADER.size
         self.lengths: Int32Array = np.frombuffer(data, "<i4", count, at)

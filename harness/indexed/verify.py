@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError, Problem
-from harness.indexed.index import BIN, COPY_AGAIN, IDX, INT32, MappedIndex, prefix_of, with_suffix
+from harness.indexed.index import BIN, IDX, INT32, MappedIndex, prefix_of, with_suffix
 from harness.records import Int32Array
 
 # Ledger entries, or tokens, checked at a time.
@@ -62,7 +62,7 @@ def check_indexed(prefix: Path) -> MappedIndex:
     """Return the index of a pair whose structure is intact (tokens are not read); FormatError otherwise."""
     index, problems = _check_structure(prefix)
     if index is None or problems:
-        raise FormatError(problems[0].what, where=problems[0].where, fix=COPY_AGAIN)
+        raise FormatError(problems[0].what, where=problems[0].where)
     return index
 
 
@@ -80,7 +80,7 @@ def read_lengths(path: Path) -> Int32Array:
     elif index.header.num_sequences:
         problem = next(_ledger_problems(index), None)
     if problem is not None:
-        raise FormatError(problem, where=str(path), fix=COPY_AGAIN)
+        raise FormatError(problem, where=str(path))
     return index.lengths.copy()
 
 

@@ -172,7 +172,10 @@ class IndexedWriter:
             self._bounds.seek(0)
             shutil.copyfileobj(self._bounds, cast(BinaryIO, index), 8 * _BLOCK)
             if last != self.num_tokens:
-                raise ConfigError(f"lengths add up to {last:,} of {self.num_tokens:,} tokens", where=str(self.prefix))
+                what = f"lengths add up to {last:,} of {self.num_tokens:,} tokens"
+                raise ConfigError(
+                    what, where=str(self.prefix), fix="give the length of every sequence that was written"
+                )
             # An old index next to new tokens would be read as theirs.
             index.path.unlink(missing_ok=True)
             self._bin.finish()

@@ -91,9 +91,10 @@ class RankLayout:
     def __post_init__(self) -> None:
         for name in ("dp_size", "cp_size", "tp_size", "pad_to_multiple", "group_size"):
             if getattr(self, name) < 1:
-                raise LoaderError(f"{name} is {getattr(self, name)}, expected at least 1")
+                raise LoaderError(f"{name} is {getattr(self, name)}", where="RankLayout", fix="set it to 1 or more")
         if not 0 <= self.dp_rank < self.dp_size:
-            raise LoaderError(f"data-parallel rank {self.dp_rank} does not exist among {self.dp_size}")
+            what = f"data-parallel rank {self.dp_rank} does not exist among {self.dp_size}"
+            raise LoaderError(what, where="RankLayout", fix=f"dp_rank is 0 to {self.dp_size - 1}")
 
     @property
     def needs_tokens(self) -> bool:

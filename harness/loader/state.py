@@ -34,7 +34,8 @@ class LoaderState:
         """Return the state after `num_packs` more packs of an epoch of `of` packs; None for an endless one."""
         consumed = self.packs_consumed + num_packs
         if of is not None and consumed > of:
-            raise LoaderError(f"{consumed:,} packs of an epoch were read, but it has {of:,}")
+            what = f"{consumed:,} packs of an epoch were read, but it has {of:,}"
+            raise LoaderError(what, where="loader state", fix="resume with the dataset that the state was saved with")
         if consumed == of:
             return replace(self, epoch=self.epoch + 1, packs_consumed=0)
         return replace(self, packs_consumed=consumed)

@@ -92,7 +92,7 @@ def schedule(
         raise ScheduleError(f"{name!r} is not a schedule", fix=f"choose one of: {', '.join(SCHEDULERS)}")
     for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
         if number < 1:
-            raise ScheduleError(f"{what} is {number}, expected at least 1")
+            raise ScheduleError(f"{what} is {number}", where=what, fix="set it to 1 or more")
     sizes = np.asarray(lengths, dtype=np.int64)
     row_tokens = max_tokens_per_rank * cp_size
     _check_lengths(sizes, row_tokens)
@@ -100,7 +100,9 @@ def schedule(
     if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
         raise ScheduleError(
             f"pack_offsets do not cut {sizes.shape[0]:,} sequences into packs: "
-            "they must rise strictly from 0 to the number of sequences"
+            "they must rise strictly from 0 to the number of sequences",
+            where="pack_offsets",
+            fix="give the offsets of exactly these sequences, as reader.pack_offsets has them",
         )
     batch = GlobalBatch(sizes, dp_size, row_tokens, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)
@@ -109,7 +111,7 @@ def schedule(
 def _check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
     """Raise ScheduleError, naming the sequence, where one can never be placed: no token, or more than a row holds."""
     if lengths.shape[0] == 0:
-        raise ScheduleError("there are no sequences to schedule")
+        raise ScheduleError("there are no sequences to schedule", where="lengths", fix="schedule at least one sequence")
     if lengths.max() > row_tokens:
         at = int(np.argmax(lengths > row_tokens))
         raise ScheduleError(
@@ -121,4 +123,5 @@ def _check_lengths(lengths: npt.NDArray[np.int64], row_tokens: int) -> None:
         )
     if lengths.min() < 1:
         at = int(np.argmin(lengths))
-        raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens, expected at least 1")
+        fix = "prepare the dataset again; sequences of one token are refused there"
+        raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens", where="lengths", fix=fix)

@@ -22,7 +22,6 @@ _HEADER = re.compile(
 )
 # Headers that we write have this size for any shape, so that the shape can be filled in at the end.
 _HEADER_BYTES = 128
-_COPY_AGAIN = "copy the dataset again"
 
 
 def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -64,10 +63,10 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
             expected = offset + math.prod(shape) * dtype.itemsize
             num_bytes = int(file.seek(0, 2))
             if num_bytes != expected:
-                raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path), fix=_COPY_AGAIN)
+                raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path))
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix=_COPY_AGAIN) from None
+        raise FormatError(f"cannot be read: {error.strerror}", where=str(path)) from None
     # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
     return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 

@@ -26,6 +26,7 @@ from harness.storage.files import StoredFile, file_digest, is_open_at
 
 _FOLDER_NAME, _BYTES_NAME = "HARNESS_CACHE", "HARNESS_CACHE_BYTES"
 _MAX_BYTES = 64 << 30
+_UPLOAD = "upload the dataset again, from a copy in which `harness verify` finds nothing wrong"
 _LOCK, _PARTIAL = ".lock", ".partial"
 
 Download = Callable[[StoredFile, Path], None]
@@ -187,7 +188,9 @@ class LocalCache:
 def _check(stored: StoredFile, path: Path) -> None:
     num_bytes = path.stat().st_size
     if num_bytes != stored.num_bytes:
-        raise FormatError(f"{stored.path} arrived with {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}")
+        what = f"{stored.path} arrived with {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
+        raise FormatError(what, fix=_UPLOAD)
     digest = file_digest(path)
     if digest != stored.xxh3:
-        raise FormatError(f"{stored.path} arrived with the hash {digest}, the manifest says {stored.xxh3}")
+        what = f"{stored.path} arrived with the hash {digest}, the manifest says {stored.xxh3}"
+        raise FormatError(what, fix=_UPLOAD)

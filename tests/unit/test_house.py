@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,6 +29,8 @@ MAX_FILES_IN_A_FOLDER = 16
 # `from harness.schedule import schedule` is relied on by other code.
 SHARED_NAMES = {"harness/schedule/__init__.py: schedule"}
 RIDDLES = re.compile(r"(What|How|Whether|Where|Who|Why)\b")
+# Packages that read stored bytes.
+STORED = ("formats", "storage", "indexed")
 VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 
 
@@ -104,3 +108,22 @@ def test_every_package_has_a_door_that_lists_its_exports() -> None:
 
     assert [name for name, door in doors.items() if not ast.get_docstring(door)] == []
     assert imports_own - names_exports == set()
+
+
+def errors_without_a_fix() -> Iterator[str]:
+    """Yield each place that makes a HarnessError and names no remedy for it."""
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            kind = kinds.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+            if not isinstance(node, ast.Call) or kind is None or not issubclass(kind, errors.HarnessError):
+                continue
+            # What reads stored bytes: the default says how to replace damaged ones.
+            reads_bytes = kind is errors.FormatError and path.relative_to(ROOT).parts[1] in STORED
+            if not reads_bytes and "fix" not in {keyword.arg for keyword in node.keywords}:
+                yield f"{relative(path)}:{node.lineno}"
+
+
+def test_every_error_says_how_to_fix_it() -> None:
+    assert list(errors_without_a_fix()) == []
+    assert errors.FormatError("pack 3 is damaged").fix == errors.FormatError.default_fix != ""

@@ -29,8 +29,8 @@ CACHE_BYTES = 64 << 20
 # Limits on a footer, because thrift allocates what the footer claims.
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
+_COLUMNS = "a packed dataset has the list columns input_ids, loss_mask and seq_start_id"
 _MAX_COLUMNS = 64
-_COPY_AGAIN = "copy the file again, or write the dataset again"
 
 
 class _Column(NamedTuple):
@@ -189,19 +189,22 @@ class ParquetShard(ShardReader):
         """Raise FormatError unless our columns are lists of integers; returns whether they have our own types."""
         num_columns = self._file.metadata.num_columns
         if num_columns > _MAX_COLUMNS:
-            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", where=str(self._place))
+            what = f"has {num_columns:,} columns, expected {len(FIELDS)}"
+            raise FormatError(what, where=str(self._place), fix=_COLUMNS)
         schema = self._file.schema_arrow
         for name in FIELDS:
             if schema.get_field_index(name) < 0:
                 raise FormatError(
                     f"lacks the column {name}; it has {', '.join(schema.names[:8])}",
                     where=str(self._place),
-                    fix="a packed dataset has the list columns input_ids, loss_mask and seq_start_id",
+                    fix=_COLUMNS,
                 )
             kind = schema.field(name).type
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
                 raise FormatError(
-                    f"has the column {name} of type {kind}, expected a list of integers", where=str(self._place)
+                    f"has the column {name} of type {kind}, expected a list of integers",
+                    where=str(self._place),
+                    fix=_COLUMNS,
                 )
         return all(schema.field(name).equals(SCHEMA.field(name)) for name in FIELDS)
 
@@ -211,13 +214,13 @@ class ParquetShard(ShardReader):
         try:
             yield
         except FormatError as error:
-            raise FormatError(error.what, where=error.where or where, fix=error.fix or _COPY_AGAIN) from None
+            raise FormatError(error.what, where=error.where or where, fix=error.fix) from None
         except (OSError, pa.ArrowException, ValueError, MemoryError) as error:
             # Arrow raises OSError without a number for what it cannot decode; the system gives one.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
-            raise FormatError(f"damaged or not a Parquet file: {first}", where=where, fix=_COPY_AGAIN) from None
+            raise FormatError(f"damaged or not a Parquet file: {first}", where=where) from None
 
 
 def _count_bytes(columns: Sequence[_Column]) -> int:

@@ -29,6 +29,7 @@ from harness.storage import LocalFolder, file_digest, map_npy
 SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
 _OPEN_SHARDS = 64
+_PLAN_AGAIN = "copy the whole folder again, or plan again: harness repack STORE DST data.pack_size=N"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +110,11 @@ def _read_plan(path: Path) -> _Plan:
         shards = tuple((str(name), int(count)) for name, count in values["shards"])
         plan = _Plan(str(values["store"]), str(values["manifest_xxh3"]), str(values["sequence_ids_xxh3"]), shards)
     except OSError as error:
-        raise FormatError(f"the plan cannot be read: {error.strerror}", where=str(path)) from None
+        raise FormatError(
+            f"the plan cannot be read: {error.strerror}", where=str(path), fix="check permissions and mounts"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"the plan is damaged: {error!r}"[:200], where=str(path)) from None
+        raise FormatError(f"the plan is damaged: {error!r}"[:200], where=str(path), fix=_PLAN_AGAIN) from None
     return plan
 
 
@@ -140,7 +143,8 @@ class PlanShard(ShardReader):
         for number in self._ids[self._packs[row] : self._packs[row + 1]].tolist():
             shard = bisect_right(self._first, number) - 1
             if not 0 <= shard < len(self._shards):
-                raise FormatError(f"sequence {number:,} of {self._first[-1]:,} is planned", where=self.where(row))
+                what = f"sequence {number:,} of {self._first[-1]:,} is planned"
+                raise FormatError(what, where=self.where(row), fix=_PLAN_AGAIN)
             sequence, mask = self._open.get(shard, self._open_shard).read_sequence(number - self._first[shard])
             ids.append(sequence)
             masks.append(mask)
@@ -149,7 +153,7 @@ class PlanShard(ShardReader):
         return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
 
     def contents(self) -> ShardContents:
-        raise FormatError("a plan cannot be opened without its manifest", where=str(self._path))
+        raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)
 
     def where(self, row: int) -> str:
         return f"{self._path}, pack {row:,} of a plan over {self._store}"
@@ -196,7 +200,8 @@ def write_plan(
         raise ConfigError("the destination is the store itself", where=str(path), fix="name another destination")
     count = store.lengths.shape[0]
     if sequence_ids.shape[0] != count or (np.bincount(sequence_ids, minlength=count) != 1).any():
-        raise ConfigError(f"the plan does not hold each of {count:,} sequences once", where=str(store.path))
+        what = f"the plan does not hold each of {count:,} sequences once"
+        raise ConfigError(what, where=str(store.path), fix="plan all lengths of the store together")
     claim = FolderClaim(folder, overwrite=overwrite)
     whole = False
     with explain_os_errors(folder.where()):

@@ -36,6 +36,7 @@ END_FILE = "END.json"
 PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 
 _NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
+_CHECK = "check permissions and mounts"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
 T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
@@ -140,7 +141,9 @@ class LiveFolder:
         except FileNotFoundError:
             return contents
         except OSError as error:
-            raise FormatError(f"the folder cannot be read: {error.strerror}", where=str(self.path)) from error
+            raise FormatError(
+                f"the folder cannot be read: {error.strerror}", where=str(self.path), fix=_CHECK
+            ) from error
         of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
         for name in names:
             if match := _NAME.fullmatch(name):
@@ -343,7 +346,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FormatError(f"the record cannot be read: {error.strerror}", where=str(path)) from error
+        raise FormatError(f"the record cannot be read: {error.strerror}", where=str(path), fix=_CHECK) from error
     try:
         values = json.loads(data)
         names = [entry.name for entry in fields(kind)]

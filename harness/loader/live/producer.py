@@ -355,7 +355,9 @@ class ChunkRows:
         try:
             line = row if isinstance(row, bytes) else json.dumps(row).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"the row is not JSON: {error}") from error
+            raise FormatError(
+                f"the row is not JSON: {error}", fix="write one JSON object per conversation, as text or as a dict"
+            ) from error
         # One line, whatever line ends it came with.
         line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
         parsed = parse_line(line, "the row")
@@ -369,7 +371,7 @@ class ChunkRows:
 
     def _add_pack(self, pack: Any) -> None:
         if not isinstance(pack, Pack):
-            raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack")
+            raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack", fix="write harness.Pack")
         if problem := pack.problem():
             raise FormatError(f"the pack {problem}", fix="fix the source of packs")
         line = line_of_pack(pack) if self._suffix == JSONL else None

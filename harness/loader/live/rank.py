@@ -147,7 +147,8 @@ class RankStream:
         except HarnessError as raised:
             error = raised
         except OSError as raised:
-            error = LoaderError(f"chunks cannot be read: {raised}", where=self._config.path)
+            what, fix = f"chunks cannot be read: {raised}", "check permissions and mounts"
+            error = LoaderError(what, where=self._config.path, fix=fix)
         return Offer(
             dp_rank=self._dp_rank,
             sequence_ids=[live.sequence_ids for live in self._packs],
@@ -323,7 +324,11 @@ class RankStream:
             with closing(chunk):
                 for _, row in places:
                     if chunk.kind != CHAT or row >= chunk.num_rows:
-                        raise LoaderError(f"row {row:,} is not a conversation any more", where=str(chunk.path))
+                        raise LoaderError(
+                            f"row {row:,} is not a conversation any more",
+                            where=str(chunk.path),
+                            fix="put the chunk back as it was read, or start a new run",
+                        )
                     members[index, row] = self._members(chunk, index, range(row, row + 1))[0]
         self._packer.restore([[m for place in pack if (m := members[place]) is not None] for pack in self._to_restore])
         self._to_restore = []
