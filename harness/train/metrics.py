@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,8 +201,12 @@ def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
     return losses
 
 
-def plot_loss(steps: list[StepMetrics], path: Path) -> None:
-    """Draw training and validation losses over the steps as a PNG."""
+def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
+    """Draw training and validation losses over the steps as a PNG.
+
+    Args:
+        title: above the plot; a long line is wrapped.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -211,6 +216,8 @@ def plot_loss(steps: list[StepMetrics], path: Path) -> None:
         style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
         if losses:
             axes.plot(list(losses), list(losses.values()), "o--" if number == 0 else "o:", label=name, **style)
+    # Drawn as it is: a name may hold a dollar sign, which would begin a formula.
+    axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10, loc="left", parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per trained token)")
     axes.grid(alpha=0.25)

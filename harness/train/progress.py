@@ -1,22 +1,26 @@
-"""Show the progress of a run: a live bar in a terminal, a line now and then in a log."""
+"""Show the progress of a run: a line now and then, and in a terminal a live bar below the lines."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from harness.train.metrics import StepMetrics
 
-# A log gets about this many lines of a run.
+# A run prints about this many lines between validations.
 LOG_LINES = 12
 
 
 class RunProgress:
     """Shows the steps of one run. Use as a context manager.
+
+    Numbers come from `StepMetrics`, which are on the host already: nothing here waits for a device.
 
     Args:
         steps: of the whole run.
@@ -26,13 +30,20 @@ class RunProgress:
 
     def __init__(self, steps: int, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
-        self._console = Console()
-        self._live = self._console.is_terminal and not quiet
+        is_terminal = sys.stdout.isatty()
+        # Not Rich's own judgment: FORCE_COLOR, which schedulers pass on, would draw a bar into a log file.
+        self._console = Console(force_terminal=is_terminal)
         self._began = time.perf_counter()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("elapsed"))
-        remaining = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self._progress = Progress(*columns, *remaining, console=self._console, disable=not self._live)
-        self._task = self._progress.add_task("training", total=steps, completed=done)
+        columns = (
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+        )
+        is_live = is_terminal and not quiet and not self._console.is_dumb_terminal
+        self._progress = Progress(*columns, console=self._console, disable=not is_live, expand=True)
+        self._task = self._progress.add_task("training", total=steps, completed=done, left="")
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
@@ -44,23 +55,27 @@ class RunProgress:
     def log(self, line: str) -> None:
         """Print a line that stays."""
         if not self._quiet:
-            self._console.print(line, soft_wrap=True, highlight=False)
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one more completed step."""
         if self._quiet:
             return
-        loss = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s"
-        self._progress.update(self._task, completed=metrics.step, description=f"training: {loss}")
-        if metrics.validation_loss is not None:
-            further = "".join(f", {name} loss {loss:.4f}" for name, loss in metrics.evaluation_losses.items())
-            self.log(
-                f"step {metrics.step}: loss {metrics.loss:.4f}, validation loss {metrics.validation_loss:.4f}{further}"
-            )
-        elif not self._live and (metrics.step % max(1, self._steps // LOG_LINES) == 0 or metrics.step == 1):
-            each = (time.perf_counter() - self._began) / (metrics.step - self._done_before)
-            left = each * (self._steps - metrics.step)
-            self.log(f"step {metrics.step} of {self._steps}: {loss}, about {left:.0f} s left")
+        each = (time.perf_counter() - self._began) / max(1, metrics.step - self._done_before)
+        left = f"about {duration(each * (self._steps - metrics.step))} left"
+        # Short, so that the bar fits into 80 columns; the lines have the other numbers.
+        shown = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s"
+        self._progress.update(self._task, completed=metrics.step, description=shown, left=left)
+        numbers = (
+            f"lr {metrics.learning_rate:.2e}, grad norm {metrics.grad_norm:.3g}, "
+            f"{metrics.tokens_per_s:,.0f} tokens/s, {left}"
+        )
+        named = {"validation": metrics.validation_loss, **metrics.evaluation_losses}
+        validations = "".join(f", {name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
+        if validations:
+            self.log(f"step {metrics.step}: loss {metrics.loss:.4f}{validations}, {numbers}")
+        elif metrics.step % max(1, self._steps // LOG_LINES) == 0 or metrics.step == 1:
+            self.log(f"step {metrics.step} of {self._steps}: loss {metrics.loss:.4f}, {numbers}")
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -69,3 +84,16 @@ class RunProgress:
         self._progress.update(self._task, description=activity)
         yield
         self._progress.update(self._task, description=before)
+
+
+def duration(seconds: float) -> str:
+    """Return a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    rest = max(0, round(seconds))
+    sizes = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
+    counts = {}
+    for unit, size in sizes.items():
+        counts[unit], rest = divmod(rest, size)
+    units = list(sizes)
+    first = next((place for place, unit in enumerate(units) if counts[unit]), len(units) - 1)
+    shown = [unit for unit in units[first : first + 2] if counts[unit] or unit == units[first]]
+    return " ".join(f"{counts[unit]} {unit}" for unit in shown)

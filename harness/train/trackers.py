@@ -43,10 +43,16 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics line by curve: `train/loss`, `train/code_loss` of validation set `code`."""
-    values = {**line, **{f"{name}_loss": loss for name, loss in line["evaluation_losses"].items()}}
-    skipped = ("step", "evaluation_losses")
-    return {f"train/{key}": value for key, value in values.items() if key not in skipped and value is not None}
+    """Return the numbers of a metrics line by curve.
+
+    Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
+    `validation/code/loss` of the further set `code`.
+    """
+    skipped = ("step", "validation_loss", "evaluation_losses")
+    further = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
+    values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
+    values |= {"validation/loss": line["validation_loss"], **further}
+    return {curve: value for curve, value in values.items() if value is not None}
 
 
 class Tracker:

@@ -10,6 +10,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.formats import PackReader, find_tokenizer_folder
 from harness.loader import (
+    DataConfig,
     JoinedReader,
     LiveData,
     Loader,
@@ -52,12 +53,17 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
         vocab_size=config.model.vocab_size,
         row_tokens=row_tokens if config.parallel.static_rows else None,
         pretrained=pretrained,
+        data_names=[config.data.live.path] if config.data.live.path else _paths(config.data),
         facts={
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
         },
         tokenizer=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
     )
+
+
+def _paths(data: DataConfig) -> list[str]:
+    return [source.path for source in data.blend] or [data.path]
 
 
 def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:

@@ -50,6 +50,7 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
         vocab_size=vocab_size,
         row_tokens=data.micro_batch_size * row if config.parallel.static_rows else None,
         pretrained=pretrained,
+        data_names=sources,
         facts={
             "corpus": ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else ""),
             "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} in a row",

@@ -91,12 +91,12 @@ class RunRecords:
         if self._digests is not None:
             self._digests.close()
 
-    def report(self, facts: Mapping[str, Any]) -> None:
-        """Plot the losses and write the report of a closed run."""
+    def report(self, facts: Mapping[str, Any], *, title: str) -> None:
+        """Plot the losses under a title and write the report of a closed run."""
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
-        plot_loss(steps, self._folder / "loss.png")
+        plot_loss(steps, self._folder / "loss.png", title=title)
         write_report(self._folder, steps, facts)
         plot, report = self._folder / "loss.png", self._folder / "report.md"
         self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,6 +59,7 @@ class Task:
         vocab_size: of the model.
         row_tokens: pad every row to this many tokens; None to leave rows as long as they are.
         pretrained: initial weights.
+        data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
         tokenizer: of the data, for sample prompts.
     """
@@ -67,6 +68,7 @@ class Task:
     vocab_size: int
     row_tokens: int | None
     pretrained: Pretrained | None
+    data_names: Sequence[str]
     facts: Mapping[str, str]
     tokenizer: ChatTokenizer | None = None
 
@@ -139,7 +141,7 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
             log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume=true")
             return EXIT_STOPPED
-        records.report({**run.task.facts, **_facts(config, run.task, ranks)})
+        records.report({**run.task.facts, **_facts(config, run.task, ranks)}, title=_title(config, run))
     return 0
 
 
@@ -295,6 +297,15 @@ def _facts(config: RunConfig, task: Task, ranks: runtime.Runtime) -> dict[str, s
         f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
         "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
     }
+
+
+def _title(config: RunConfig, run: _OpenRun) -> str:
+    """Return the title of the loss plot: run, model and data."""
+    model, names = config.model, run.task.data_names
+    name = Path(model.init_from).name if model.init_from else f"{model.num_layers} layers of {model.hidden_size}"
+    adapters = f", LoRA of rank {model.lora_rank}" if model.lora_rank else ""
+    data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{run.folder.name}: {name}{adapters}, on {data}"
 
 
 def _mark_trained(training: Feed | LiveFeed, checkpoints: list[Path]) -> None:

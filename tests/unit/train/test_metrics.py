@@ -58,6 +58,16 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
 
 
+def test_validation_curves_are_a_group_of_their_own(tmp_path):
+    write(tmp_path, [metrics(1), metrics(2, validation_loss=1.5, evaluation_losses={"code": 2.5})])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    assert [name for name in names if "valid" in name] == ["validation/loss", "validation/code/loss"]
+    assert not [name for name in names if name.startswith("train/") and "code" in name]
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 1.5)]
+
+
 def test_steps_that_are_trained_again_replace_those_after_the_checkpoint(tmp_path):
     write(tmp_path, [metrics(1, 5.0), metrics(2, 4.0), metrics(3, 3.0)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -81,8 +91,10 @@ def test_a_line_that_is_not_a_step_is_named(tmp_path):
 
 def test_the_plot_is_a_png_and_the_report_leads_with_the_result(tmp_path):
     steps = [metrics(1, 3.0), metrics(2, 2.5, validation_loss=2.75)]
-    plot_loss(steps, tmp_path / "loss.png")
+    plot_loss(steps, tmp_path / "loss.png", title="sft-001: Qwen3-8B, on data/$x")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    plot_loss(steps, tmp_path / "untitled.png")
+    assert (tmp_path / "loss.png").read_bytes() != (tmp_path / "untitled.png").read_bytes()
     text = write_report(tmp_path, steps, {"dataset": "data/x"}).read_text()
     assert "| training loss | 3.0000 at step 1, 2.5000 at step 2 |" in text
     assert "| validation loss | 2.7500 at step 2; perplexity 15.6 |" in text
@@ -98,7 +110,7 @@ def test_further_validation_sets_are_written_drawn_and_reported(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [event.value for event in events.Scalars("train/code_loss")] == losses
+    assert [event.value for event in events.Scalars("validation/code/loss")] == losses
     plot_loss(steps, tmp_path / "loss.png")
     report = write_report(tmp_path, steps, {}).read_text()
     assert "| code loss | 3.0000 at step 1, 1.5000 at step 3, 2.5000 at step 5; perplexity 12.2 |" in report

@@ -28,7 +28,7 @@ class Run:
         self.note(["start", self.values["id"], self.values["name"], config["model"]["seed"]])
     def note(self, what):
         with open("TOLD", "a") as file: file.write(json.dumps(what) + "\\n")
-    def log(self, values, step): self.note([step, values["train/loss"], values.get("train/validation_loss")])
+    def log(self, values, step): self.note([step, values["train/loss"], values.get("validation/loss")])
     def mark_preempting(self): self.note(["preempting"])
     def finish(self, exit_code): self.note([self.summary["end"], exit_code])
 def init(**values): return Run(**values)
@@ -172,7 +172,7 @@ def test_half_a_line_waits_for_its_other_half(tmp_path):
     assert [step for step, _ in new.take(after=0)] == [1]
     with path.open("a") as file:
         file.write(json.dumps(line)[20:] + "\n")
-    assert new.take(after=1) == [(2, {"train/loss": 1.5, "train/code_loss": 2.5})]
+    assert new.take(after=1) == [(2, {"train/loss": 1.5, "validation/code/loss": 2.5})]
     assert new.take(after=2) == []
 
 
@@ -202,7 +202,7 @@ def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
     assert (kept.data.params["model.seed"], kept.data.tags["changed.model.seed"]) == ("11", "12")
     history = client.get_metric_history(name, "train/loss")
     assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 2.5), (3, 2.25), (4, 2.0)]
-    assert [point.step for point in client.get_metric_history(name, "train/validation_loss")] == [2]
+    assert [point.step for point in client.get_metric_history(name, "validation/loss")] == [2]
 
 
 def test_wandb_itself_keeps_a_resumed_run_under_one_name(run, monkeypatch):
