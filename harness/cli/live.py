@@ -155,6 +155,12 @@ def produce(
             log=_print_line,
         )
         if not leave_open:
+            if not producer.num_chunks:
+                raise ConfigError(
+                    "the input has no rows, and training would wait for the first",
+                    where=source,
+                    fix=f"check INPUT; `harness live end {folder}` ends a stream without rows",
+                )
             producer.end()
         total = f"{producer.num_rows:,} rows in {producer.num_chunks:,} chunks"
         _print_line(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
@@ -195,7 +201,7 @@ def status(
     else:
 
         def look() -> Group:
-            return Group(f"{folder} at {time.strftime('%H:%M:%S')}", render_status(live_status(folder)))
+            return Group(f"{folder} at {time.strftime('%H:%M:%S')}", render_status(live_status(folder, may_begin=True)))
 
         with Live(look(), console=console, auto_refresh=False) as live:
             while True:

@@ -30,12 +30,12 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, to_int32, whole_numbers
-from harness.formats.manifest import Manifest, Provenance
+from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset
 from harness.formats.writer import open_writer
 from harness.indexed import BIN, IDX, read_lengths, with_suffix
 from harness.records import Int32Array, Pack
-from harness.storage import natural_key
+from harness.storage import is_uri, natural_key
 
 # Changes of an import, as counted in the manifest's provenance.
 CLEARED_LAST = "import_cleared_last_positions"
@@ -89,6 +89,8 @@ def import_dataset(
     if convention not in CONVENTIONS:
         known = ", ".join(CONVENTIONS)
         raise ConfigError(f"unknown convention {convention!r}", where="convention", fix=f"use one of {known}")
+    if not is_uri(str(source)) and Path(source).is_dir() and load_manifest(Path(source)) is not None:
+        raise _ours(source)
     foreign = CONVENTIONS[convention](str(source), split)
     if pack_size is None:
         pack_size = max((len(pack) for pack in foreign.packs(Counter())), default=0)
@@ -116,6 +118,14 @@ def import_dataset(
     return writer.manifest
 
 
+def _ours(source: str | PathLike[str]) -> FormatError:
+    return FormatError(
+        "this is a dataset of the harness, not another tool's",
+        where=str(source),
+        fix="it opens as it is; `harness convert SRC DST FORMAT` writes another format",
+    )
+
+
 def _read_megatron_bridge(source: str, _split: str) -> ForeignPacks:
     prefix = Path(source)
     if prefix.suffix in (BIN, IDX):
@@ -139,6 +149,8 @@ def _read_nemotron(source: str, split: str) -> ForeignPacks:
 def _read_dataset(source: str) -> ForeignPacks:
     """Read files that `open_dataset` knows."""
     reader = open_dataset(source)
+    if reader.manifest is not None:
+        raise _ours(source)
 
     def packs(counts: Counter[str]) -> Iterator[Pack]:
         for pack in reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import threading
@@ -22,6 +23,12 @@ _WORKERS_PAY_BYTES = 64 << 20
 _MAX_RETRIES = 10
 
 
+def check_engine(engine: str) -> None:
+    """Raise ConfigError where the engine's package is not installed."""
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray is not installed", where="engine", fix="pip install '.[ray]', or set engine=local")
+
+
 def do_shards(
     job: ShardJob, shards: Sequence[Shard], *, engine: str, num_workers: int, source_bytes: int
 ) -> Iterator[Receipt]:
@@ -35,7 +42,7 @@ def do_shards(
     Raises:
         HarnessError: of the first shard that cannot be made.
         PrepError: a worker died.
-        ConfigError: Ray is not installed, or its cluster cannot be reached.
+        ConfigError: the cluster of Ray cannot be reached.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)
@@ -89,11 +96,7 @@ def _begin_worker() -> None:
 
 def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | HarnessError]:
     """Make shards as tasks of a Ray cluster, whose nodes all see the source and the destination."""
-    try:
-        import ray
-    except ImportError as error:
-        fix = "pip install '.[ray]', or set engine=local"
-        raise ConfigError("Ray is not installed", where="engine", fix=fix) from error
+    import ray
 
     here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines
 

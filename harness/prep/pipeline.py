@@ -20,7 +20,7 @@ from harness.errors import PrepError
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
-from harness.prep.engines import ENGINES, do_shards
+from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
@@ -70,6 +70,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
     Raises:
         HarnessError: the source, a setting or the destination is unusable; the folder then does not count as prepared.
     """
+    check_engine(config.engine)
     config = replace(config, source=config.source.resolve())
     console = console or Console()
     stages = Stages(console)

@@ -9,12 +9,13 @@ imported when a tokenizer is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,10 +248,25 @@ def _hash_tokens(tokenizer: Any) -> str:
     return _digest(json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items())]))
 
 
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Import transformers without its advice to install PyTorch, which tokenizing does not need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def _load(name: str) -> Any:
     try:
-        from transformers import AutoTokenizer
-        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
+        with _without_advice():
+            from transformers import AutoTokenizer
+            from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"tokenizing needs a newer `transformers`: {error}", fix=INSTALL_FIX) from error
     folder = Path(name).expanduser()

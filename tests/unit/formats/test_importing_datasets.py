@@ -98,6 +98,22 @@ def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
     assert rows[0]["seq_start_id"] + [len(rows[0]["input_ids"])] == [0, 4, 7]
 
 
+@pytest.mark.parametrize("convention", ["megatron_bridge", "nemotron", "ms_swift", "megatron_lm"])
+def test_a_dataset_of_the_harness_is_not_imported_as_another_tools(tmp_path: Path, convention: str) -> None:
+    with open_writer(tmp_path / "ours", format="jsonl", pack_size=8) as writer:
+        writer.append(PACKS[0])
+    with pytest.raises(FormatError, match="this is a dataset of the harness") as raised:
+        import_dataset(tmp_path / "ours", tmp_path / "out", convention=convention)
+    assert "harness convert" in raised.value.fix
+
+
+def test_a_single_file_of_a_dataset_of_the_harness_is_not_imported_either(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "ours.parquet", pack_size=8) as writer:
+        writer.append(PACKS[0])
+    with pytest.raises(FormatError, match="this is a dataset of the harness"):
+        import_dataset(tmp_path / "ours.parquet", tmp_path / "out", convention="megatron_bridge")
+
+
 def nemotron_run(path: Path) -> Path:
     """Write a run like its pipeline: int32/uint8/int32 shards with zstd, and links to them in a folder a split."""
     kinds = (pa.int32(), pa.uint8(), pa.int32())

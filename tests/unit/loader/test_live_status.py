@@ -26,18 +26,26 @@ def train_somewhere(folder: Path, **status: object) -> None:
     mark.release(remove=False)
 
 
-def test_an_empty_folder_has_no_producer_and_a_missing_one_is_an_error(tmp_path, harness):
+def test_a_reader_may_wait_for_the_first_chunk(tmp_path):
+    train_somewhere(tmp_path)
     status = live_status(tmp_path)
-    assert (status.producer, status.consumer, status.chunks, status.rows, status.ended) == (
-        "none",
-        "none",
-        0,
-        None,
-        False,
-    )
+    assert (status.producer, status.chunks, status.rows, status.ended) == ("none", 0, None, False)
+    assert status.consumer != "none"
+
+
+def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
     code, _, err = harness("live", "status", tmp_path / "elsewhere")
-    assert code == 2
-    assert "there is no such folder" in err
+    assert (code, "there is no such folder" in err) == (2, True)
+    (tmp_path / "notes.txt").write_text("not a chunk")
+    code, _, err = harness("live", "status", tmp_path)
+    assert (code, "holds no live stream" in err) == (2, True)
+
+
+def test_an_input_without_rows_does_not_end_a_stream_silently(tmp_path, harness):
+    (tmp_path / "none.jsonl").write_text("\n")
+    code, _, err = harness("live", "produce", tmp_path / "live", tmp_path / "none.jsonl")
+    assert (code, "the input has no rows" in err) == (2, True)
+    assert not live_status(tmp_path / "live").ended
 
 
 def test_a_producer_at_work_its_backlog_and_its_rate(tmp_path):
