@@ -1,11 +1,28 @@
 """Chat records of any schema, turned into conversations.
 
-parse_line(b'{"messages": [...]}', "chats.jsonl, line 1")      # Conversation or BadRecord
+    parse_line(b'{"messages": [...]}', "chats.jsonl, line 1")      # Conversation or BadRecord
+    RecordReader("alpaca", {"output": "answer"}).parse(record, "chats.jsonl, line 1")
+
+`SCHEMAS` lists the schemas, each a file of its own: read `schemas.alpaca` first.
 """
 
 from __future__ import annotations
 
-from harness.prep.chat.parsing import parse_line, parse_record
+from harness.prep.chat.reader import NUM_DETECTION_RECORDS, RecordReader, detect_schema, parse_line, parse_record
 from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message, ToolCall
+from harness.prep.chat.schemas import SCHEMAS
 
-__all__ = ["ROLES", "BadReason", "BadRecord", "Conversation", "Message", "ToolCall", "parse_line", "parse_record"]
+__all__ = [
+    "NUM_DETECTION_RECORDS",
+    "ROLES",
+    "SCHEMAS",
+    "BadReason",
+    "BadRecord",
+    "Conversation",
+    "Message",
+    "RecordReader",
+    "ToolCall",
+    "detect_schema",
+    "parse_line",
+    "parse_record",
+]

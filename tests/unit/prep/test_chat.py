@@ -35,7 +35,7 @@ def test_every_role_is_accepted(role):
         (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
         (b"[1, 2]", BadReason.NOT_AN_OBJECT, "a JSON list"),
         (b"null", BadReason.NOT_AN_OBJECT, "a JSON NoneType"),
-        (b'{"text": "hi"}', BadReason.NO_MESSAGES, "holds nothing"),
+        (b'{"turns": "hi"}', BadReason.NO_MESSAGES, "no schema of chats fits the fields ('turns')"),
         (b'{"messages": []}', BadReason.NO_MESSAGES, "an empty list"),
         (b'{"messages": "hi"}', BadReason.NO_MESSAGES, "a str"),
         (b'{"messages": ["hi"]}', BadReason.BAD_TURN, "turn 1 is a str"),
@@ -44,11 +44,11 @@ def test_every_role_is_accepted(role):
         (b'{"messages": [{"role": ["user"], "content": "x"}]}', BadReason.UNKNOWN_ROLE, "role ['user']"),
         (b'{"messages": [{"role": "user", "content": " \\n"}]}', BadReason.EMPTY_TURN, "turn 1 (user) is empty"),
         (b'{"messages": [{"role": "user"}]}', BadReason.EMPTY_TURN, "no content"),
-        (b'{"messages": [{"role": "user", "content": ["x"]}]}', BadReason.NOT_TEXT, "type list"),
+        (b'{"messages": [{"role": "user", "content": {"x": 1}}]}', BadReason.NOT_TEXT, "type dict"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', BadReason.NOT_TEXT, "surrogate"),
         (b'{"messages": [{"role": "user", "content": "x"}]}', BadReason.NO_ASSISTANT_TURN, "none of the 1 turns"),
         (b'{"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}', BadReason.UNKNOWN_FIELD, "tool_calls"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', BadReason.UNKNOWN_FIELD, "tools"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', BadReason.BAD_TOOLS, "tool 1 has no name"),
     ],
 )
 def test_a_bad_line_reports_reason_and_detail(line, reason, words):

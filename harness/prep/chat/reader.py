@@ -1,0 +1,299 @@
+"""Parse one chat record into a Conversation, or into a BadRecord with the reason; find out the schema of records."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from harness.checks import require_choice
+from harness.errors import ConfigError, PrepError
+from harness.prep.chat.records import BadReason, BadRecord, Conversation
+from harness.prep.chat.schemas import SCHEMAS
+from harness.prep.chat.turns import MEDIA_FIELDS, TURN_FIELDS
+from harness.prep.chat.values import BadRecordError, decoded, is_empty
+
+# Records that tell the schema of a source.
+NUM_DETECTION_RECORDS = 100
+# Fields of a record that change what the model sees or writes, and that no schema reads.
+_UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
+_FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
+_LISTS_OF_TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen")
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """Parser of a source's records; can be sent to workers.
+
+        reader = RecordReader(schema="alpaca", columns={"instruction": "question", "output": "answer"})
+        reader.parse({"question": "Hi", "answer": "Hello"}, "chats.jsonl, line 1")
+
+    Attributes:
+        schema: a key of `SCHEMAS`; empty to detect it in each record.
+        columns: other names of fields, of a record (`messages`) or of its turns (`role` or `messages.role`): the
+            field, and the name that the records have for it.
+        ignore_fields: fields of a record, its turns and their parts that are left out on purpose.
+
+    Raises:
+        ConfigError: there is no such schema or field, or a media field is to be ignored.
+    """
+
+    schema: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    ignore_fields: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.schema:
+            require_choice(self.schema, SCHEMAS, setting="source.schema")
+        known = TURN_FIELDS | {"from", "value"} | (SCHEMAS[self.schema].fields if self.schema else _FIELDS)
+        for name, column in self.columns.items():
+            if (_turn_field(name) or name) not in known:
+                what = f"there is no field {name!r}" + (f" in the schema {self.schema}" if self.schema else "")
+                fix = f"name one of: {', '.join(sorted(known))}"
+                raise ConfigError(what, where="source.columns", fix=fix)
+            if not isinstance(column, str) or not column:
+                what = f"the name of the column is {column!r}"
+                raise ConfigError(what, where=f"source.columns.{name}", fix="write the name that the records have")
+        if media := sorted(MEDIA_FIELDS.intersection(self.ignore_fields)):
+            what = f"{media[0]} cannot be ignored: the text of such records is about what it shows"
+            raise ConfigError(what, where="source.ignore_fields", fix="leave such records out of the source")
+
+    def parse(self, record: object, where: str) -> Conversation | BadRecord:
+        """Parse one decoded JSON object.
+
+        Args:
+            where: file and line, kept in the result.
+        """
+        try:
+            if not isinstance(record, Mapping):
+                detail = f"a JSON {type(record).__name__}, expected an object"
+                raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
+            if self._is_rewriting:
+                record = self._rewritten(record)
+            if not _UNREAD_FIELDS.isdisjoint(record):
+                _refuse_unread(record)
+            schema = SCHEMAS[self.schema or _detect(record)]
+            return schema.parse(record, where)
+        except BadRecordError as bad:
+            return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))
+        except RecursionError:
+            return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
+
+    def parse_row(self, row: Mapping[str, Any], where: str) -> Conversation | BadRecord:
+        """Parse one decoded row of Parquet or Arrow.
+
+        All structs of a column share their fields, so those that are null in a row are left out: an argument of a tool
+        call that is null on purpose must be stored as JSON text.
+        """
+        return self.parse({name: _without_nulls(value) for name, value in row.items()}, where)
+
+    def parse_line(self, line: bytes, where: str) -> Conversation | BadRecord:
+        """Parse one line of JSONL (UTF-8), with or without its newline."""
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            return BadRecord(where, BadReason.NOT_UTF8, f"byte {error.start} of the line is not UTF-8")
+        except RecursionError:
+            return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
+        except ValueError as error:
+            return BadRecord(where, BadReason.NOT_JSON, str(error))
+        return self.parse(record, where)
+
+    def unused_keys(self, record: object) -> set[str]:
+        """Return the names of a record's fields that are neither read nor ignored; those of null do not count."""
+        if not isinstance(record, Mapping):
+            return set()
+        used = self._used
+        if not self.schema:
+            try:
+                used = self._used_by(SCHEMAS[_detect(self._rewritten(record))].fields)
+            except BadRecordError:
+                return set()
+        # Half a surrogate pair in a name cannot be printed.
+        return {str(key).encode(errors="replace").decode() for key in record.keys() - used if record[key] is not None}
+
+    def columns_to_read(self, names: Iterable[str]) -> list[str]:
+        """Return those of a table's columns that `parse_row` needs, to read or to refuse."""
+        return [name for name in names if name in self._used and name not in self.ignore_fields]
+
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        return self._used_by(SCHEMAS[self.schema].fields if self.schema else _FIELDS)
+
+    def _used_by(self, fields: Iterable[str]) -> frozenset[str]:
+        return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
+
+    @cached_property
+    def _is_rewriting(self) -> bool:
+        return bool(self.columns or self.ignore_fields)
+
+    @cached_property
+    def _record_columns(self) -> dict[str, str]:
+        return {name: column for name, column in self.columns.items() if not _turn_field(name)}
+
+    @cached_property
+    def _turn_columns(self) -> dict[str, str]:
+        return {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
+
+    def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record with the names of our fields, and without those that are ignored."""
+        record = self._renamed(record, self._record_columns)
+        if not self._turn_columns and not self.ignore_fields:
+            return record
+        lists = {name: self._turns(record[name]) for name in _LISTS_OF_TURNS if not is_empty(record.get(name))}
+        return {**record, **lists}
+
+    def _renamed(self, item: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+        moved = {*columns.values(), *columns.keys(), *self.ignore_fields}
+        kept = {key: value for key, value in item.items() if key not in moved}
+        return kept | {name: item[column] for name, column in columns.items() if column in item}
+
+    def _turns(self, value: object) -> object:
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                value = decoded(value, "", BadReason.NO_MESSAGES)
+            except BadRecordError:
+                return value
+        if not isinstance(value, list):
+            return value
+        return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in value]
+
+    def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        turn = self._renamed(turn, self._turn_columns)
+        for name in ("content", "tool_calls") if self.ignore_fields else ():
+            if isinstance(turn.get(name), list):
+                parts = [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in turn[name]]
+                turn = {**turn, name: parts}
+        return turn
+
+    def _mapped(self, detail: str) -> str:
+        """Return which columns the fields in a message were read from."""
+        mapped = [
+            f"`{name}` is the column `{column}`" for name, column in self.columns.items() if f"`{name}`" in detail
+        ]
+        return f" ({', '.join(mapped)})" if mapped else ""
+
+
+_READER = RecordReader()
+
+
+def parse_record(
+    record: object,
+    where: str,
+    *,
+    schema: str = "",
+    columns: Mapping[str, str] | None = None,
+    ignore_fields: Sequence[str] = (),
+) -> Conversation | BadRecord:
+    """Parse one decoded record with a `RecordReader` of these settings."""
+    if not schema and not columns and not ignore_fields:
+        return _READER.parse(record, where)
+    return RecordReader(schema, columns or {}, ignore_fields).parse(record, where)
+
+
+def parse_line(
+    line: bytes,
+    where: str,
+    *,
+    schema: str = "",
+    columns: Mapping[str, str] | None = None,
+    ignore_fields: Sequence[str] = (),
+) -> Conversation | BadRecord:
+    """Parse one line of JSONL with a `RecordReader` of these settings."""
+    if not schema and not columns and not ignore_fields:
+        return _READER.parse_line(line, where)
+    return RecordReader(schema, columns or {}, ignore_fields).parse_line(line, where)
+
+
+def detect_schema(
+    records: Iterable[object],
+    *,
+    columns: Mapping[str, str] | None = None,
+    ignore_fields: Sequence[str] = (),
+    where: str = "",
+) -> str:
+    """Return the schema of a source from its first records; those that fit none, or are no objects, are passed over.
+
+    Args:
+        records: decoded ones; the first 100 count.
+        columns, ignore_fields: as in `RecordReader`.
+        where: the source, for the error.
+
+    Returns:
+        a key of `SCHEMAS`; empty if there are no objects at all.
+
+    Raises:
+        PrepError: none fits, several do, or the records differ.
+    """
+    reader = RecordReader("", columns or {}, ignore_fields)
+    found: Counter[str] = Counter()
+    names: dict[str, None] = {}
+    problem = ""
+    for record in islice(records, NUM_DETECTION_RECORDS):
+        if isinstance(record, Mapping):
+            names |= dict.fromkeys(map(str, record))
+            try:
+                found[_detect(reader._rewritten(record))] += 1
+            except BadRecordError as bad:
+                problem = problem or (bad.detail if bad.reason == BadReason.UNKNOWN_SCHEMA else "")
+    if len(found) == 1 and not problem:
+        return next(iter(found))
+    if not names:
+        return ""
+    fields = ", ".join(name.encode(errors="replace").decode() for name in islice(names, 20))
+    fix = f"name one with source.schema={'|'.join(SCHEMAS)}"
+    if not problem and found:
+        problem = "the first records are of several schemas: " + ", ".join(
+            f"{count} {name}" for name, count in found.items()
+        )
+        fix += ", or prepare the files of each schema by themselves"
+    elif not problem:
+        problem = "no schema of chats fits the first records"
+        fix += ", and what its fields are called here with source.columns, as in source.columns.messages=chat"
+    raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
+
+
+def _detect(record: Mapping[str, Any]) -> str:
+    """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
+    fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
+    if len(fitting) > 1:
+        fitting = [name for name in fitting if SCHEMAS[name].use != "last"]
+    if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
+        return fitting[0]
+    if fitting == ["preference"]:
+        detail = "`chosen` and `rejected` make a preference record; source.schema=preference trains on `chosen`"
+        raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
+    if fitting:
+        detail = f"several schemas fit: {', '.join(fitting)}; choose one with source.schema={fitting[0]}"
+        raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
+    names = ", ".join(sorted(map(repr, record))[:10]) or "none"
+    detail = f"no schema of chats fits the fields ({names}); set source.schema and source.columns"
+    raise BadRecordError(BadReason.NO_MESSAGES, detail)
+
+
+def _refuse_unread(record: Mapping[str, Any]) -> None:
+    held = sorted(name for name in _UNREAD_FIELDS if not is_empty(record.get(name)))
+    if media := [name for name in held if name in MEDIA_FIELDS]:
+        detail = f"the record has `{media[0]}`; only text can be trained on"
+        raise BadRecordError(BadReason.MEDIA, detail)
+    if held:
+        detail = f"the record has `{held[0]}`, which is not read; source.columns.tools={held[0]} reads it as tools"
+        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{detail}, source.ignore_fields=[{held[0]}] leaves it out")
+
+
+def _turn_field(name: str) -> str:
+    """Return the field of a turn that a setting names, alone or after its list; empty for a record's field."""
+    inner = name.rpartition(".")[2] if name.partition(".")[0] in _LISTS_OF_TURNS else name
+    return inner if inner in TURN_FIELDS or inner in ("from", "value") else ""
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,29 @@
+"""Schemas of chat records: a schema is one file with one `Schema`, and one line in `SCHEMAS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from harness.prep.chat.schemas.alpaca import ALPACA
+from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.schemas.messages import MESSAGES
+from harness.prep.chat.schemas.preference import PREFERENCE
+from harness.prep.chat.schemas.prompt_completion import PROMPT_COMPLETION
+from harness.prep.chat.schemas.sharegpt import SHAREGPT
+from harness.prep.chat.schemas.text import TEXT
+from harness.prep.chat.schemas.xlam import XLAM
+
+__all__ = ["SCHEMAS", "Schema"]
+
+SCHEMAS: Mapping[str, Schema] = MappingProxyType(
+    {
+        "messages": MESSAGES,
+        "sharegpt": SHAREGPT,
+        "alpaca": ALPACA,
+        "prompt_completion": PROMPT_COMPLETION,
+        "xlam": XLAM,
+        "text": TEXT,
+        "preference": PREFERENCE,
+    }
+)

@@ -1,0 +1,41 @@
+"""Records of Alpaca: `{"instruction": ..., "input": ..., "output": ..., "history": [[question, answer], ...]}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.prep.chat.records import BadReason, Conversation
+from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.turns import CHAT_FIELDS, chat
+from harness.prep.chat.values import BadRecordError, decoded, is_empty, optional_text, text_field
+
+
+def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+    instruction, more = (optional_text(record.get(name), f"`{name}`") for name in ("instruction", "input"))
+    asked = "\n".join(text for text in (instruction, more) if text.strip())
+    if not asked:
+        raise BadRecordError(BadReason.EMPTY_TURN, "`instruction` is empty")
+    turns = _history(record.get("history"))
+    turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": text_field(record, "output")}]
+    return chat(record, turns, where)
+
+
+def _history(value: object) -> list[dict[str, str]]:
+    pairs = decoded(value, "`history`", BadReason.BAD_TURN)
+    if is_empty(pairs):
+        return []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of pairs of a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+ALPACA = Schema(
+    fields=frozenset(("instruction", "input", "output", "history")) | CHAT_FIELDS,
+    fits=lambda record: record.get("instruction") is not None and record.get("output") is not None,
+    parse=_parse,
+)

@@ -1,0 +1,35 @@
+"""The `chosen` answer of preference records, after their `prompt` or with it inside; read only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.prep.chat.records import BadReason, Conversation
+from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns, train_only_answer, turns_or_text
+from harness.prep.chat.values import BadRecordError, is_empty
+
+
+def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+    if is_empty(record.get("prompt")):
+        return chat(record, list_of_turns(record, "chosen"), where)
+    prompt, chosen = turns_or_text(record, "prompt", "user"), turns_or_text(record, "chosen", "assistant")
+    if _begins_with(chosen, prompt):
+        return train_only_answer(chat(record, chosen, where), len(chosen) - len(prompt))
+    if isinstance(chosen[0], Mapping) and chosen[0].get("role") in ("system", "developer", "user"):
+        detail = "`chosen` begins with a prompt of its own, which is not `prompt`"
+        raise BadRecordError(BadReason.BAD_TURN, detail)
+    return train_only_answer(chat(record, prompt + chosen, where), len(chosen))
+
+
+def _begins_with(chosen: list[Any], prompt: list[Any]) -> bool:
+    return len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
+
+
+PREFERENCE = Schema(
+    fields=frozenset(("prompt", "chosen")) | CHAT_FIELDS,
+    fits=lambda record: record.get("chosen") is not None and record.get("rejected") is not None,
+    parse=_parse,
+    use="asked",
+)

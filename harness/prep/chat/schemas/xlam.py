@@ -1,0 +1,25 @@
+"""Records of single-turn function calling, as in xLAM: `query`, the `tools`, and the right calls as `answers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.prep.chat.records import Conversation
+from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.turns import CHAT_FIELDS, chat
+from harness.prep.chat.values import text_field
+
+_FIELDS = ("query", "tools", "answers")
+
+
+def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+    question = {"role": "user", "content": text_field(record, "query")}
+    return chat(record, [question, {"role": "assistant", "tool_calls": record.get("answers")}], where)
+
+
+XLAM = Schema(
+    fields=frozenset(_FIELDS) | CHAT_FIELDS,
+    fits=lambda record: all(record.get(name) is not None for name in _FIELDS),
+    parse=_parse,
+)

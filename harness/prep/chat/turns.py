@@ -1,0 +1,222 @@
+"""Turns in the form of OpenAI and Hugging Face (`role`, `content`, ...), and the conversation that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.prep.chat.records import ROLES, BadReason, Conversation, Message, ToolCall
+from harness.prep.chat.values import (
+    BadRecordError,
+    check_text,
+    decoded,
+    first_name,
+    is_empty,
+    optional_text,
+    parse_call,
+    parse_calls,
+    parse_template_kwargs,
+    parse_tools,
+    show,
+    text_field,
+)
+
+# Fields of a record that every schema of turns reads beside the turns.
+CHAT_FIELDS = frozenset(("system", "system_prompt", "tools", "chat_template_kwargs"))
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+WEIGHT_FIELDS = ("weight", "train", "trainable")
+TURN_FIELDS = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS, *WEIGHT_FIELDS)
+)
+MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
+
+_MEDIA_PART = re.compile(r"image|audio|video|file|media", re.IGNORECASE)
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+_ROLES = frozenset(ROLES)
+# Fields that turns of one role only may have.
+_OWNED_FIELDS = (
+    *((field, "assistant") for field in ("tool_calls", "function_call", *REASONING_FIELDS)),
+    ("tool_call_id", "tool"),
+)
+
+
+def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conversation:
+    """Return the conversation of some turns, with the record's system prompt, tools and template variables."""
+    messages = [parse_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if not CHAT_FIELDS.isdisjoint(record):
+        if system := _system_prompt(record):
+            if not messages or messages[0].role not in ("system", "developer"):
+                messages.insert(0, Message("system", system))
+            elif messages[0].text != system:
+                detail = "the record's system prompt and its first turn's are not the same"
+                raise BadRecordError(BadReason.BAD_TURN, detail)
+        tools = parse_tools(record.get("tools"))
+        kwargs = parse_template_kwargs(record.get("chat_template_kwargs"))
+    if not any(message.role == "assistant" for message in messages):
+        detail = f"none of the {len(messages)} turns is the assistant's"
+        raise BadRecordError(BadReason.NO_ASSISTANT_TURN, detail)
+    return Conversation(tuple(messages), where, tools, kwargs)
+
+
+def _system_prompt(record: Mapping[str, Any]) -> str:
+    system, other = (optional_text(record.get(name), f"`{name}`") for name in ("system", "system_prompt"))
+    if system.strip() and other.strip() and system != other:
+        raise BadRecordError(BadReason.BAD_TURN, "`system` and `system_prompt` are not the same")
+    return next((text for text in (system, other) if text.strip()), "")
+
+
+def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a field that holds turns, as a list or as its JSON text; raise BadRecordError if there are none."""
+    turns = decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES)
+    if not isinstance(turns, list) or not turns:
+        kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
+        raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` holds {kind}, expected a list of turns")
+    return turns
+
+
+def first_turn(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the first turn of a field, to recognize the schema; empty if there is none."""
+    try:
+        turn = list_of_turns(record, name)[0]
+    except BadRecordError:
+        return {}
+    return turn if isinstance(turn, Mapping) else {}
+
+
+def turns_or_text(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
+    """Return the turns of a field that holds turns, or one text of that role."""
+    value = record.get(name)
+    if isinstance(value, list) or value is None:
+        return list_of_turns(record, name)
+    return [{"role": role, "content": text_field(record, name)}]
+
+
+def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:
+    """Return the conversation with the assistant's turns among the last `num_answer` trained, and earlier ones not."""
+    first = len(conversation.messages) - num_answer
+    if any(message.role == "assistant" and message.trained for message in conversation.messages[:first]):
+        raise BadRecordError(BadReason.BAD_WEIGHT, "a turn of the prompt has weight 1")
+    messages = (
+        replace(message, trained=place >= first) if message.role == "assistant" and message.trained is None else message
+        for place, message in enumerate(conversation.messages)
+    )
+    return replace(conversation, messages=tuple(messages))
+
+
+def parse_turn(turn: object, number: int) -> Message:
+    """Check one turn; raise BadRecordError with its number."""
+    if not isinstance(turn, Mapping):
+        detail = f"turn {number} is a {type(turn).__name__}, expected an object"
+        raise BadRecordError(BadReason.BAD_TURN, detail)
+    role, content = turn.get("role"), turn.get("content")
+    # Nearly every turn of nearly every dataset.
+    if len(turn) == 2 and type(content) is str and type(role) is str and role in _ROLES and content.strip():
+        return Message(role, content if content.isascii() else check_text(content, f"turn {number} ({role})"))
+    what = f"turn {number}"
+    if role == "function":
+        role = "tool"
+    if not isinstance(role, str) or role not in _ROLES:
+        detail = f"{what} has role {show(role)}, expected one of {', '.join(ROLES)}"
+        if role in ("human", "gpt"):
+            detail += "; source.schema=sharegpt reads such roles"
+        raise BadRecordError(BadReason.UNKNOWN_ROLE, detail)
+    what = f"{what} ({role})"
+    _refuse_unknown(turn, what)
+    for field, owner in _OWNED_FIELDS:
+        if role != owner and not is_empty(turn.get(field)):
+            detail = f"{what} has the field {field!r}, which belongs to turns of role {owner!r}"
+            raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
+    message = Message(
+        role,
+        _parse_content(content, what),
+        reasoning=_parse_reasoning(turn, what),
+        tool_calls=_parse_tool_calls(turn, what),
+        tool_call_id=optional_text(turn.get("tool_call_id"), f"the tool_call_id of {what}"),
+        name=optional_text(turn.get("name"), f"the name of {what}"),
+        trained=_parse_weight(turn, what),
+    )
+    if role == "tool":
+        return message if message.content is not None else replace(message, content="")
+    if message.text.strip() or message.tool_calls or message.reasoning.strip():
+        return message
+    raise BadRecordError(BadReason.EMPTY_TURN, f"{what} {'has no content' if content is None else 'is empty'}")
+
+
+def _refuse_unknown(turn: Mapping[str, Any], what: str) -> None:
+    unknown = [key for key in turn.keys() - TURN_FIELDS if not is_empty(turn[key])]
+    if not unknown:
+        return
+    if media := sorted(MEDIA_FIELDS.intersection(unknown)):
+        raise BadRecordError(BadReason.MEDIA, f"{what} has {media[0]}; only text can be trained on")
+    name = first_name(unknown)
+    detail = f"{what} has the field {name}, which is not read; source.ignore_fields=[{name}] leaves it out"
+    raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
+
+
+def _parse_content(content: object, what: str) -> str | tuple[str, ...] | None:
+    if content is None or isinstance(content, str):
+        return None if content is None else check_text(content, what)
+    if not isinstance(content, list):
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} has content of type {type(content).__name__}")
+    return tuple(_parse_part(part, f"part {number} of {what}") for number, part in enumerate(content, start=1)) or None
+
+
+def _parse_part(part: object, what: str) -> str:
+    if isinstance(part, str):
+        return check_text(part, what)
+    if not isinstance(part, Mapping):
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(part).__name__}, expected text")
+    kind = part.get("type")
+    others = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
+    if isinstance(kind, str) and _MEDIA_PART.search(kind):
+        raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; only text can be trained on")
+    if kind not in _TEXT_PARTS:
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'")
+    if others:
+        media = any(_MEDIA_PART.search(str(key)) for key in others)
+        reason = BadReason.MEDIA if media else BadReason.UNKNOWN_FIELD
+        raise BadRecordError(reason, f"{what} has the field {first_name(others)}")
+    return check_text(part.get("text"), what)
+
+
+def _parse_reasoning(turn: Mapping[str, Any], what: str) -> str:
+    found = {
+        field: text
+        for field in REASONING_FIELDS
+        if (text := optional_text(turn.get(field), f"the {field} of {what}")).strip()
+    }
+    if len(set(found.values())) > 1:
+        detail = f"{what} has different texts in {' and '.join(found)}"
+        raise BadRecordError(BadReason.BAD_TURN, detail)
+    return next(iter(found.values()), "")
+
+
+def _parse_tool_calls(turn: Mapping[str, Any], what: str) -> tuple[ToolCall, ...]:
+    calls = parse_calls(turn.get("tool_calls"), f"the tool_calls of {what}")
+    legacy = turn.get("function_call")
+    if is_empty(legacy):
+        return calls
+    if calls:
+        raise BadRecordError(BadReason.BAD_TURN, f"{what} has both tool_calls and function_call")
+    return (parse_call(legacy, f"the function_call of {what}"),)
+
+
+def _parse_weight(turn: Mapping[str, Any], what: str) -> bool | None:
+    """Return the one answer that all the turn's weights give; None if it has none."""
+    trained: set[bool] = set()
+    for field in WEIGHT_FIELDS:
+        value = turn.get(field)
+        if value is None:
+            continue
+        numbers = isinstance(value, (int, float)) and value in (0, 1)
+        if not (numbers if field == "weight" else isinstance(value, bool)):
+            expected = "0 or 1" if field == "weight" else "true or false"
+            raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has the {field} {show(value)}, expected {expected}")
+        trained.add(bool(value))
+    if len(trained) > 1:
+        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} is trained by one of its weights and not by another")
+    return trained.pop() if trained else None

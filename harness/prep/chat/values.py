@@ -1,0 +1,231 @@
+"""Checks of the values in a chat record: each returns the value in the form of `records`, or names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from harness.prep.chat.records import BadReason, ToolCall
+
+# JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_MAX_DEPTH = 64
+# What a chat template gets from elsewhere, or what decides how it is run.
+_RESERVED_KWARGS = frozenset(
+    (
+        "messages",
+        "conversation",
+        "conversations",
+        "tools",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_assistant_tokens_mask",
+    )
+)
+
+
+class BadRecordError(Exception):
+    """Stops the parsing of a record; its reason and detail become those of a BadRecord."""
+
+    def __init__(self, reason: BadReason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def show(value: object) -> str:
+    """Return a short form of any value for messages."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python converts
+        return f"a {type(value).__name__}"
+
+
+def is_empty(value: object) -> bool:
+    """Return True for null and for an empty text, list or object; Parquet gives all rows the same fields."""
+    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
+
+
+def first_name(names: Iterable[object]) -> str:
+    """Return the first of several field names in order, as messages show it."""
+    return show(min(map(str, names)))
+
+
+def check_text(value: object, what: str) -> str:
+    """Return a text that can be encoded; raise BadRecordError (`not_text`) for anything else."""
+    if not isinstance(value, str):
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(value).__name__}, expected text")
+    if not value.isascii() and _SURROGATE.search(value):
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} holds half a surrogate pair")
+    return value
+
+
+def optional_text(value: object, what: str) -> str:
+    """Return a text, empty for null."""
+    return "" if value is None else check_text(value, what)
+
+
+def text_field(record: Mapping[str, Any], name: str) -> str:
+    """Return a record's field that must be a text with something in it."""
+    text = optional_text(record.get(name), f"`{name}`")
+    if not text.strip():
+        raise BadRecordError(BadReason.EMPTY_TURN, f"`{name}` is empty")
+    return text
+
+
+def decoded(value: object, what: str, reason: BadReason) -> object:
+    """Return a value that may be given as JSON text; an empty text is None."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except RecursionError:
+        raise BadRecordError(reason, f"{what} is nested too deeply") from None
+    except ValueError as error:
+        raise BadRecordError(reason, f"{what} is a str that is not JSON: {error}") from None
+
+
+def check_json(value: object, what: str, reason: BadReason, depth: int = 0) -> None:
+    """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
+    if isinstance(value, str):
+        if not value.isascii() and _SURROGATE.search(value):
+            raise BadRecordError(reason, f"{what} holds half a surrogate pair")
+    elif isinstance(value, Mapping):
+        if depth == _MAX_DEPTH:
+            raise BadRecordError(reason, f"{what} is nested too deeply")
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise BadRecordError(reason, f"{what} has a key of type {type(key).__name__}")
+            check_json(key, what, reason)
+            check_json(item, what, reason, depth + 1)
+    elif isinstance(value, list):
+        if depth == _MAX_DEPTH:
+            raise BadRecordError(reason, f"{what} is nested too deeply")
+        for item in value:
+            check_json(item, what, reason, depth + 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadRecordError(reason, f"{what} holds the number {value}, which JSON cannot hold")
+    elif isinstance(value, int):
+        if value.bit_length() > 1024:
+            raise BadRecordError(reason, f"{what} holds an integer of {value.bit_length():,} bits")
+    elif value is not None:
+        raise BadRecordError(reason, f"{what} holds a value of type {type(value).__name__}")
+
+
+def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return descriptions of tools in the form that templates take.
+
+    Args:
+        value: a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
+            each of them may be JSON text too.
+    """
+    items = decoded(value, "`tools`", BadReason.BAD_TOOLS)
+    if is_empty(items):
+        return ()
+    if not isinstance(items, list):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
+    return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
+
+
+def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
+    tool = decoded(value, what, BadReason.BAD_TOOLS)
+    if not isinstance(tool, Mapping):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(tool).__name__}, expected an object")
+    check_json(tool, what, BadReason.BAD_TOOLS)
+    function = tool.get("function")
+    if function is None and tool.get("name") is not None:
+        if tool.get("type") == "function":  # the flat form of OpenAI's Responses
+            tool = {key: item for key, item in tool.items() if key not in ("type", "function")}
+        tool = {"type": "function", "function": tool}
+        function = tool["function"]
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(kind)}, expected 'function'")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has no name")
+    return tool if "type" in tool else {"type": "function", **tool}
+
+
+def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
+    """Return tool calls.
+
+    Args:
+        value: a list of calls, or its JSON text; each a `{"function": {"name", "arguments"}}`, or flat without
+            `function`, or JSON text of it.
+    """
+    items = decoded(value, what, BadReason.BAD_TOOLS)
+    if is_empty(items):
+        return ()
+    if not isinstance(items, list):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(items).__name__}, expected a list")
+    return tuple(parse_call(item, f"call {number} of {what}") for number, item in enumerate(items, start=1))
+
+
+def parse_call(value: object, what: str) -> ToolCall:
+    """Return one tool call, given as an element of the list that `parse_calls` takes."""
+    call = decoded(value, what, BadReason.BAD_TOOLS)
+    if not isinstance(call, Mapping):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(call).__name__}, expected an object")
+    function = call.get("function")
+    if function is None:
+        function = {key: item for key, item in call.items() if key not in ("id", "type")}
+        call = {key: call.get(key) for key in ("id", "type")}
+    if not isinstance(function, Mapping):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has a function of type {type(function).__name__}")
+    _refuse_others(call, ("id", "type", "function"), what)
+    _refuse_others(function, ("name", "arguments"), what)
+    if call.get("type") not in (None, "", "function"):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(call['type'])}, expected 'function'")
+    name, id_ = function.get("name"), call.get("id")
+    if not isinstance(name, str) or not name or not isinstance(id_, str | None):
+        wrong = "name" if not isinstance(name, str) or not name else "id"
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has the {wrong} {show(name if wrong == 'name' else id_)}")
+    return ToolCall(
+        check_text(name, f"the name of {what}"),
+        _parse_arguments(function.get("arguments"), what),
+        check_text(id_ or "", f"the id of {what}"),
+    )
+
+
+def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
+    """Return arguments as the record has them; none at all are the empty object."""
+    arguments = decoded(value, f"the arguments of {what}", BadReason.BAD_TOOLS)
+    if arguments is None and not (isinstance(value, str) and value.strip()):
+        return {}
+    if not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise BadRecordError(BadReason.BAD_TOOLS, f"the arguments of {what} are of type {kind}, expected an object")
+    check_json(arguments, f"the arguments of {what}", BadReason.BAD_TOOLS)
+    return value if isinstance(value, str) else arguments
+
+
+def _refuse_others(item: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    if unknown := [key for key, value in item.items() if key not in known and not is_empty(value)]:
+        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {first_name(unknown)}")
+
+
+def parse_template_kwargs(value: object) -> Mapping[str, Any]:
+    """Return variables for the chat template, given as an object or its JSON text."""
+    what = "`chat_template_kwargs`"
+    kwargs = decoded(value, what, BadReason.BAD_TEMPLATE_KWARGS)
+    if is_empty(kwargs):
+        return {}
+    if not isinstance(kwargs, Mapping):
+        kind = type(kwargs).__name__
+        raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, f"{what} is of type {kind}, expected an object")
+    check_json(kwargs, what, BadReason.BAD_TEMPLATE_KWARGS)
+    for name in kwargs:
+        if not name.isidentifier() or name in _RESERVED_KWARGS:
+            detail = f"{what} sets {show(name)}, which a record cannot set"
+            raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, detail)
+    return kwargs
