@@ -60,7 +60,7 @@ class ChatTokenizer:
         self._backend.encode_special_tokens = False
         if config.chat_template:
             self._hf.chat_template = load_template(config.chat_template)
-            self._check_ends(config.chat_template)
+            self._check_tokens(config.chat_template)
         try:
             self.chat_template: str = self._hf.get_chat_template(None, None)
         except ValueError as error:
@@ -75,13 +75,13 @@ class ChatTokenizer:
         # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
 
-    def _check_ends(self, template: str) -> None:
-        """Refuse a built-in template whose turns this tokenizer cannot end: a model would have to spell the end."""
+    def _check_tokens(self, template: str) -> None:
+        """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
         tokens = template_tokens(template)
-        ends = tokens.ends if tokens else ()
-        missing = [end for end in ends if len(self._backend.encode(end, add_special_tokens=False)) != 1]
+        needed = (*tokens.ends, *tokens.marks) if tokens else ()
+        missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
         if missing:
-            what = f"the chat template {template!r} ends turns with {missing[0]}, which is no token of the tokenizer"
+            what = f"the chat template {template!r} writes {missing[0]}, which is no token of the tokenizer"
             fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or leave it empty"
             raise ConfigError(what, where=self.name, fix=fix)
 

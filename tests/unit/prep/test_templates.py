@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
+from stock_templates import SHAPES, stock_templates
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
@@ -15,6 +19,10 @@ TEXTS = [
     "Grüße, 世界! \U0001f600",
 ] * 20
 NAMES = built_in_templates()
+# This template has no tools, and takes nothing but texts.
+CHATML_SHAPES = [
+    name for name, (_, tools) in SHAPES.items() if not tools and "reasoning" not in name and name != "text_parts"
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +47,11 @@ def trained_text(tokenizer, sequence) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_built_in_template_trains_the_answers_and_the_end_of_each_turn(tokenizers, name):
     end = template_tokens(name).ends[0]
+    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     (sequence,) = tokenizers[name].encode(
         [chat(("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "So long"))]
     )
-    assert trained_text(tokenizers[name], sequence) == f"Hello{end}So long{end}"
+    assert trained_text(tokenizers[name], sequence) == f"Hello{end}{thought}So long{end}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,8 +63,6 @@ def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained
 
 
 def test_the_text_of_chatml_is_the_one_that_existing_datasets_name():
-    import hashlib
-
     assert load_template("chatml") == CHAT_TEMPLATE
     assert hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()[:16] == "019c64426a9595a2"
 
@@ -79,7 +86,7 @@ def test_a_path_names_a_file_and_a_folder_is_none(tmp_path):
 
 def test_a_tokenizer_without_the_end_of_a_templates_turns_is_refused(tmp_path):
     train_bpe(TEXTS, tmp_path, vocab_size=300, chat_template="llama3")
-    with pytest.raises(ConfigError, match=r"'chatml' ends turns with <\|im_end\|>, which is no token") as caught:
+    with pytest.raises(ConfigError, match=r"'chatml' writes <\|im_end\|>, which is no token") as caught:
         ChatTokenizer(TokenizerConfig(name=str(tmp_path), chat_template="chatml"))
     assert caught.value.where == str(tmp_path)
 
@@ -89,3 +96,161 @@ def test_turns_that_a_format_cannot_hold_fail_with_words(tokenizers):
     bad = tokenizers["llama3"].encode([Conversation((Message("user", "Hi"), answer), "line 1")])[0]
     assert isinstance(bad, BadRecord)
     assert "the llama3 format has no place for reasoning" in bad.detail
+
+
+# The stock templates of each family. `mistral` has none in the package: its text is checked literally.
+STOCK = {
+    "llama3": ("llama3",),
+    "llama3_1": ("llama3_1",),
+    "qwen2_5": ("qwen2_5",),
+    "qwen3": ("qwen3",),
+    "qwen3_instruct": ("qwen3_instruct_2507",),
+    "gemma": ("gemma", "gemma3"),
+    "phi3": ("phi3", "phi3_5"),
+    "deepseek": ("deepseekv3",),
+}
+TOOL_SHAPES = {name for name, (_, tools) in SHAPES.items() if tools}
+REASONING_SHAPES = {name for name in SHAPES if "reasoning" in name and "content" not in name}
+# What a format cannot hold is refused, where a stock template leaves it out or writes it as Python prints it.
+REFUSED = {
+    "llama3": TOOL_SHAPES | REASONING_SHAPES,
+    "llama3_1": REASONING_SHAPES | {"tool_call_with_content", "parallel_calls"},
+    "qwen2_5": REASONING_SHAPES,
+    "qwen3_instruct": REASONING_SHAPES,
+    "gemma": TOOL_SHAPES | REASONING_SHAPES,
+    "phi3": TOOL_SHAPES | REASONING_SHAPES,
+    "deepseek": TOOL_SHAPES,
+}
+# A developer's turn is a system turn here; stock templates leave it out, or write a role that no model has seen. Text
+# parts are joined; stock templates of these families leave them out, or write them as Python prints them.
+BETTER = {"developer", "text_parts"}
+DIFFERENT = {
+    # Arguments that are JSON text are written as they are; the stock templates quote them once more.
+    "llama3_1": BETTER | {"tool_call_of_text_arguments"},
+    "qwen2_5": BETTER | {"tool_call_of_text_arguments"},
+    # The reasoning of the last turn is written, so that it can be trained.
+    "deepseek": BETTER | {name for name in SHAPES if "reasoning" in name and name != "reasoning_in_the_first_turn"},
+}
+
+
+def rendered(template: str, messages, tools, **variables):
+    """Text and marked spans, as transformers renders them."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    marks = "add_generation_prompt" not in variables
+    texts, spans = render_jinja_template(
+        [messages],
+        tools=tools or None,
+        chat_template=template,
+        return_assistant_tokens_mask=marks,
+        bos_token="<begin>",
+        eos_token="<end>",
+        **variables,
+    )
+    return texts[0], spans[0] if marks else []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", STOCK)
+def test_a_built_in_template_writes_the_text_of_the_familys_stock_template(name, shape):
+    if shape in REFUSED.get(name, ()):
+        with pytest.raises(Exception, match=f"the {name} format "):
+            rendered(load_template(name), *SHAPES[shape])
+        return
+    ours, _ = rendered(load_template(name), *SHAPES[shape])
+    for stock in STOCK[name]:
+        try:
+            theirs, _ = rendered(stock_templates()[stock], *SHAPES[shape])
+        except Exception:
+            theirs = None
+        if shape not in DIFFERENT.get(name, BETTER):
+            # Gemma 1 refuses the system prompt, which Gemma 3 takes.
+            assert ours == theirs or (theirs is None and stock == "gemma")
+        elif stock != "gemma3":
+            assert ours != theirs
+
+
+@pytest.mark.parametrize("shape", ["tool_call", "tool_call_with_content", "tool_result", "parallel_calls"])
+def test_deepseek_writes_tool_calls_as_its_stock_template_does(shape):
+    messages = json.loads(json.dumps(SHAPES[shape][0]))
+    for call in [call for message in messages for call in message.get("tool_calls", [])]:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    ours, _ = rendered(load_template("deepseek"), messages, None)
+    assert ours == rendered(stock_templates()["deepseekv3"], messages, None)[0]
+
+
+WRITTEN = [
+    (name, shape)
+    for name in NAMES
+    for shape in SHAPES
+    if (shape in CHATML_SHAPES if name == "chatml" else shape not in REFUSED.get(name, ()))
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), WRITTEN)
+def test_marks_begin_where_the_prompt_of_a_turn_ends_and_stop_after_its_end_token(name, shape):
+    messages, tools = SHAPES[shape]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    template, end = load_template(name), template_tokens(name).ends[0]
+    # A conversation without thinking has no reasoning.
+    for variables in [{}] if "reasoning" in shape else [{}, {"enable_thinking": False}]:
+        text, spans = rendered(template, messages[: answers[-1] + 1], tools, **variables)
+        prompt, _ = rendered(template, messages[: answers[-1]], tools, add_generation_prompt=True, **variables)
+        assert text[: spans[-1][0]] == prompt
+        assert [text[start:stop].count(end) for start, stop in spans] == [1] * len(answers)
+        assert all(text[:stop].endswith(end) for _, stop in spans)
+
+
+def test_mistral_writes_tools_reasoning_and_results_without_white_space():
+    text, spans = rendered(
+        load_template("mistral"),
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Warm?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "Ask.",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+            },
+            {"role": "tool", "content": "27 C"},
+            {"role": "assistant", "content": "Yes."},
+        ],
+        [{"name": "weather"}],
+    )
+    assert text == (
+        '<begin>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][AVAILABLE_TOOLS][{"name": "weather"}][/AVAILABLE_TOOLS]'
+        '[INST]Warm?[/INST][THINK]Ask.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Rome"}</s>'
+        "[TOOL_RESULTS]27 C[/TOOL_RESULTS]Yes.</s>"
+    )
+    assert [text[start:end] for start, end in spans] == [
+        '[THINK]Ask.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Rome"}</s>',
+        "Yes.</s>",
+    ]
+
+
+def test_qwen3_marks_empty_reasoning_unless_the_prompt_has_written_it():
+    messages, _ = SHAPES["one_turn"]
+    text, spans = rendered(load_template("qwen3"), messages, None)
+    assert [text[start:end] for start, end in spans] == ["<think>\n\n</think>\n\nHello, friend.<|im_end|>"]
+    text, spans = rendered(load_template("qwen3"), messages, None, enable_thinking=False)
+    assert [text[start:end] for start, end in spans] == ["Hello, friend.<|im_end|>"]
+
+
+def test_qwen3_writes_the_reasoning_that_follows_the_last_question_alone():
+    text, _ = rendered(load_template("qwen3"), *SHAPES["reasoning_and_tools_two_turns"])
+    thoughts = ["The tool knows.", "The tool says 21.", "Once more.", "The tool says 27."]
+    assert [thought in text for thought in thoughts] == [False, False, True, True]
+
+
+def test_deepseek_opens_and_closes_the_calls_of_every_step():
+    messages, _ = SHAPES["calls_in_steps"]
+    text, spans = rendered(load_template("deepseek"), messages, None)
+    assert text.count("tool▁calls▁begin") == text.count("tool▁calls▁end") == 2
+    assert text.count("tool▁outputs▁begin") == text.count("tool▁outputs▁end") == 2
+    assert "outputs" not in "".join(text[start:end] for start, end in spans)
+
+
+def test_llama3_1_takes_the_date_of_today_from_a_variable():
+    text, _ = rendered(load_template("llama3_1"), *SHAPES["one_turn"], date_string="1 May 2026")
+    assert "Today Date: 1 May 2026\n" in text

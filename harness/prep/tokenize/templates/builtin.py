@@ -29,9 +29,37 @@ class TemplateTokens:
     begin: str = ""
 
 
+_CHATML = TemplateTokens(("<|im_end|>",), ("<|im_start|>",))
+_LLAMA = TemplateTokens(("<|eot_id|>",), ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>")
 _BUILT_IN = {
-    "chatml": TemplateTokens(("<|im_end|>",), ("<|im_start|>",)),
-    "llama3": TemplateTokens(("<|eot_id|>",), ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
+    "chatml": _CHATML,
+    "llama3": _LLAMA,
+    "llama3_1": _LLAMA,
+    "qwen2_5": _CHATML,
+    "qwen3": _CHATML,
+    "qwen3_instruct": _CHATML,
+    "gemma": TemplateTokens(("<end_of_turn>",), ("<start_of_turn>",), "<bos>"),
+    "phi3": TemplateTokens(("<|end|>", "<|endoftext|>"), ("<|system|>", "<|user|>", "<|assistant|>")),
+    "mistral": TemplateTokens(
+        ("</s>",),
+        (
+            *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[THINK]", "[/THINK]"),
+        ),
+        "<s>",
+    ),
+    # Its bars are full-width.
+    "deepseek": TemplateTokens(
+        ("<\uff5cend▁of▁sentence\uff5c>",),
+        tuple(
+            f"<\uff5c{mark}\uff5c>"
+            for mark in (
+                *("User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end"),
+                *("tool▁sep", "tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin", "tool▁output▁end"),
+            )
+        ),
+        "<\uff5cbegin▁of▁sentence\uff5c>",
+    ),
 }
 
 
