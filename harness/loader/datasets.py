@@ -230,6 +230,11 @@ class RunData:
     blend: Blend | None = None
     evaluation: dict[str, PackReader] = field(default_factory=dict)
 
+    @property
+    def sources(self) -> tuple[PackReader, ...]:
+        """The datasets of `train`."""
+        return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
+
     def describe(self) -> str:
         """Return one line about the training data."""
         return (

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.formats import PackReader, find_tokenizer_folder
+from harness.formats import find_tokenizer_folder
 from harness.loader import (
     DataConfig,
-    JoinedReader,
     LiveData,
     Loader,
     LoaderConfig,
@@ -25,6 +24,7 @@ from harness.loader.live import BatchPlan
 from harness.megatron.data import Feed, LiveFeed, readable
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
+from harness.megatron.run.sampling import Answering
 from harness.megatron.run.training import Task, run_training
 from harness.megatron.state import Progress
 from harness.megatron.weights import Pretrained, find_pretrained
@@ -58,7 +58,7 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
         },
-        tokenizer=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
+        answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
     )
 
 
@@ -105,26 +105,31 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
     return wanted or stored or 0
 
 
-def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> ChatTokenizer:
+def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
     """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
 
     Raises:
         ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
     """
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
-    if tokenizer is None:
-        train, name = data.train, config.data.tokenizer
-        first = train.readers[0] if isinstance(train, JoinedReader) else train
-        if not name and isinstance(first, PackReader):
+    if tokenizer is not None:
+        ends = tokenizer.ends
+    else:
+        readers = data.sources if isinstance(data, RunData) else ()
+        name = config.data.tokenizer
+        if not name and readers:
             with suppress(ConfigError):
-                name = str(find_tokenizer_folder(first))
+                name = str(find_tokenizer_folder(readers[0]))
         if not name:
             raise ConfigError(
                 "sample prompts need the tokenizer of the data, and the data does not name one",
                 where="trainer.sample_prompts",
                 fix="name it with data.tokenizer, or leave the prompts out",
             )
-        tokenizer = ChatTokenizer(TokenizerConfig(name=name))
+        # A prompt has no mask: any rule that asks nothing of the template will do.
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
+        masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
+        ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
     longest = max(len(tokenizer.prompt(prompt)) for prompt in config.trainer.sample_prompts)
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
         raise ConfigError(
@@ -133,7 +138,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> ChatTokenizer
             where="trainer.sample_prompts, trainer.sample_tokens",
             fix="shorten them",
         )
-    return tokenizer
+    return Answering(tokenizer, ends)
 
 
 def make_feeds(

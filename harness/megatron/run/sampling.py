@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,14 @@ def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: I
     return tokens
 
 
+@dataclass(frozen=True)
+class Answering:
+    """The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model."""
+
+    tokenizer: ChatTokenizer
+    ends: Sequence[int]
+
+
 class Sampler:
     """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl`.
 
@@ -114,18 +123,18 @@ class Sampler:
     """
 
     def __init__(
-        self, step: MegatronStep, tokenizer: ChatTokenizer, folder: Path | None, trainer: TrainerConfig, first_step: int
+        self, step: MegatronStep, answering: Answering, folder: Path | None, trainer: TrainerConfig, first_step: int
     ) -> None:
-        self._step, self._tokenizer = step, tokenizer
+        self._step, self._tokenizer, self._ends = step, answering.tokenizer, answering.ends
         self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
-        self._ids = [tokenizer.prompt(prompt) for prompt in self._prompts]
+        self._ids = [self._tokenizer.prompt(prompt) for prompt in self._prompts]
         self._path = None if folder is None else folder / SAMPLES_FILE
         if self._path is not None:
             keep_lines_before(self._path, first_step)
 
     def answer(self, step: int) -> list[tuple[str, str]]:
         """Return every prompt with its answer; every rank of the job takes part."""
-        answers = generate(self._step, self._ids, max_tokens=self._max_tokens, ends=self._tokenizer.ends)
+        answers = generate(self._step, self._ids, max_tokens=self._max_tokens, ends=self._ends)
         texts = [self._tokenizer.decode(ids) for ids in answers]
         if self._path is not None:
             with self._path.open("a") as file:

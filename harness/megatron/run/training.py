@@ -24,12 +24,11 @@ from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import StopSignals, Watchdog, join, runtime
 from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.run.records import RunRecords
-from harness.megatron.run.sampling import Sampler
+from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state import CheckpointWriter, Progress, find_newest, load_checkpoint, read_progress
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig
-from harness.prep import ChatTokenizer
 from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,
@@ -61,7 +60,7 @@ class Task:
         pretrained: initial weights.
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
-        tokenizer: of the data, for sample prompts.
+        answering: for sample prompts; None where there are none.
     """
 
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
@@ -70,7 +69,7 @@ class Task:
     pretrained: Pretrained | None
     data_names: Sequence[str]
     facts: Mapping[str, str]
-    tokenizer: ChatTokenizer | None = None
+    answering: Answering | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
             run = _open_run(config, open_task, ranks, watchdog, stack)
             sampler = None
-            if run.task.tokenizer is not None and trainer.sample_prompts:
+            if run.task.answering is not None:
                 writes_to = run.folder if ranks.rank == 0 else None
-                sampler = Sampler(run.step, run.task.tokenizer, writes_to, trainer, run.first_step)
+                sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
             records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
             log = stack.enter_context(records.progress).log
             if run.newest is not None:

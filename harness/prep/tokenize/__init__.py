@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
-from harness.prep.tokenize.tokenizer import ChatTokenizer, end_tokens, fit_to_pack, tokenizer_hash
+from harness.prep.tokenize.tokenizer import ChatTokenizer, fit_to_pack, tokenizer_hash
 
 __all__ = [
     "CHAT_TEMPLATE",

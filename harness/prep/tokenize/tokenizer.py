@@ -15,7 +15,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
+from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import Span, mask_of_encoding
 from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import SequenceView
@@ -129,7 +130,11 @@ class ChatTokenizer:
     @property
     def ends(self) -> list[int]:
         """Ids of the tokens that end an answer."""
-        return end_tokens(self._hf)
+        return self.ends_of({})
+
+    def ends_of(self, mask: Mapping[str, str]) -> list[int]:
+        """Return the ids that end an answer of a model trained on data with this `Provenance.mask`."""
+        return end_tokens(self._hf, mask)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
@@ -212,13 +217,6 @@ class ChatTokenizer:
                 **self._hf.special_tokens_map,
             )
         return texts[0], [(start, end) for start, end in generated[0]] if spans else []
-
-
-def end_tokens(tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer: the end token of a transformers tokenizer, and those of common templates."""
-    marks = [tokenizer.eos_token, "<|im_end|>", "<|eot_id|>", "</s>"]
-    vocabulary = tokenizer.get_vocab()
-    return sorted({vocabulary[mark] for mark in marks if mark in vocabulary})
 
 
 def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:
