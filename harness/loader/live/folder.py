@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.errors import ConfigError, FormatError, PrepError
+from harness.errors import ConfigError, FormatError
 from harness.formats import JsonlShard, ShardReader, load_format
-from harness.prep import BadRecord, Conversation, check_messages_column, parse_line, parse_record
+from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.records import Pack
 from harness.storage import file_digest, is_uri, sync_folder, write_atomically
 
@@ -38,6 +38,8 @@ PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 _NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
 _CHECK = "check permissions and mounts"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
+# Each row of a chunk may have a schema of its own.
+_READER = RecordReader()
 T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 
@@ -253,16 +255,22 @@ class LiveChunk:
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
             self.kind = record.kind if record is not None else self._guess_kind()
             self._packs: ShardReader | None = None
-            self._messages: Any = None
+            self._chats: Any = None
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
                 with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
-                    check_messages_column(parquet.schema_arrow, path)
-                    self._messages = parquet.read(columns=["messages"]).column("messages")
+                    names = parquet.schema_arrow.names
+                    if not (columns := _READER.columns_to_read(names)):
+                        raise FormatError(
+                            f"no schema of chats has a field among the columns {', '.join(names)}",
+                            where=str(path),
+                            fix=_WRITE_AGAIN,
+                        )
+                    self._chats = parquet.read(columns=columns)
         except OSError as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=str(path), fix=_WRITE_AGAIN) from error
-        except (pa.ArrowException, PrepError) as error:
+        except pa.ArrowException as error:
             raise FormatError(f"the file is not a chunk of rows: {error}", where=str(path), fix=_WRITE_AGAIN) from error
         if record is not None and self.num_rows != record.rows:
             raise FormatError(
@@ -275,7 +283,7 @@ class LiveChunk:
     def num_rows(self) -> int:
         if self._lines is not None:
             return self._lines.num_packs
-        return self._packs.num_packs if self._packs is not None else len(self._messages)
+        return self._packs.num_packs if self._packs is not None else len(self._chats)
 
     def where(self, row: int) -> str:
         return f"{self.path}, row {row:,}" if self._lines is None else self._lines.where(row)
@@ -291,9 +299,10 @@ class LiveChunk:
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
         if self._lines is None:
-            return parse_record({"messages": self._messages[row].as_py()}, self.where(row))
+            values = {name: self._chats.column(name)[row].as_py() for name in self._chats.column_names}
+            return _READER.parse_row(values, self.where(row))
         line = self._lines.line(row)
-        return parse_line(line, self.where(row)) if line.strip() else None
+        return _READER.parse_line(line, self.where(row)) if line.strip() else None
 
     def close(self) -> None:
         for shard in (self._lines, self._packs):
@@ -309,11 +318,12 @@ class LiveChunk:
         else:
             with suppress(ValueError, TypeError, RecursionError):
                 columns = list(json.loads(self._lines.line(0)))
-        for name, kind in (("messages", CHAT), ("input_ids", PACKS)):
-            if name in columns:
-                return kind
+        if "input_ids" in columns and "messages" not in columns:
+            return PACKS
+        if _READER.columns_to_read(columns):
+            return CHAT
         raise FormatError(
-            "the file has neither conversations (`messages`) nor packs (`input_ids`)",
+            "the file has neither conversations of any schema (such as `messages`) nor packs (`input_ids`)",
             where=str(self.path),
             fix=_WRITE_AGAIN,
         )

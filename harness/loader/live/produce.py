@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,18 +15,8 @@ import xxhash
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
-from harness.prep import (
-    BadRecord,
-    ChatTokenizer,
-    Conversation,
-    Member,
-    StreamPacker,
-    fit_to_pack,
-    list_files,
-    pack_of,
-    parse_line,
-    read_chunks,
-)
+from harness.prep import ChatTokenizer, Member, StreamPacker, fit_to_pack, list_files, pack_of, read_chunks
+from harness.prep.chat import BadRecord, Conversation, RecordReader, parse_line, record_of_row
 from harness.records import Pack, SequenceView
 
 STDIN = "-"
@@ -64,9 +54,16 @@ def read_conversations(source: str) -> Iterator[Item]:
         return
     for chunk in read_chunks(list_files(source)):
         for number, record in enumerate(chunk.records, start=chunk.first):
-            line = record if isinstance(record, bytes) else json.dumps(record).encode()
+            line = record if isinstance(record, bytes) else _line_of_row(record)
             if line.strip():
                 yield Item(line, f"{chunk.path}, {chunk.unit} {number}")
+
+
+def _line_of_row(row: Any) -> bytes:
+    """Return a row of Parquet or Arrow as JSON; a value that JSON cannot hold becomes an object that is no text."""
+    if isinstance(row, Mapping):
+        row = record_of_row({name: row[name] for name in RecordReader().columns_to_read(row)})
+    return json.dumps(row, default=lambda value: {"type": type(value).__name__}).encode()
 
 
 def read_packs(source: str) -> Iterator[Item]:

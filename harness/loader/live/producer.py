@@ -34,7 +34,7 @@ from harness.loader.live.folder import (
     ReadyRecord,
     chunk_name,
 )
-from harness.prep import BadRecord, parse_line
+from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
 from harness.storage import TEMPORARY_SUFFIX, AtomicFile, LocalFolder, Marker, file_digest, sync_folder
 
@@ -49,13 +49,13 @@ class LiveProducer:
     """Adds chunks to a folder. One producer writes to a folder at a time; a later one continues where it stopped.
 
         with LiveProducer("data/live", kind="chat") as producer:
-            for conversation in conversations:  # {"messages": [...]}
+            for conversation in conversations:  # {"messages": [...]}, or another of `harness.prep.chat.SCHEMAS`
                 producer.add(conversation)
             producer.end()
 
     Args:
         path: the folder, created if missing.
-        kind: `chat`, rows are JSON objects with `messages`; or `packs`, rows are `Pack`s.
+        kind: `chat`, rows are JSON objects of any chat schema; or `packs`, rows are `Pack`s.
         suffix: `.jsonl` or `.parquet`.
         rows_per_chunk: a chunk is written when it has that many rows, 64 MiB, or is `flush_s` seconds old.
         max_waiting: unread chunks at which `add` blocks until one is read.
@@ -131,7 +131,7 @@ class LiveProducer:
         """Add a row; return when it is in memory, and block while too many chunks are unread.
 
         Args:
-            row: a JSON object with `messages`, as a dict or as a line of bytes; or a Pack.
+            row: a JSON object of any chat schema, as a dict or as a line of bytes; or a Pack.
             position: of the input after this row, of JSON values; None to count rows.
 
         Raises:
@@ -324,6 +324,23 @@ class LiveProducer:
             ) from error
 
 
+def _table_of_chats(conversations: list[Conversation]) -> pa.Table:
+    """Return conversations as columns; all but plain ones as JSON text, because structs would share their fields."""
+    records = [conversation.as_record() for conversation in conversations]
+    plain = {"role", "content"}
+    if all(record.keys() == {"messages"} for record in records) and all(
+        turn.keys() == plain and isinstance(turn["content"], str) for record in records for turn in record["messages"]
+    ):
+        return pa.table({"messages": pa.array([record["messages"] for record in records], _MESSAGES)})
+    texts = [
+        {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
+        for record in records
+    ]
+    return pa.table(
+        {name: pa.array([text.get(name) for text in texts], pa.string()) for name in sorted(set().union(*texts))}
+    )
+
+
 class ChunkRows:
     """The rows of the next chunk, in memory.
 
@@ -344,7 +361,7 @@ class ChunkRows:
         return len(self._rows)
 
     def add(self, row: Any) -> None:
-        """Add a Pack, or a JSON object with `messages` (a dict, or a line of bytes).
+        """Add a Pack, or a JSON object of any chat schema (a dict, or a line of bytes).
 
         Raises:
             FormatError: the row is neither, or is not a valid pack or conversation.
@@ -365,7 +382,7 @@ class ChunkRows:
             raise FormatError(
                 f"the row cannot be used ({parsed.reason}): {parsed.detail}", fix="skip it, or fix its source"
             )
-        self._rows.append(line if self._suffix == JSONL else parsed.as_dicts())
+        self._rows.append(line if self._suffix == JSONL else parsed)
         self.num_bytes += len(line)
         self.sequences += 1
 
@@ -392,8 +409,7 @@ class ChunkRows:
                 for line in self._rows:
                     file.write(line)
             else:
-                table = pa.table({"messages": pa.array(self._rows, _MESSAGES)})
-                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+                pq.write_table(_table_of_chats(self._rows), file, compression="zstd", write_page_checksum=True)
             file.finish()
         except BaseException:
             with suppress(OSError):  # the first error has the cause

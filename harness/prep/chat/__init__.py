@@ -8,11 +8,20 @@
 
 from __future__ import annotations
 
-from harness.prep.chat.reader import NUM_DETECTION_RECORDS, RecordReader, detect_schema, parse_line, parse_record
+from harness.prep.chat.reader import (
+    NUM_DETECTION_RECORDS,
+    RecordReader,
+    detect_schema,
+    parse_line,
+    parse_record,
+    record_of_row,
+)
 from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.chat.schemas import SCHEMAS
+from harness.prep.chat.turns import MEDIA_FIELDS
 
 __all__ = [
+    "MEDIA_FIELDS",
     "NUM_DETECTION_RECORDS",
     "ROLES",
     "SCHEMAS",
@@ -25,4 +34,5 @@ __all__ = [
     "detect_schema",
     "parse_line",
     "parse_record",
+    "record_of_row",
 ]

@@ -84,12 +84,8 @@ class RecordReader:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
 
     def parse_row(self, row: Mapping[str, Any], where: str) -> Conversation | BadRecord:
-        """Parse one decoded row of Parquet or Arrow.
-
-        All structs of a column share their fields, so those that are null in a row are left out: an argument of a tool
-        call that is null on purpose must be stored as JSON text.
-        """
-        return self.parse({name: _without_nulls(value) for name, value in row.items()}, where)
+        """Parse one decoded row of Parquet or Arrow, as `record_of_row` changes it."""
+        return self.parse(record_of_row(row), where)
 
     def parse_line(self, line: bytes, where: str) -> Conversation | BadRecord:
         """Parse one line of JSONL (UTF-8), with or without its newline."""
@@ -257,6 +253,23 @@ def detect_schema(
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
 
 
+def record_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of Parquet or Arrow without the fields that are null.
+
+    All structs of a column share their fields, so those that a row lacks are null in it. An argument of a tool call
+    that is null on purpose must be stored as JSON text.
+    """
+    return {name: _without_nulls(value) for name, value in row.items() if value is not None}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
 def _detect(record: Mapping[str, Any]) -> str:
     """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
     fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
@@ -289,11 +302,3 @@ def _turn_field(name: str) -> str:
     """Return the field of a turn that a setting names, alone or after its list; empty for a record's field."""
     inner = name.rpartition(".")[2] if name.partition(".")[0] in _LISTS_OF_TURNS else name
     return inner if inner in TURN_FIELDS or inner in ("from", "value") else ""
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value

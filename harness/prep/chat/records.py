@@ -102,6 +102,12 @@ class Message:
         return turn
 
 
+def _is_plain(turn: Message) -> bool:
+    """Tell if a turn is no more than its role and one text."""
+    extras = turn.reasoning or turn.tool_calls or turn.tool_call_id or turn.name
+    return isinstance(turn.content, str) and not extras and turn.trained is None
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A chat that passed every check.
@@ -124,6 +130,21 @@ class Conversation:
         """Return the turns in the form that chat templates take."""
         return [message.as_dict() for message in self.messages]
 
+    def as_record(self) -> dict[str, Any]:
+        """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""
+        if self.text is not None:
+            return {"text": self.text}
+        turns = [
+            turn.as_dict() if turn.trained is None else {**turn.as_dict(), "weight": int(turn.trained)}
+            for turn in self.messages
+        ]
+        record: dict[str, Any] = {"messages": turns}
+        if self.tools:
+            record["tools"] = list(self.tools)
+        if self.template_kwargs:
+            record["chat_template_kwargs"] = dict(self.template_kwargs)
+        return record
+
     def hash(self) -> int:
         """Return 64 bits of xxh3 over everything that the model may see; `where` does not count."""
         digest = xxhash.xxh3_64()
@@ -133,14 +154,8 @@ class Conversation:
             digest.update(f"{message.role} {len(content)} ".encode())
             digest.update(content)
         # Only where there is any: a plain chat keeps its hash, and with it its split.
-        extras = [
-            [[call.as_dict() for call in turn.tool_calls], turn.reasoning, turn.tool_call_id, turn.name, turn.trained]
-            for turn in self.messages
-        ]
-        plain = all(turn == [[], "", "", "", None] for turn in extras)
-        if not plain or self.tools or self.template_kwargs or self.text is not None:
-            rest = [extras, list(self.tools), dict(self.template_kwargs), self.text]
-            digest.update(json.dumps(rest, sort_keys=True, default=str).encode())
+        if self.tools or self.template_kwargs or self.text is not None or not all(map(_is_plain, self.messages)):
+            digest.update(json.dumps(self.as_record(), default=str).encode())
         return digest.intdigest()
 
 

@@ -10,9 +10,13 @@ import queue
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from live_streams import some_chats, some_packs, wait_until, write_stream
 
@@ -22,6 +26,7 @@ from harness.loader.live import LiveFolder, LiveProducer, chunk_name
 from harness.loader.live.folder import LiveChunk
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.prep.chat import parse_record
 from harness.storage import folders
 
 
@@ -61,6 +66,53 @@ def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
             assert one.pack(row) == other.pack(row) == rows[row]
         else:
             assert one.conversation(row).as_dicts() == other.conversation(row).as_dicts() == rows[row]["messages"]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
+CHATS_OF_SCHEMAS = [
+    {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": [CALL]},
+            {"role": "tool", "content": ""},
+            {"role": "assistant", "content": ["Sun", "ny"], "weight": 0},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather"}}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "id": 7,
+    },
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be short."},
+    {"instruction": "Add", "input": "1 + 1", "output": "2"},
+    {"text": "Plain text to continue on."},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_chunks_keep_everything_of_records_of_every_schema(tmp_path: Path, suffix: str) -> None:
+    write_stream(tmp_path, CHATS_OF_SCHEMAS, [4], suffix=suffix)
+    chunk = LiveChunk(tmp_path / chunk_name(0, suffix), None)
+    assert [replace(chunk.conversation(row), where="") for row in range(4)] == [
+        parse_record(record, "") for record in CHATS_OF_SCHEMAS
+    ]
+
+
+def test_a_parquet_chunk_of_another_program_may_have_any_schema(tmp_path: Path) -> None:
+    turns = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]]
+    pq.write_table(pa.table({"id": [1], "conversations": turns}), tmp_path / chunk_name(0, ".parquet"))
+    chunk = LiveChunk(tmp_path / chunk_name(0, ".parquet"), None)
+    assert (chunk.kind, [message.text for message in chunk.conversation(0).messages]) == ("chat", ["Hi", "Hello"])
+    pq.write_table(pa.table({"id": [1]}), tmp_path / chunk_name(1, ".parquet"))
+    with pytest.raises(FormatError, match="neither conversations of any schema"):
+        LiveChunk(tmp_path / chunk_name(1, ".parquet"), None)
+
+
+def test_rows_of_parquet_become_records_without_fields_that_only_other_rows_have(tmp_path: Path) -> None:
+    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": 2}}]]
+    turns = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": call}] for call in calls]
+    pq.write_table(pa.table({"messages": turns, "when": [datetime(2024, 1, 1)] * 2}), tmp_path / "in.parquet")
+    assert [json.loads(item.line) for item in read_conversations(str(tmp_path / "in.parquet"))] == [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": call}]} for call in calls
+    ]
 
 
 class Killed(Exception):  # noqa: N818 - simulates SIGKILL

@@ -1,0 +1,280 @@
+"""Whatever a conversation holds, the trained tokens are those of the assistant's turns, and nothing else.
+
+`answers` restates, for each built-in template, the text that the assistant generates in each of its turns.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.prep.tokenize.templates import template_tokens
+from harness.records import SequenceView
+
+# No text of two white-space characters in a row: no token joins the end of a prompt with the begin of an answer.
+TEXTS = ["The quick brown fox jumps over the lazy dog.", "Grüße, 世界! \U0001f600", '{"city": "Paris"}'] * 20
+NAMES = ("chatml", "llama3", "qwen3", "mistral", "deepseek")
+WITH_TOOLS = ("qwen3", "mistral")
+OPTIONS = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in NAMES:
+        made[name] = tmp_path_factory.mktemp(name)
+        train_bpe(TEXTS, made[name], vocab_size=320, chat_template=name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders):
+    return {
+        name: ChatTokenizer(TokenizerConfig(name=str(folder), mask="generation")) for name, folder in folders.items()
+    }
+
+
+def reference(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+AWKWARD = (
+    *("", " ", "\n", "\n\n", " both ends ", "\ttab\n", "a\n\n\nb", "\r\n"),
+    *("e\u0301 \u0301", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u05e9\u05dc\u05d5\u05dd \u202e abc", "\x00"),
+    *("\ufeff", "\u2028", "\u00a0", "世界", "\U00010348", "ﬁ ﬀ", "\u1e9b\u0323"),
+    *(
+        "assistant\n",
+        "{{ bos_token }}",
+        "{% generation %}",
+        "{% endgeneration %}",
+        "'\"\\",
+        "</s",
+        "[INST",
+        "<|im_end|",
+    ),
+    *("<think>", "<tool_call>", "</tool_call>", "<tool_response>\nx\n</tool_response>", "<tools>", "&lt;b&gt;"),
+)
+# Half a surrogate pair is no text; bad records report it.
+TEXT = st.one_of(st.sampled_from(AWKWARD), st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+ARGUMENTS = st.one_of(
+    st.dictionaries(
+        TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=2)), max_size=3
+    ),
+    st.dictionaries(st.text("abc", max_size=3), st.integers(), max_size=2).map(json.dumps),
+)
+CALL = st.builds(ToolCall, st.text("abc_", min_size=1, max_size=8), ARGUMENTS, st.just("call00001"))
+OTHERS = st.builds(Message, st.sampled_from(["system", "developer", "user"]), TEXT)
+USER = st.builds(Message, st.just("user"), TEXT)
+PLAIN = st.builds(Message, st.just("assistant"), TEXT)
+THINKING = st.builds(Message, st.just("assistant"), TEXT, TEXT)
+CALLING = st.builds(
+    Message, st.just("assistant"), st.one_of(TEXT, st.none()), TEXT, st.lists(CALL, max_size=3).map(tuple)
+)
+RESULT = st.builds(Message, st.just("tool"), TEXT, tool_call_id=st.just("call00001"))
+
+
+def conversations(*turns, first=OTHERS) -> st.SearchStrategy[Conversation]:
+    """Conversations that open with a turn of another and have at least one answer."""
+    return st.builds(
+        lambda head, middle, last, tail: Conversation((head, *middle, last, *tail), "chats.jsonl, line 1"),
+        first,
+        st.lists(st.one_of(*turns), max_size=5),
+        turns[-1],
+        st.lists(USER, max_size=1),
+    )
+
+
+CHATS = conversations(OTHERS, PLAIN)
+THOUGHTS = conversations(OTHERS, PLAIN, THINKING)
+AGENTS = conversations(OTHERS, RESULT, PLAIN, CALLING)
+
+
+def as_json(arguments) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def split_thought(message: Message) -> tuple[str, str]:
+    """Reasoning and content, taken apart if the content holds both."""
+    reasoning, content = message.reasoning, message.text
+    if "</think>" not in content or reasoning:
+        return reasoning, content
+    before, _, after = content.partition("</think>")
+    return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")
+
+
+def qwen3(message: Message, thinks: bool, is_last: bool) -> str:
+    reasoning, content = split_thought(message)
+    thinks = thinks and (is_last or bool(reasoning))
+    text = f"<think>\n{reasoning.strip(chr(10))}\n</think>\n\n{content.lstrip(chr(10))}" if thinks else content
+    for number, call in enumerate(message.tool_calls):
+        text += "\n" if content or number else ""
+        text += f'<tool_call>\n{{"name": "{call.name}", "arguments": {as_json(call.arguments)}}}\n</tool_call>'
+    return text
+
+
+def mistral(message: Message, thinks: bool, is_last: bool) -> str:
+    text = f"[THINK]{message.reasoning}[/THINK]" if message.reasoning else ""
+    calls = [f"[TOOL_CALLS]{call.name}[ARGS]{as_json(call.arguments)}" for call in message.tool_calls]
+    return text + message.text + "".join(calls)
+
+
+def deepseek(message: Message, thinks: bool, is_last: bool) -> str:
+    if not message.reasoning or not thinks:
+        return message.text
+    return f"<think>\n{message.reasoning.strip(chr(10))}\n</think>\n\n{message.text.lstrip(chr(10))}"
+
+
+ANSWER = {
+    "chatml": lambda message, thinks, is_last: message.text,
+    "llama3": lambda message, thinks, is_last: message.text.strip(),
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "deepseek": deepseek,
+}
+
+
+def is_question(message: Message) -> bool:
+    wrapped = message.text.startswith("<tool_response>") and message.text.endswith("</tool_response>")
+    return message.role == "user" and not wrapped
+
+
+def answers(name: str, messages: tuple[Message, ...]) -> list[str]:
+    """Texts that the assistant generates, turn by turn, as one rendering of the conversation writes them."""
+    asks = is_question if name == "qwen3" else lambda message: message.role == "user"
+    questions = [index for index, message in enumerate(messages) if asks(message)]
+    # Without a question qwen3 writes no reasoning; deepseek writes it all.
+    last = questions[-1] if questions else len(messages) if name == "qwen3" else -1
+    end = template_tokens(name).ends[0]
+    return [
+        ANSWER[name](message, index > last, index == len(messages) - 1) + end
+        for index, message in enumerate(messages)
+        if message.role == "assistant"
+    ]
+
+
+def trained(sequence: SequenceView) -> np.ndarray:
+    """Mask of trained tokens; the stored one is that of their labels."""
+    return np.r_[0, sequence.loss_mask[:-1]]
+
+
+def runs(tokenizer: ChatTokenizer, sequence: SequenceView) -> list[str]:
+    """Texts of the runs of trained tokens."""
+    pairs = zip(trained(sequence), sequence.input_ids, strict=True)
+    return [
+        tokenizer.decode([token for _, token in run])
+        for is_trained, run in groupby(pairs, key=lambda pair: pair[0])
+        if is_trained
+    ]
+
+
+def check(tokenizer: ChatTokenizer, hf, name: str, conversation: Conversation) -> None:
+    (sequence,) = tokenizer.encode([conversation])
+    assert isinstance(sequence, SequenceView), sequence
+    expected = hf.apply_chat_template(conversation.as_dicts(), tools=list(conversation.tools) or None, tokenize=False)
+    assert tokenizer.decode(sequence.input_ids) == expected
+    written = answers(name, conversation.messages)
+    found = runs(tokenizer, sequence)
+    assert "".join(found) == "".join(written)
+    # Without a header between them, two answers in a row make one run.
+    if name in ("chatml", "llama3", "qwen3"):
+        assert found == written
+    assert sequence.loss_mask[-1] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_texts_are_the_answers_with_their_end_tokens(tokenizers, folders, name):
+    hf = reference(folders[name])
+
+    @OPTIONS
+    @given(CHATS)
+    def run(conversation):
+        check(tokenizers[name], hf, name, conversation)
+
+    run()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "deepseek"])
+def test_trained_texts_include_the_reasoning_that_the_template_writes(tokenizers, folders, name):
+    hf = reference(folders[name])
+
+    @OPTIONS
+    @given(THOUGHTS)
+    def run(conversation):
+        check(tokenizers[name], hf, name, conversation)
+
+    run()
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_trained_texts_include_tool_calls_and_never_their_results(tokenizers, folders, name):
+    hf = reference(folders[name])
+
+    @OPTIONS
+    @given(AGENTS)
+    def run(conversation):
+        check(tokenizers[name], hf, name, conversation)
+
+    run()
+
+
+@OPTIONS
+@given(st.lists(st.one_of(CHATS, THOUGHTS, AGENTS), max_size=6))
+def test_a_conversation_gives_the_same_alone_and_in_a_batch(tokenizers, batch):
+    together = tokenizers["mistral"].encode(batch)
+    alone = [result for conversation in batch for result in tokenizers["mistral"].encode([conversation])]
+    assert len(together) == len(alone)
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one.input_ids, other.input_ids)
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_of_users_that_spells_a_special_token_is_refused_or_becomes_the_token_untrained(folders, tokenizers, name):
+    tokens = template_tokens(name)
+    special = [*tokens.ends, *tokens.marks, *([tokens.begin] if tokens.begin else [])]
+    allowing = ChatTokenizer(TokenizerConfig(name=str(folders[name]), mask="generation", control_tokens="allow"))
+
+    @OPTIONS
+    @given(TEXT, st.sampled_from(special), TEXT, st.sampled_from(["user", "system"]))
+    def run(before, token, after, role):
+        asked = Message(role, before + token + after)
+        conversation = Conversation((asked, Message("user", "Hi"), Message("assistant", "Hello")), "line 1")
+        (bad,) = tokenizers[name].encode([conversation])
+        assert isinstance(bad, BadRecord)
+        assert bad.reason == BadReason.CONTROL_TOKEN
+        (sequence,) = allowing.encode([conversation])
+        assert runs(allowing, sequence) == answers(name, conversation.messages)
+
+    run()
+
+
+def test_turns_of_one_speaker_in_a_row_stay_turns_of_their_own(tokenizers):
+    turns = (Message("user", "a"), Message("user", "b"), Message("assistant", "c"), Message("assistant", "d"))
+    (sequence,) = tokenizers["chatml"].encode([Conversation(turns, "line 1")])
+    assert tokenizers["chatml"].decode(sequence.input_ids) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+    )
+    assert runs(tokenizers["chatml"], sequence) == ["c<|im_end|>", "d<|im_end|>"]
+
+
+def test_results_of_tools_in_a_row_make_one_turn_where_the_template_says_so(tokenizers):
+    call = Message("assistant", None, "", (ToolCall("get", {}), ToolCall("get", {})))
+    turns = (Message("user", "a"), call, Message("tool", "1"), Message("tool", "2"), Message("assistant", "c"))
+    (sequence,) = tokenizers["qwen3"].encode([Conversation(turns, "line 1")])
+    assert (
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        in tokenizers["qwen3"].decode(sequence.input_ids)
+    )
+    assert "1" not in "".join(runs(tokenizers["qwen3"], sequence))
