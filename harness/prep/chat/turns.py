@@ -139,7 +139,8 @@ def parse_turn(turn: object, number: int) -> Message:
         name=optional_text(turn.get("name"), f"the name of {what}"),
         trained=_parse_weight(turn, what),
     )
-    if role == "tool":
+    # A tool may return nothing, and records of some sources have a system turn even where they have no system prompt.
+    if role in ("tool", "system", "developer"):
         return message if message.content is not None else replace(message, content="")
     if message.text.strip() or message.tool_calls or message.reasoning.strip():
         return message

@@ -99,3 +99,13 @@ def test_no_json_value_raises_an_exception(value):
 @given(st.binary(max_size=60))
 def test_no_bytes_raise_an_exception(line):
     assert isinstance(parse_line(line, "here"), BadRecord)
+
+
+def test_a_system_turn_may_be_empty_as_records_without_a_system_prompt_have_it():
+    turns = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "a"},
+    ]
+    conversation = parse_record({"messages": turns}, "line 1")
+    assert [message.content for message in conversation.messages] == ["", "Hi", "a"]
