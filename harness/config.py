@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +15,22 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch import become_rank_of_slurm
+from harness.mistakes import KnownSettings
 from harness.plan import PretrainConfig, RunConfig, SftConfig
-from harness.settings import CONFIGS, explain_settings, nearest_name, render_settings
+from harness.settings import CONFIGS, nearest_name, render_settings
 
 __all__ = ["CONFIGS", "TRAINING", "ComposedRun", "Options", "compose_config", "compose_run", "hydra_entry"]
 
 T = TypeVar("T")
 # Recipes that train, and their settings.
 TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig}
-# Lines of Hydra's messages that help nobody here: no key can be appended.
-_NOISE = ("full_key", "object_type", "reference_type", "To append to your config", "See https:", "environment variable")
-_OVERRIDE = re.compile(r"[+~]*([A-Za-z_][\w./@]*)=?.*", re.DOTALL)
-_MISSING_FILE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 # Flags and the fields of `Options` that they set.
 _WITH_VALUE = {"--config-dir": "config_dir", "-cd": "config_dir", "--config-name": "config_name", "-cn": "config_name"}
 # Carried out by Hydra's own command line, with all other arguments.
@@ -127,7 +123,6 @@ def compose_config(
     *,
     config_dir: Path | None = None,
     config_name: str | None = None,
-    command: str | None = None,
     also: Iterable[str] = (),
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
@@ -137,7 +132,6 @@ def compose_config(
     Args:
         config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
         config_name: the file to compose in place of `<name>.yaml`.
-        command: the command whose `--cfg` prints the settings; omit for `python -m recipes.<name>`.
         also: settings that the command takes beside these, for the hint about a misspelled one.
 
     Raises:
@@ -152,8 +146,10 @@ def compose_config(
             where=" and ".join(map(str, folders)),
             fix=(f"did you mean {near}? " if near else "") + "--config-name names a file of one of these folders",
         )
+    known = KnownSettings(command_of(name), schema, folders, frozenset(also))
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
+    root = config_name or name
     first, second = CONFIGS, config_dir
     if config_dir is not None and (config_dir / f"{config_name}.yaml").is_file():
         # Hydra looks for the primary file in the first folder alone.
@@ -161,31 +157,33 @@ def compose_config(
     search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3"):
-            composed = compose(config_name or name, overrides=[*search, *overrides])
-            return cast(T, OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        cause = error.__cause__
-        if isinstance(cause, HarnessError):
-            raise cause from None
-        # The search path is left out: its folders are named below.
-        message = list(itertools.takewhile(lambda line: "search path" not in line, str(error).strip().splitlines()))
-        lines = [
-            line.strip().rstrip(".") for line in message if line.strip() and not any(word in line for word in _NOISE)
-        ]
-        if cause is not None and str(cause) not in str(error):
-            lines.append(str(cause).splitlines()[0])
-        keys = [line.split(":", 1)[1].strip() for line in message if "full_key" in line]
-        near = _nearest(str(error), keys, schema, overrides, config_dir, also)
-        hint = f"did you mean {near}? " if near else ""
-        if near is None and set(keys) & _groups(config_dir):
-            hint = f"a file of the group {keys[0]} begins with `# @package _global_`; "
-        raise ConfigError(
-            "; ".join(lines) or type(error).__name__,
-            where=f"configs/{config_name or name}.yaml"
-            + (f", key {keys[0]}" if keys and keys[0] else "")
-            + (f" with {' '.join(overrides)}" if overrides else ""),
-            fix=f"{hint}`{command or f'python -m recipes.{name}'} --cfg` prints every setting with its value",
-        ) from error
+            for text in overrides:
+                _check_override(text, known)
+            composed = compose(root, overrides=[*search, *overrides])
+            config = OmegaConf.to_object(composed)
+    except yaml.YAMLError as error:
+        what = "; ".join(line.strip() for line in str(error).splitlines())
+        raise known.error(f"a file is not YAML: {what}", where=f"{root}.yaml", fix="correct this line; ") from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if isinstance(error.__cause__, HarnessError):
+            raise error.__cause__ from None
+        raise known.explain(error, root, overrides) from error
+    if not isinstance(config, schema):
+        raise known.other_recipe(root)
+    return config
+
+
+def _check_override(text: str, known: KnownSettings) -> None:
+    """Raise ConfigError for a setting that does not exist, or whose value cannot be read."""
+    value = known.check(text)
+    try:
+        is_sweep = OverridesParser.create().parse_override(text).is_sweep_override()
+    except HydraException:
+        fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
+        raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
+    if is_sweep:
+        fix = "KEY='[A, B]' is a list, KEY=\"'A,B'\" is text, and --multirun runs each value; "
+        raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
 
 
 def compose_run(
@@ -202,7 +200,7 @@ def compose_run(
     """
     name, arguments = experiment, list(overrides)
     if experiment not in TRAINING:
-        names = _names("experiment", config_dir)
+        names = KnownSettings("", SftConfig, _folders(config_dir)).files("experiment")
         if experiment not in names:
             near = nearest_name(experiment, [*names, *TRAINING])
             raise ConfigError(
@@ -229,10 +227,10 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
         @functools.wraps(main)
         def entry() -> None:
             with exit_on_error():
-                options = Options.parse(sys.argv[1:], where=f"recipes.{name}")
+                options = Options.parse(sys.argv[1:], where=command_of(name))
                 if options.help:
                     print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
-                    print(_usage(name, options.config_dir))
+                    print(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
                     return
                 if options.hydra_flags:
                     _run_hydra(name, schema, main, options)
@@ -257,6 +255,9 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     With `hydra/launcher=submitit_slurm` these are jobs of Slurm. A run's folder, where its settings have one, is `run`
     in the output folder that Hydra gives the job.
     """
+    known = KnownSettings(command_of(name), schema, _folders(options.config_dir))
+    for text in options.overrides:
+        known.check(text)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
 
     def run_one(composed: DictConfig) -> None:
@@ -277,44 +278,19 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
-def _nearest(
-    message: str,
-    keys: Sequence[str],
-    schema: type[Any],
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    also: Iterable[str],
-) -> str | None:
-    """Find what a misspelled key, group or file was meant to be."""
-    missing = _MISSING_FILE.search(message)
-    if missing is not None:
-        near = nearest_name(missing[2], _names(missing[1], config_dir))
-        return None if near is None else f"{missing[1]}={near}"
-    groups = _groups(config_dir)
-    known = {setting.key for setting in explain_settings(schema)} | set(also)
-    known |= {key[: match.start()] for key in known for match in re.finditer(r"\.", key)}
-    given = [match[1] for text in overrides if (match := _OVERRIDE.fullmatch(text)) and not text.startswith("hydra")]
-    unknown = [key for key in (*keys, *given) if key and key not in known and key not in groups]
-    return nearest_name(unknown[0], sorted(known | groups)) if unknown else None
+def command_of(name: str) -> str:
+    """Return the command that takes the settings of `configs/<name>.yaml`."""
+    return f"harness train {name}" if name in TRAINING else f"harness {name}"
 
 
-def _usage(name: str, config_dir: Path | None) -> str:
-    files = "\n".join(f"  {group}=  {', '.join(_names(group, config_dir))}" for group in sorted(_groups(config_dir)))
+def _usage(known: KnownSettings) -> str:
+    files = "\n".join(f"  {group}=  {', '.join(known.files(group))}" for group in sorted(known.groups))
     return (
-        f"\nSettings are key=value; `python -m recipes.{name} --cfg` prints each with its value and its explanation.\n"
-        f"Groups of settings, one file each:\n{files}\n"
-        "Flags: --config-dir DIR (your own YAML files), --config-name NAME, --cfg [job|hydra|all], --info, --multirun"
+        f"\nSettings are key=value; `{known.command} --cfg` prints each with its value and its explanation.\n"
+        + (f"Groups of settings, one file each:\n{files}\n" if files else "")
+        + "Flags: --config-dir DIR (your own YAML files), --config-name NAME, --cfg [job|hydra|all], --info, --multirun"
     )
 
 
 def _folders(config_dir: Path | None) -> list[Path]:
     return [CONFIGS, *([] if config_dir is None else [config_dir])]
-
-
-def _groups(config_dir: Path | None) -> set[str]:
-    return {folder.name for root in _folders(config_dir) for folder in root.iterdir() if folder.is_dir()}
-
-
-def _names(group: str, config_dir: Path | None) -> list[str]:
-    """List the files of a group, without their suffix."""
-    return sorted({file.stem for folder in _folders(config_dir) for file in (folder / group).glob("*.yaml")})

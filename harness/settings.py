@@ -79,11 +79,14 @@ def attribute_texts(schema: type[Any]) -> dict[str, str]:
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that a misspelled one was meant to be, by the whole key or by its last part."""
-    names = list(known)
+    names, part = list(known), name.rpartition(".")[2]
+    same = [key for key in names if key.rpartition(".")[2] == part]
+    if same:
+        return difflib.get_close_matches(name, same, n=1, cutoff=0)[0]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     if not close:
         last = {key.rpartition(".")[2]: key for key in reversed(names)}
-        close = [last[part] for part in difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.75)]
+        close = [last[near] for near in difflib.get_close_matches(part, last, n=1, cutoff=0.75)]
     return close[0] if close else None
 
 

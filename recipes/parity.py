@@ -1,7 +1,7 @@
 """Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
 
-    python -m recipes.parity                      # every format against legacy npy
-    python -m recipes.parity check=workers        # or layouts, schedules, versions, isolation, all
+    harness parity                      # every format against legacy npy
+    harness parity check=workers        # or layouts, schedules, versions, isolation, all
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
 `check=isolation` shows on each layout that documents of a packed row do not see each other. Writes report.json,

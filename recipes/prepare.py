@@ -1,6 +1,6 @@
 """Turn chat data into packed datasets.
 
-    python -m recipes.prepare source.path=chats/ data.path=data/chats
+    harness prepare source.path=chats/ data.path=data/chats
 
 Without arguments it prepares questions and answers about Python's standard library, made from its documentation.
 """

@@ -103,7 +103,7 @@ def submit(
     own, rest = context.obj
     check_arguments([*own, *rest])
     options = Options.parse(rest, where="harness submit")
-    job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir, command="harness submit")
+    job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir)
     cluster = job_settings.cluster
     names = [setting.key for setting in explain_settings(SubmitConfig)]
     run = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names)

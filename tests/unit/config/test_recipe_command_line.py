@@ -88,6 +88,7 @@ def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
         ("steps=4", "trainer.steps"),
         ("model=qwen3_0_6", "model=qwen3_0_6b"),
         ("modell=tiny", "model"),
+        ("trainer.lr=1", "optimizer.lr"),
     ],
 )
 def test_an_unknown_key_group_or_file_is_refused_with_the_nearest_name(override, near):
@@ -117,6 +118,30 @@ def test_an_experiment_that_forgets_its_package_names_the_missing_line(own):
     with pytest.raises(ConfigError) as error:
         compose_run("bare", [], config_dir=own)
     assert "# @package _global_" in error.value.fix
+
+
+def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
+    (own / "experiment" / "wrong.yaml").write_text("# @package _global_\ntrainer:\n  stepz: 7\n")
+    with pytest.raises(ConfigError, match=r"unknown setting 'trainer.stepz'") as error:
+        compose_run("wrong", [], config_dir=own)
+    assert error.value.where == f"{own}/experiment/wrong.yaml, key trainer.stepz"
+    assert error.value.fix.startswith("did you mean trainer.steps?")
+
+
+@pytest.mark.parametrize("name", ["pretrain", "bare"])
+def test_the_file_of_another_recipe_is_refused(own, name):
+    (own / "bare.yaml").write_text("trainer:\n  steps: 7\n")
+    with pytest.raises(ConfigError, match=rf"{name}.yaml is a file of another recipe") as error:
+        compose_config("sft", SftConfig, config_dir=own, config_name=name)
+    assert "defaults: [sft, _self_]" in error.value.fix
+
+
+def test_help_names_only_groups_and_files_of_the_command():
+    printed = run("--help", recipe="prepare").stdout
+    assert "  data=  pack, pack_4k, train\n" in printed
+    assert "harness prepare --cfg" in printed
+    for other in ("experiment=", "cluster=", "model=", "recipes.prepare"):
+        assert other not in printed
 
 
 def test_help_names_groups_and_flags(own):

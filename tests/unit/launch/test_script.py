@@ -98,7 +98,7 @@ def test_text_that_the_shell_or_sbatch_would_misread_is_refused(changes, message
         ("cluster.mounts=[/a:/b]", "there are mounts but no image"),
         ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
         ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
-        ("cluster.nodes=4", "Key 'nodes' not in 'ClusterConfig'"),
+        ("cluster.nodes=4", "unknown setting 'cluster.nodes'"),
     ],
 )
 def test_a_wrong_setting_of_a_cluster_is_refused(override, message):

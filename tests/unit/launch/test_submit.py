@@ -86,7 +86,7 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
         (["sft_tiny", "nodes=0"], "nodes is 0"),
         (["sft_tiny", "cluster.tim=1"], "did you mean cluster.time?"),
         (["sft_tiny", "run_dir=nowhere"], "there is no run to resume"),
-        (["sft_tiny", "--cluster", "nowhere"], "Could not find 'cluster/nowhere'"),
+        (["sft_tiny", "--cluster", "nowhere"], "the group cluster has no file 'nowhere'"),
         (
             ["sft", "--cluster", "h100_ib", "--nodes", "4"],
             "32 data-parallel ranks (32 ranks / 1 that share a model) cannot each train a part of 16 packs",

@@ -1,0 +1,178 @@
+"""Mistakes in settings, in our words: what Hydra and OmegaConf refuse becomes the setting, its place and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import ConfigError
+from harness.settings import explain_settings, nearest_name
+
+_OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w./@-]*)(=?)(.*)", re.DOTALL)
+_FILE = re.compile(r"In '([^']+)'")
+_NO_FILE = re.compile(r"Could not (?:find|load) '([^']+)'")
+_KEY = re.compile(r"full_key: (\S+)")
+_MERGED = re.compile(r"Error merging override (\S+?)=")
+_NO_TYPE = re.compile(r"Value (.*) of type '\w+' could not be converted to (\w+)", re.DOTALL)
+_TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool", "String": "str"}
+_NO_NAME = re.compile(r"Interpolation key '([^']+)' not found")
+# Lines that help nobody here.
+_NOISE = (
+    *("full_key", "object_type", "reference_type", "To append to your", "See https:", "raised while composing"),
+    *("Could not override", "Error merging override", "Did you mean to override"),
+)
+
+
+@dataclass(frozen=True)
+class KnownSettings:
+    """Names that a command takes, for its errors.
+
+    Attributes:
+        command: prints every setting with `--cfg`.
+        schema: dataclass of the settings.
+        folders: of YAML files, each with one folder a group.
+        also: settings that the command takes beside these.
+    """
+
+    command: str
+    schema: type[Any]
+    folders: Sequence[Path]
+    also: frozenset[str] = field(default_factory=frozenset)
+
+    @cached_property
+    def types(self) -> Mapping[str, str]:
+        """Type of each setting by its dotted name."""
+        return {setting.key: setting.type for setting in explain_settings(self.schema)}
+
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """Dotted names of the dataclasses that hold the settings."""
+        return frozenset(key[: dot.start()] for key in self.types for dot in re.finditer(r"\.", key))
+
+    @cached_property
+    def groups(self) -> frozenset[str]:
+        """Folders of files to choose from: those of sections, `experiment` for a run, and all of a user's own."""
+        built_in, *own = ({entry.name for entry in folder.iterdir() if entry.is_dir()} for folder in self.folders)
+        return frozenset(built_in & {*self.sections, *(["experiment"] if "run_dir" in self.types else [])}).union(*own)
+
+    def files(self, group: str) -> list[str]:
+        """List the files of a group that hold settings of this command, without their suffix."""
+        prefix = f"{group}." if group in self.sections else ""
+        names = {
+            key.removeprefix(prefix).split(".")[0] for key in {*self.types, *self.sections} if key.startswith(prefix)
+        }
+        files = {file.stem: file for folder in self.folders for file in (folder / group).glob("*.yaml")}
+        return sorted(stem for stem, file in files.items() if _top_keys(file) <= names)
+
+    def find(self, name: str) -> Path | None:
+        """Find the file of a name such as `model/tiny`."""
+        return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
+
+    def check(self, text: str) -> str:
+        """Check the key of a `key=value`, and that the group of a file has it; return the value.
+
+        Raises:
+            ConfigError: the text is no setting, or names a setting, group or file that does not exist.
+        """
+        match = _OVERRIDE.fullmatch(text)
+        if match is None or (not match[3] and match[1] != "~"):
+            raise self.error(f"{text!r} is not a setting", where=self.command, fix="settings are KEY=VALUE; ")
+        prefix, key, _, value = match.groups()
+        group = key.partition("@")[0]
+        if key.startswith(("hydra.", "hydra/")):
+            return value
+        if group in self.groups:
+            if (
+                match[3]
+                and not {",", "("} & set(value)
+                and value[:1] not in ("", "[", "{", "'", '"', "$")
+                and value != "null"
+            ):
+                self.check_file(f"{group}/{value}", where=text)
+            return value
+        is_map = any(kind.startswith("map of ") and key.startswith(f"{name}.") for name, kind in self.types.items())
+        if key in self.sections and not value.startswith("{"):
+            raise self.error(f"{key} is a section of settings, not one of them", where=text, fix=f"{key}.NAME=VALUE; ")
+        if key not in self.types and key not in self.sections and not is_map:
+            raise self.unknown(key, where=text)
+        if prefix and prefix != "++" and not is_map:
+            raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
+        return value
+
+    def check_file(self, name: str, *, where: str) -> None:
+        """Raise ConfigError unless there is a file of this name, such as `model/tiny`."""
+        if self.find(name) is None:
+            group, _, stem = name.rpartition("/")
+            near = nearest_name(stem, names := self.files(group))
+            fix = (f"did you mean {group}={near}? " if near else "") + f"files of {group}: {', '.join(names) or 'none'}"
+            raise ConfigError(f"the group {group} has no file {stem!r}", where=where, fix=fix)
+
+    def unknown(self, key: str, *, where: str) -> ConfigError:
+        """Return the error of an unknown setting, with the nearest one."""
+        known = {*self.types, *self.sections, *self.groups, *self.also}
+        near = nearest_name(key, sorted(name for name in known if not key.startswith(f"{name}.") or name in self.types))
+        hint = f"did you mean {near}? " if near else ""
+        if key in self.groups:
+            hint = f"a file of the group {key} begins with `# @package _global_`; "
+        return self.error(f"unknown setting {key!r}", where=where, fix=hint)
+
+    def error(self, what: str, *, where: str, fix: str) -> ConfigError:
+        """Return an error whose fix ends with the command that prints every setting."""
+        return ConfigError(what, where=where, fix=f"{fix}`{self.command} --cfg` prints every setting with its value")
+
+    def other_recipe(self, root: str) -> ConfigError:
+        """Return the error of a primary file without the settings of this command."""
+        fix = f"a file for this command begins with `defaults: [{self.command.split()[-1]}, _self_]`; "
+        return self.error(f"{root}.yaml is a file of another recipe", where=str(self.find(root)), fix=fix)
+
+    def explain(self, error: Exception, root: str, overrides: Iterable[str]) -> ConfigError:
+        """Return the error of settings that did not compose; `root` is the name of the primary file."""
+        message, given = f"{error}\n{error.__cause__ or ''}", list(overrides)
+        in_file = _FILE.search(message)
+        place = self.find(in_file[1] if in_file else root)
+        key = next((match[1] for pattern in (_KEY, _MERGED) if (match := pattern.search(message))), "")
+        own = [text for text in given if key and text.lstrip("+~").startswith(f"{key}=")]
+        where = own[-1] if own else (str(place) if place else f"{root}.yaml") + (f", key {key}" if key else "")
+        if missing := _NO_FILE.search(message):
+            if missing[1].endswith("_schema"):
+                return self.other_recipe(root)
+            try:
+                self.check_file(missing[1], where=where)
+            except ConfigError as refused:
+                return refused
+        if re.search(r"Key '[^']*' (is )?not in", message) and key:
+            return self.unknown(key, where=where)
+        if wrong := _NO_TYPE.search(message):
+            kind = _TYPES.get(wrong[2], wrong[2])
+            return self.error(f"{wrong[1]} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
+        if "is not Optional" in message:
+            return self.error(
+                f"{key} cannot be null", where=where, fix=f"{key}={self.types.get(key, 'value').upper()}; "
+            )
+        if "is not a ListConfig" in message:
+            return self.error(f"{key} is a list", where=where, fix=f"{key}='[A, B]'; ")
+        if "is not a subclass of" in message:
+            what = f"{key or 'a section of settings'} has a value in place of its settings"
+            return self.error(what, where=where, fix=f"{key or 'SECTION'}.NAME=VALUE; ")
+        if unknown := _NO_NAME.search(message):
+            what = f"the reference ${{{unknown[1]}}} names no setting"
+            return self.error(what, where=where, fix="write the value itself, or another name; ")
+        # The search path is left out: its folders are those of the files.
+        lines = [line.strip().rstrip(".:") for line in message.partition("search path")[0].splitlines()]
+        lines = [line for line in lines if line and not any(word in line for word in _NOISE)]
+        return self.error("; ".join(dict.fromkeys(lines)) or "the settings do not compose", where=where, fix="")
+
+
+def _top_keys(file: Path) -> set[str]:
+    """Return the settings of a file; a file that is not YAML has none, and is refused when it is chosen."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError):
+        return set()
+    return set(content) - {"defaults"} if isinstance(content, dict) else set()
