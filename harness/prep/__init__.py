@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from harness.prep.shards import Receipt, ShardJob, do_shard
     from harness.prep.sources import (
         SourceConfig,
-        check_messages_column,
         cut_shards,
         list_files,
         read_chunks,
@@ -49,7 +48,6 @@ __all__ = [
     "SourceConfig",
     "StreamPacker",
     "TokenizerConfig",
-    "check_messages_column",
     "cut_shards",
     "do_shard",
     "end_tokens",
@@ -74,7 +72,7 @@ __getattr__ = names_on_first_use(
         **dict.fromkeys(("PrepareConfig", "prepare", "repack_store"), "pipeline"),
         **dict.fromkeys(("Receipt", "ShardJob", "do_shard"), "shards"),
         **dict.fromkeys(
-            ("SourceConfig", "check_messages_column", "cut_shards", "list_files", "read_chunks", "read_shard"),
+            ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard"),
             "sources",
         ),
     },

@@ -19,16 +19,16 @@ from harness.checks import require_choice
 from harness.errors import PrepError
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
-from harness.prep.chat import BadRecord
+from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.shards import BAD_RECORDS, VERSION, ShardJob, Split, Spool, divide, refuse
-from harness.prep.sources import SourceConfig, cut_shards, list_files, list_skipped_files, read_chunks
+from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.storage import write_atomically
+from harness.storage import stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -74,22 +74,20 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
     config = replace(config, source=config.source.resolve())
     console = console or Console()
     stages = Stages(console)
-    files = [] if config.source.kind == "pydoc" else list_files(config.source.path)
-    settings = _settings(config, files)
+    if config.source.kind == "pydoc":
+        stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")
+    source = find_files(config.source, show=stages.show)
+    settings = _settings(config, source)
     folder = PreparedFolder(Path(config.data.path))
     earlier = folder.finished_report(settings, overwrite=config.data.overwrite)
     if earlier is not None:
         report = PrepareReport.from_dict(earlier, path=folder.path)
         stages.show(f"{folder.path} is already prepared with the same settings.")
     else:
-        skipped = list_skipped_files(config.source.path) if config.source.kind == "files" else []
-        if skipped:
-            stages.show(f"{len(skipped):,} files of the source are not chat files and are left out:")
-            stages.show("  " + ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else ""))
         report = PrepareReport(str(folder.path), settings_hash(settings), settings)
         try:
             folder.begin()
-            _Preparation(config, folder.path, files, report, stages).run()
+            _Preparation(config, folder.path, source, report, stages).run()
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
             folder.finish(report.to_dict())
@@ -100,7 +98,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
     return report
 
 
-def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
+def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
     """Return everything that the result depends on, as plain values."""
     data, source = asdict(config.data), asdict(config.source)
     for name in ("path", "overwrite", "num_workers"):
@@ -109,7 +107,9 @@ def _settings(config: PrepareConfig, files: list[Path]) -> dict[str, Any]:
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version
-    settings["source_files"] = files_digest(files)
+    # Of a dataset of the hub, with the commit that was read.
+    source |= found.facts
+    settings["source_files"] = found.digest
     named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
     settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
@@ -122,20 +122,20 @@ class _Preparation:
 
     config: PrepareConfig
     path: Path
-    files: list[Path]
+    source: SourceFiles
     report: PrepareReport
     stages: Stages
-    source_bytes: int = 0
+    reader: RecordReader = field(default_factory=RecordReader)
 
     def run(self) -> None:
         if self.config.source.kind == "pydoc":
             with self.stages.stage("source", "collecting Python's documentation") as stage:
                 corpus = self.path / layout.SOURCE / "pydoc.jsonl"
                 write_pydoc_corpus(corpus)
-                self.files = [corpus]
+                self.source = SourceFiles((corpus,), (stamp_of(corpus),))
                 stage.summary = f"documentation of Python {sys.version_info.major}.{sys.version_info.minor} in {corpus}"
-        self.report.files = len(self.files)
-        self.source_bytes = sum(file.stat().st_size for file in self.files)
+        self.report.files = len(self.source.files)
+        self._find_schema()
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
         splits = self._tokenize(tokenizer)
@@ -145,6 +145,14 @@ class _Preparation:
         for name, split in splits.items():
             self._pack(name, split, tokenizer)
 
+    def _find_schema(self) -> None:
+        found = find_schema(self.source.files, self.config.source)
+        self.reader = found.reader
+        if found.is_detected and found.reader.schema:
+            self.stages.show(f"The records are of the schema {found.reader.schema}.")
+        if found.unused:
+            self.stages.show(f"Fields that are not read: {', '.join(found.unused)}")
+
     def _make_tokenizer(self) -> ChatTokenizer:
         config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
         if config.name:
@@ -153,7 +161,7 @@ class _Preparation:
                 tokenizer.save(folder)
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
-        with self.stages.stage("tokenizer", "training a tokenizer", total=self.source_bytes) as stage:
+        with self.stages.stage("tokenizer", "training a tokenizer", total=self.source.num_bytes) as stage:
             template = config.chat_template or "chatml"
             train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size, chat_template=template)
             tokenizer = ChatTokenizer(config, str(folder))
@@ -164,7 +172,7 @@ class _Preparation:
 
     def _texts(self, advance: Callable[[float], None]) -> Iterator[str]:
         left = _TRAIN_CHARACTERS
-        for chunk in read_chunks(self.files, limit=self.config.source.limit):
+        for chunk in read_chunks(self.source.files, limit=self.config.source.limit, reader=self.reader):
             bad = []
             for record in chunk.parse():
                 if isinstance(record, BadRecord):
@@ -192,9 +200,9 @@ class _Preparation:
             over_long=data.over_long,
             on_bad=source.on_bad,
         )
-        with self.stages.stage("tokens", "tokenizing", total=self.source_bytes) as stage:
-            shard_bytes = max(source.shard_bytes, -(-self.source_bytes // _MAX_SHARDS))
-            shards = cut_shards(self.files, shard_bytes=shard_bytes, limit=source.limit)
+        with self.stages.stage("tokens", "tokenizing", total=self.source.num_bytes) as stage:
+            shard_bytes = max(source.shard_bytes, -(-self.source.num_bytes // _MAX_SHARDS))
+            shards = cut_shards(self.source.files, shard_bytes=shard_bytes, limit=source.limit, reader=self.reader)
             folders = [job.shard_folder(number) for number in range(len(shards))]
             # Delete shards of other settings and remains of killed attempts.
             Path(job.folder).mkdir(exist_ok=True)
@@ -202,7 +210,7 @@ class _Preparation:
                 shutil.rmtree(entry, ignore_errors=True)
             receipts = []
             made = do_shards(
-                job, shards, engine=self.config.engine, num_workers=data.num_workers, source_bytes=self.source_bytes
+                job, shards, engine=self.config.engine, num_workers=data.num_workers, source_bytes=self.source.num_bytes
             )
             for receipt, shard in zip(made, shards, strict=True):
                 receipts.append(receipt)

@@ -31,7 +31,7 @@ from harness.prep.folder import settings_hash
 from harness.prep.sources import Shard, read_shard
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import file_digest, sync_folder
+from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
 VERSION = 1
@@ -82,7 +82,7 @@ class Receipt:
     Attributes:
         shard: fields of the `Shard`.
         settings: of the job.
-        input: `size` and `mtime_ns` of the file, and `xxh3` of the shard's bytes in it.
+        input: `num_bytes` and `version` of the file (its `Stamp`), and `xxh3` of the shard's bytes in one on a disk.
         output: `num_bytes` and `xxh3` of each written file, by name.
         records: number of records read.
         sequences, tokens, trained_tokens: stored.
@@ -142,11 +142,12 @@ def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
         receipt = Receipt(**json.loads((folder / RECEIPT).read_bytes()))
         if (receipt.shard, receipt.settings) != (json.loads(json.dumps(asdict(shard))), job.settings):
             return None
-        stat = Path(shard.path).stat()
-        is_same = (receipt.input["size"], receipt.input["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
+        source = parse_place(shard.path)
+        digest = receipt.input.pop("xxh3")
         # A copy of the same bytes has another time.
-        if not is_same and receipt.input["xxh3"] != file_digest(Path(shard.path), shard.start, shard.end):
+        if receipt.input != asdict(stamp_of(source)) and (not digest or digest != _digest(source, shard)):
             return None
+        receipt.input["xxh3"] = digest
         intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
         return replace(receipt, was_there=True) if intact else None
     except (OSError, ValueError, TypeError, KeyError):
@@ -161,18 +162,17 @@ def _load_tokenizer(folder: str, content: str, mask: str, control_tokens: str) -
 
 def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
     tokenizer = _load_tokenizer(job.tokenizer, job.content, job.mask, job.control_tokens)
-    final, source = job.shard_folder(number), Path(shard.path)
+    final, source = job.shard_folder(number), parse_place(shard.path)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        before = source.stat()
+        before = stamp_of(source)
         receipt = _write(job, folder, shard, tokenizer)
-        digest = file_digest(source, shard.start, shard.end)
-        after = source.stat()
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        digest = _digest(source, shard)
+        if stamp_of(source) != before:
             fix = "prepare it once nothing writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
-        receipt.input = {"size": after.st_size, "mtime_ns": after.st_mtime_ns, "xxh3": digest}
+        receipt.input = {**asdict(before), "xxh3": digest}
         receipt.output = {name: _describe(folder / name) for name in (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS)}
         with (folder / RECEIPT).open("wb") as file:
             file.write(json.dumps(asdict(receipt)).encode())
@@ -239,6 +239,11 @@ def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) 
             os.fsync(file.fileno())
     receipt.bad, receipt.dropped = dict(bad), dict(dropped)
     return receipt
+
+
+def _digest(source: Place, shard: Shard) -> str:
+    """Return a hash of a shard's bytes; empty for an object, whose ETag is enough."""
+    return digest_of(source, shard.start, shard.end) if isinstance(source, Path) else ""
 
 
 def _describe(path: Path) -> dict[str, Any]:

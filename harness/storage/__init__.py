@@ -1,7 +1,7 @@
 """One door to files: on a disk or in object storage, complete or absent, read by ranges, downloaded once a machine.
 
     open_folder("data/sft")            a Folder on a disk; of a URI such as s3://bucket/sft, one in object storage
-    open_source(place)                 one file, read by ranges
+    open_source(place)                 one file, read by ranges; open_stream(place), front to back
     AtomicFile(path)                   a file that exists under its name only once it is complete
     Marker(path)                       the lock of a writer, which outlives it if it is killed
 
@@ -16,12 +16,14 @@ from harness.storage.files import (
     AtomicFile,
     Marker,
     OutputFile,
+    Stamp,
     StoredFile,
     file_digest,
     natural_key,
     sync_folder,
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
+from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
 from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
 
@@ -37,17 +39,25 @@ __all__ = [
     "ObjectPath",
     "OutputFile",
     "Place",
+    "Stamp",
     "StoredFile",
+    "digest_of",
     "file_digest",
+    "glob_pattern",
+    "is_glob",
     "is_uri",
     "join_path",
+    "list_objects",
     "map_npy",
     "natural_key",
     "npy_header",
     "open_folder",
     "open_source",
+    "open_stream",
+    "parse_place",
     "read_npy_header",
     "redact",
+    "stamp_of",
     "sync_folder",
     "write_atomically",
 ]

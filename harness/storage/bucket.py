@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.files import OutputFile, StoredFile
+from harness.storage.files import OutputFile, Stamp, StoredFile
 from harness.storage.uris import ObjectPath, redact
 
 # One ranged request; a larger read takes several, so that each has its own time limit.
@@ -78,12 +78,33 @@ class ObjectStore:
 
     def list(self, place: ObjectPath) -> dict[str, int]:
         """Return the bytes of all objects below a place, by their keys below it."""
+        return {name: stamp.num_bytes for name, stamp in self.list_stamps(place).items()}
+
+    def list_stamps(self, place: ObjectPath) -> dict[str, Stamp]:
+        """Return the stamps of all objects below a place, by their keys below it; the versions are times."""
         import pyarrow.fs as pa_fs
 
         root = _pyarrow_path(place)
         selector = pa_fs.FileSelector(root, recursive=True, allow_not_found=True)
         infos = self.call(place, lambda files: files.get_file_info(selector))
-        return {info.path[len(root) + 1 :]: int(info.size) for info in infos if info.type == pa_fs.FileType.File}
+        return {
+            info.path[len(root) + 1 :]: Stamp(int(info.size), str(info.mtime_ns))
+            for info in infos
+            if info.type == pa_fs.FileType.File
+        }
+
+    def find_stamp(self, place: ObjectPath) -> Stamp:
+        """Return the stamp of an object, with its ETag as version if the store gives one.
+
+        Raises:
+            FormatError: it does not exist, or may not be read.
+        """
+        file = self.open(place)
+        # The client has these from opening the file.
+        metadata = self.call(place, lambda _: file.metadata()) or {}
+        facts = {_text(name).lower(): _text(value) for name, value in metadata.items()}
+        version = facts.get("etag") or facts.get("last-modified") or ""
+        return Stamp(int(file.size()), version.strip('"'))
 
     def delete(self, place: ObjectPath) -> None:
         """Delete an object; a missing one is no error."""
@@ -221,6 +242,10 @@ class UploadFile(OutputFile):
         data, self._buffer = bytes(self._buffer), bytearray()
         if data:
             self._store.upload(self._place, lambda: self._stream.write(data))
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _pyarrow_path(place: ObjectPath) -> str:

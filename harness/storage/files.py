@@ -30,6 +30,19 @@ class StoredFile:
     xxh3: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Identity of a file's content, as far as its storage knows it without reading.
+
+    Attributes:
+        num_bytes: size.
+        version: modification time in nanoseconds of a file on a disk; ETag of an object, or its time.
+    """
+
+    num_bytes: int
+    version: str
+
+
 class OutputFile(ABC):
     """A file being written, which exists under its name only after `finish`; pyarrow writes to it."""
 

@@ -88,6 +88,12 @@ class RemoteSource(io.RawIOBase):
         self._position += len(data)
         return data
 
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self.num_bytes)[whence]
         return self._position

@@ -12,7 +12,7 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.sources import SourceConfig, cut_shards, list_files, list_skipped_files, read_chunks, read_shard
+from harness.prep.sources import SourceConfig, cut_shards, find_files, find_schema, list_files, read_chunks, read_shard
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
@@ -146,19 +146,13 @@ def test_a_parquet_file_is_read_row_by_row(tmp_path):
     assert third.where == f"{file}, row 2"
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ({"text": ["x"]}, "no `messages` column among: text"),
-        ({"messages": ["x"]}, "of type string"),
-        ({"messages": [[{"role": "user"}]]}, "of type list<"),
-    ],
-)
-def test_a_parquet_file_without_messages_is_refused(tmp_path, table, words):
+def test_a_parquet_file_without_chats_is_refused_with_its_columns(tmp_path):
     file = tmp_path / "chat.parquet"
-    pq.write_table(pa.table(table), file)
-    with pytest.raises(PrepError, match=words):
-        read_all(file)
+    pq.write_table(pa.table({"id": [1], "chat": ["x"]}), file)
+    with pytest.raises(PrepError, match="no schema of chats fits the first records; fields: id, chat") as error:
+        find_schema([file], SourceConfig(path=str(file)))
+    assert error.value.where == str(file)
+    assert "source.columns" in error.value.fix
 
 
 def test_a_damaged_parquet_file_is_an_error(tmp_path):
@@ -200,4 +194,7 @@ def test_suffixes_ignore_case_and_skipped_files_are_listed(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     assert [file.name for file in list_files(str(tmp_path))] == ["a.jsonl", "b.JSONL", "e.ndjson"]
-    assert [file.name for file in list_skipped_files(str(tmp_path))] == ["_d.jsonl", "c.json"]
+    lines = []
+    found = find_files(SourceConfig(path=str(tmp_path)), show=lines.append)
+    assert found.skipped == (str(tmp_path / "_d.jsonl"), str(tmp_path / "c.json"))
+    assert lines[0] == "2 other files of the source are left out:"

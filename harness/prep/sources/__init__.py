@@ -1,0 +1,27 @@
+"""Chat files: find those that a source names, cut them into shards, and read their records in a stream.
+
+Read `finding` first (files on a disk, in a bucket, of the hub), then `reading`; `text` and `tables` know the kinds of
+files.
+"""
+
+from __future__ import annotations
+
+from harness.prep.sources.config import SOURCE_KINDS, SourceConfig
+from harness.prep.sources.finding import SourceFiles, find_files, list_files
+from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
+from harness.prep.sources.schema import SourceSchema, find_schema
+
+__all__ = [
+    "SOURCE_KINDS",
+    "Chunk",
+    "Shard",
+    "SourceConfig",
+    "SourceFiles",
+    "SourceSchema",
+    "cut_shards",
+    "find_files",
+    "find_schema",
+    "list_files",
+    "read_chunks",
+    "read_shard",
+]

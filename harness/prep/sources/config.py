@@ -1,0 +1,68 @@
+"""Settings of the source of chat records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from harness.checks import require_choice, require_numbers
+from harness.errors import ConfigError
+
+SOURCE_KINDS = ("files", "pydoc")
+
+
+@dataclass
+class SourceConfig:
+    """Source of chat records.
+
+    Attributes:
+        kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library; empty is
+            `files` if there is a path, else `pydoc`.
+        path: a file, a glob or a folder (searched recursively), on a disk or in a bucket (`s3://BUCKET/chats/*.jsonl`);
+            or a dataset of the Hugging Face hub: `hf://datasets/ORG/NAME`, with a file, folder or glob after it if
+            wanted and `@REVISION` after the name, or `ORG/NAME` where no such local path exists.
+        split: split to read where the source has several, such as `train`; empty reads `train` of a dataset of the hub.
+        subset: subset (configuration) to read of a dataset of the hub that has several.
+        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records.
+        columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
+        ignore_fields: fields that are left out on purpose although they change what the model would see or write.
+        on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
+        limit: maximum number of records to read; 0 reads all.
+        shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
+            does not change the result.
+    """
+
+    kind: str = ""
+    path: str | None = None
+    split: str = ""
+    subset: str = ""
+    schema: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    ignore_fields: list[str] = field(default_factory=list)
+    on_bad: str = "refuse"
+    limit: int = 0
+    shard_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if self.kind:
+            require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
+        require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+        require_numbers(self, "source", "limit", lowest=0)
+        require_numbers(self, "source", "shard_bytes", lowest=1)
+        if self.kind == "pydoc" and self.path:
+            what = f"{self.path} would not be read: the source is the built-in corpus"
+            raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
+        fix = "name a file, a glob, a folder, a place in a bucket or a dataset of the hub"
+        if self.kind == "files" and not self.path:
+            raise ConfigError("no path is given", where="source.path", fix=fix)
+        if self.kind != "pydoc" and self.path is not None and not self.path.strip():
+            # An unset variable of a shell must not prepare the built-in corpus.
+            fix += ", or omit it for the built-in corpus"
+            raise ConfigError("the path is empty", where="source.path", fix=fix)
+        if not self.path and (self.split or self.subset):
+            name = "split" if self.split else "subset"
+            raise ConfigError("the built-in corpus has none", where=f"source.{name}", fix="omit it, or set source.path")
+
+    def resolve(self) -> SourceConfig:
+        """Return these settings with their `kind`."""
+        # Not done on construction: Hydra constructs the defaults first, and sets the path afterwards.
+        return self if self.kind else replace(self, kind="files" if self.path else "pydoc")

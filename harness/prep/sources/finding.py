@@ -1,0 +1,252 @@
+"""Find the files that a source names: on a disk, in object storage, or of a dataset on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.sources import hub
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.reading import (
+    ARROW_SUFFIXES,
+    JSON_SUFFIXES,
+    JSONL_SUFFIXES,
+    PARQUET_SUFFIXES,
+    is_compressed,
+    suffix_of,
+)
+from harness.prep.sources.schema import holds_chats
+from harness.prep.sources.splits import choose_split, split_of
+from harness.prep.sources.text import COMPRESSED
+from harness.storage import (
+    ObjectPath,
+    Place,
+    Stamp,
+    glob_pattern,
+    is_glob,
+    is_uri,
+    list_objects,
+    natural_key,
+    open_stream,
+    parse_place,
+    stamp_of,
+)
+
+_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+_UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
+# Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
+# Descriptions beside data, which are JSON themselves.
+_DESCRIPTIONS = (_SPLITS_FILE, _STATE_FILE, "dataset_info.json", "dataset_infos.json")
+_MAX_STATE_BYTES = 16 << 20
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Files of a source.
+
+    Attributes:
+        files: places in the order in which they are read.
+        stamps: size and version of each.
+        skipped: files beside them that are not read.
+        facts: where they came from, as far as the path does not say it: dataset, revision and split.
+        names: names of the files under which the source is recognized on another machine; empty for their places.
+    """
+
+    files: tuple[Place, ...]
+    stamps: tuple[Stamp, ...]
+    skipped: tuple[str, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stamp.num_bytes for stamp in self.stamps)
+
+    @property
+    def digest(self) -> str:
+        """Hash that changes with a file's name, size or version; of the hub, with the revision and the names."""
+        values: list[Any] = [dict(self.facts)]
+        if self.names:
+            values += self.names
+        else:
+            pairs = zip(self.files, self.stamps, strict=True)
+            values += [[str(file), stamp.num_bytes, stamp.version] for file, stamp in pairs]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def list_files(path: str) -> list[Place]:
+    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`).
+
+    Raises:
+        PrepError: nothing is there, a file has a compression that is not supported, or there are several splits.
+    """
+    return list(find_files(SourceConfig(path=path)).files)
+
+
+def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
+    """Find the files of a source, and download those of a dataset on the hub.
+
+    Args:
+        source: its path, split and subset; with the kind `pydoc` there are no files.
+        show: receives lines about what is read and what is left out.
+
+    Raises:
+        PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
+        FormatError: object storage refuses the request.
+    """
+    if not source.path:
+        return SourceFiles((), ())
+    path = str(source.path)
+    name = hub.parse_name(path)
+    if name is not None:
+        found = _find_on_hub(name, source, show)
+    elif source.subset:
+        fix = "omit it; a folder or glob names the files to read"
+        raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
+    else:
+        found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
+    if not found.files:
+        raise _no_files(path)
+    for file in found.files:
+        _check_suffix(file)
+    if found.skipped:
+        show(f"{len(found.skipped):,} other files of the source are left out:")
+        show("  " + ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else ""))
+    return found
+
+
+def _no_files(path: str) -> PrepError:
+    fix = f"name a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
+    fix += f"; JSON may be compressed ({' '.join(COMPRESSED)})"
+    return PrepError("there are no chat files", where=path, fix=fix)
+
+
+def _check_suffix(file: Place) -> None:
+    suffix = PurePosixPath(str(file)).suffix.lower()
+    inner = suffix_of(file) if is_compressed(file) else ""
+    if suffix in _UNREAD_SUFFIXES or inner not in (*JSONL_SUFFIXES, *JSON_SUFFIXES, ""):
+        raise PrepError("this kind of compressed file is not supported", where=str(file), fix="decompress it first")
+
+
+def _find_local(path: str, source: SourceConfig) -> SourceFiles:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        names = [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
+        return _choose(place, names, source, lambda name: stamp_of(place / name))
+    if place.is_file():
+        files = [place]
+    else:
+        found = glob.glob(str(place), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        files = sorted((Path(name) for name in found if Path(name).is_file()), key=_order)
+    if files:
+        _refuse_split(source)
+    return SourceFiles(tuple(files), tuple(map(stamp_of, files)))
+
+
+def _find_objects(path: str, source: SourceConfig) -> SourceFiles:
+    before = path
+    if is_glob(path):
+        before = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
+    folder = parse_place(before)
+    assert isinstance(folder, ObjectPath)
+    stamps = list_objects(folder)
+    if is_glob(path):
+        rest = glob_pattern(path[len(before) :].lstrip("/"))
+        stamps = {name: stamp for name, stamp in stamps.items() if rest.fullmatch(name)}
+        names = sorted(stamps, key=_order)
+        _refuse_split(source)
+        return SourceFiles(tuple(folder / name for name in names), tuple(stamps[name] for name in names))
+    if not stamps:
+        stamp = stamp_of(folder)
+        _refuse_split(source)
+        return SourceFiles((folder,), (stamp,))
+    return _choose(folder, list(stamps), source, stamps.__getitem__)
+
+
+def _refuse_split(source: SourceConfig) -> None:
+    if source.split:
+        fix = "omit it: the path already names the files; of a folder it chooses among them"
+        raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
+
+
+def _find_on_hub(name: hub.HubName, source: SourceConfig, show: Show) -> SourceFiles:
+    kinds = [kind for suffix in _SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
+    found = hub.fetch(name, split=source.split, subset=source.subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
+    unread = tuple(f"hf://datasets/{name.name}/{file}" for file in found.unread)
+    return SourceFiles(found.paths, tuple(map(stamp_of, found.paths)), unread, found.facts, found.names)
+
+
+def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:
+    """Choose the chat files of a folder, given the names of all of its files."""
+    split = source.split
+    for name in sorted(names):
+        if PurePosixPath(name).name == _SPLITS_FILE:
+            above = PurePosixPath(name).parent
+            inside = [PurePosixPath(other).relative_to(above) for other in names if _is_below(other, above)]
+            splits = sorted({parts.parts[0] for parts in inside if len(parts.parts) > 1})
+            if split not in splits:
+                what = f"the folder holds the splits {', '.join(splits)} of a dataset"
+                fix = "name one in source.split, or name its folder: test data must not be trained on"
+                raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
+            names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
+            found = _choose(root, names, replace(source, split=""), stamp)
+            return replace(found, facts={"split": split})
+    kinds = (*_SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
+    # As Spark does: `_SUCCESS` and the like are not data.
+    hidden = {name for name in names if any(part[0] in "._" for part in PurePosixPath(name).parts)}
+    data = [
+        name
+        for name in sorted(set(names) - hidden, key=_order)
+        if PurePosixPath(name).suffix.lower() in kinds and PurePosixPath(name).name not in _DESCRIPTIONS
+    ]
+    data = _without_caches(root, names, data)
+    data = [name for name in data if suffix_of(Path(name)) not in JSON_SUFFIXES or holds_chats(root / name, source)]
+    facts = {}
+    named = {one for name in data if (one := split_of(name)) is not None}
+    if split:
+        data, _ = choose_split(data, split, where=str(root))
+        facts = {"split": split}
+    elif "train" in named and len(named) > 1:
+        what = f"the folder holds files of the splits {', '.join(sorted(named))}"
+        fix = "set source.split=train; a glob reads every file that it matches"
+        raise PrepError(what, where=str(root), fix=fix)
+    skipped = tuple(str(root / name) for name in sorted(set(names) - set(data)))
+    return SourceFiles(tuple(root / name for name in data), tuple(map(stamp, data)), skipped, facts)
+
+
+def _is_below(name: str, folder: PurePosixPath) -> bool:
+    return folder in PurePosixPath(name).parents
+
+
+def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[str]:
+    """Leave out files that `datasets` cached beside a saved dataset, whose state lists its own files."""
+    for name in names:
+        if PurePosixPath(name).name != _STATE_FILE:
+            continue
+        above = PurePosixPath(name).parent
+        with open_stream(root / name) as stream:
+            text = stream.read(_MAX_STATE_BYTES)
+        try:
+            own = {str(above / entry["filename"]) for entry in json.loads(text)["_data_files"]}
+        except (ValueError, TypeError, KeyError):
+            continue  # of another tool
+        missing = sorted(own - set(names))
+        if missing:
+            what = f"the saved dataset lacks {missing[0]}, which its {_STATE_FILE} lists"
+            raise PrepError(what, where=str(root), fix="copy the whole folder again")
+        data = [one for one in data if PurePosixPath(one).parent != above or one in own or not one.endswith(".arrow")]
+    return data
+
+
+def _order(name: object) -> tuple[object, str]:
+    return natural_key(str(name)), str(name)

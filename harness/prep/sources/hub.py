@@ -1,0 +1,319 @@
+"""Datasets of the Hugging Face hub: choose the files of one split, and download them into the hub's own cache.
+
+HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. huggingface_hub is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.sources.splits import choose_split, split_of
+from harness.storage import glob_pattern, is_glob, natural_key, redact
+
+_SCHEME = "hf://"
+_PART = r"[A-Za-z0-9][\w.-]*"
+_REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+))?"
+_URI = re.compile(rf"hf://datasets/(?P<name>{_PART}(?:/{_PART})?){_REVISION}(?:/(?P<inner>.*))?")
+_ID = re.compile(rf"(?P<name>{_PART}/{_PART}){_REVISION}(?P<inner>)")
+_QUIET = {"disable": True}
+_ANSWER_S = 10
+_LISTING_S = 120
+_FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
+_FIX_OFFLINE += "and name the folder in source.path"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A dataset of the hub, or a part of it.
+
+    Attributes:
+        name: `ORG/NAME`.
+        revision: branch, tag or commit; empty for the newest.
+        inner: file, folder, glob or split in it; empty for all.
+        is_id: it was written without `hf://`, and may have been meant as a local path.
+    """
+
+    name: str
+    revision: str = ""
+    inner: str = ""
+    is_id: bool = False
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """Files of a dataset in the local cache.
+
+    Attributes:
+        paths: of the files, in order.
+        names: of the files in the dataset.
+        facts: dataset, revision (its commit), and subset and split where it has several.
+        unread: data files that are not read.
+    """
+
+    paths: tuple[Path, ...]
+    names: tuple[str, ...]
+    facts: Mapping[str, str]
+    unread: tuple[str, ...]
+
+
+def parse_name(path: str) -> HubName | None:
+    """Return the dataset of the hub that a path names; None for a path of another kind.
+
+    `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
+
+    Raises:
+        ConfigError: it begins with `hf://` but names no dataset.
+    """
+    if path.startswith(_SCHEME):
+        match = _URI.fullmatch(path)
+        if match is None or is_glob(match["name"]):
+            fix = "write hf://datasets/ORG/NAME, with a file, a folder or a glob after it if wanted"
+            raise ConfigError("not the address of a dataset of the hub", where=path, fix=fix)
+    else:
+        match = _ID.fullmatch(path)
+        if match is None or Path(path).exists() or Path(path).parts[0] in (".", "..") or Path(path).parent.exists():
+            return None
+        if re.search(r"\.(jsonl?|ndjson|parquet|arrow|txt|gz|zst|bz2|xz|zip)$", path.lower()):
+            return None
+    inner = (match["inner"] or "").strip("/")
+    return HubName(match["name"], unquote(match["revision"] or ""), inner, not path.startswith(_SCHEME))
+
+
+def fetch(
+    place: HubName,
+    *,
+    split: str,
+    subset: str,
+    suffixes: Collection[str],
+    ignored: Collection[str],
+    show: Callable[[str], None],
+) -> HubFiles:
+    """Choose the data files of one split, and download those that are not in the cache.
+
+    Args:
+        split, subset: as in `SourceConfig`.
+        suffixes: of data files, with and without compression.
+        ignored: names of files that are no data although their suffix is.
+        show: receives lines about the choice and the downloads.
+
+    Raises:
+        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
+        ConfigError: huggingface_hub is not installed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        missing = f"there is no such local path, and {error.name} is not installed"
+        what = missing if place.is_id else f"{error.name} is not installed"
+        raise ConfigError(what, where=str(place), fix="check the path, or pip install '.[tokenize]'") from error
+    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    api = huggingface_hub.HfApi(endpoint=endpoint)
+    with _Errors(place):
+        info = api.dataset_info(place.name, revision=place.revision or None, timeout=_ANSWER_S)
+    revision = str(info.sha)
+    with _Errors(place):
+        sizes = _within(_LISTING_S, lambda: _list(api, place.name, revision))
+    data = sorted(
+        (
+            name
+            for name in sizes
+            if name.lower().endswith(tuple(suffixes))
+            and PurePosixPath(name).name not in ignored
+            and not any(part[0] in "._" for part in PurePosixPath(name).parts)
+        ),
+        key=lambda name: (natural_key(name), name),
+    )
+    if not data:
+        what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
+        raise PrepError(what, where=str(place), fix="convert it to Parquet or JSONL, and name the folder")
+    chosen, facts = _choose(place, data, _card_configs(info), split, subset)
+    kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
+    if len(kinds) > 1:
+        what = f"the files are of several kinds ({' '.join(kinds)}), which may hold the same records twice"
+        raise PrepError(
+            what, where=str(place), fix=f"name those of one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
+        )
+    facts = {"dataset": place.name, "revision": revision, **facts}
+    total = sum(sizes[name] for name in chosen)
+    parts = "".join(f", {key} {facts[key]}" for key in ("subset", "split") if key in facts)
+    show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {len(chosen):,} files, {total / 1e6:,.1f} MB")
+    unread = tuple(name for name in data if name not in set(chosen))
+    paths = []
+    for name in chosen:
+        with _Errors(place, name):
+            path = huggingface_hub.hf_hub_download(
+                place.name,
+                name,
+                repo_type="dataset",
+                revision=revision,
+                endpoint=endpoint,
+                etag_timeout=_ANSWER_S,
+                tqdm_class=_quiet_progress(),
+            )
+        paths.append(Path(path))
+    return HubFiles(tuple(paths), tuple(chosen), facts, unread)
+
+
+def _list(api: Any, name: str, revision: str) -> dict[str, int]:
+    entries = api.list_repo_tree(name, recursive=True, revision=revision, repo_type="dataset")
+    return {entry.path: int(entry.size) for entry in entries if getattr(entry, "size", None) is not None}
+
+
+def _quiet_progress() -> Any:
+    """Return a progress bar that shows nothing: the stage's own lines say what is downloaded."""
+    from tqdm import tqdm
+
+    return type("Quiet", (tqdm,), {"__init__": lambda self, *args, **kw: tqdm.__init__(self, *args, **kw | _QUIET)})
+
+
+def _card_configs(info: Any) -> list[dict[str, Any]]:
+    """Return the subsets that the dataset's card defines, with their files; none if there are no usable ones."""
+    card = getattr(info, "card_data", None)
+    configs = card.get("configs") if card is not None else None
+    found = [one for one in configs or [] if isinstance(one, dict) and "config_name" in one]
+    return [one for one in found if "data_files" in one or "data_dir" in one]
+
+
+def _choose(
+    place: HubName, data: Sequence[str], configs: Sequence[Mapping[str, Any]], split: str, subset: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the files to read, and the subset and split that they are if there are several."""
+    where, inner = str(place), place.inner
+    if inner:
+        pattern = glob_pattern(inner)
+        matching = [name for name in data if (pattern.fullmatch(name) if is_glob(inner) else name == inner)]
+        if matching:
+            return matching, {}
+        below = [name for name in data if name.startswith(f"{inner}/")]
+        if below:
+            chosen, named = choose_split(below, split, where=where, loosely=True)
+            return chosen, {"split": named} if named else {}
+        if is_glob(inner) or "/" in inner or "." in inner or (split and split != inner):
+            what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
+            raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
+        split = inner
+    if configs:
+        names = [str(one["config_name"]) for one in configs]
+        defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
+        config = next((one for one in configs if one["config_name"] == subset), None) if subset else None
+        if subset and config is None:
+            what = f"there is no subset {subset!r}, only {', '.join(names)}"
+            raise PrepError(what, where=where, fix="change source.subset")
+        if config is None:
+            if len(configs) > 1 and not defaults:
+                what = f"the dataset has the subsets {', '.join(names)}"
+                raise PrepError(what, where=where, fix=f"name one, such as source.subset={names[0]}")
+            config = defaults[0] if defaults else configs[0]
+        facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
+        splits = _card_splits(config, data)
+        chosen, named = _choose_named(splits, split, where)
+        return chosen, facts | ({"split": named} if named else {})
+    if subset:
+        raise PrepError(
+            "the dataset's card defines no subsets", where=where, fix="omit source.subset, or name a folder"
+        )
+    chosen, named = choose_split(data, split, where=where, loosely=True)
+    return chosen, {"split": named} if named else {}
+
+
+def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of each split of a subset."""
+    folder = str(config.get("data_dir") or "").strip("/")
+    entries = config.get("data_files") or f"{folder}/**"
+    if isinstance(entries, str) or (isinstance(entries, list) and all(isinstance(one, str) for one in entries)):
+        matching = _matching(entries, folder if "data_files" in config else "", data)
+        splits: dict[str, list[str]] = {}
+        for name in matching:
+            splits.setdefault(split_of(name, loosely=True) or "train", []).append(name)
+        return splits
+    pairs = entries.items() if isinstance(entries, dict) else [(one.get("split"), one.get("path")) for one in entries]
+    return {str(name or "train"): _matching(path, folder, data) for name, path in pairs}
+
+
+def _matching(patterns: Any, folder: str, data: Sequence[str]) -> list[str]:
+    listed = [str(one).removeprefix("./") for one in (patterns if isinstance(patterns, list) else [patterns])]
+    expressions = [glob_pattern(f"{folder}/{one}" if folder else one) for one in listed]
+    return [name for name in data if any(one.fullmatch(name) for one in expressions)]
+
+
+def _choose_named(splits: Mapping[str, list[str]], split: str, where: str) -> tuple[list[str], str]:
+    found = {name: files for name, files in splits.items() if files}
+    known = ", ".join(found)
+    wanted = split or (next(iter(found)) if len(found) == 1 else "train")
+    if wanted in found:
+        return found[wanted], wanted
+    if split:
+        what, fix = f"there is no split {split!r}, only {known or 'empty ones'}", "change source.split"
+    elif not found:
+        what, fix = "the dataset's card names no files that can be read", "name a file, a folder or a glob of it"
+    else:
+        what, fix = f"the dataset has several splits: {known}", f"name one, such as source.split={next(iter(found))}"
+    raise PrepError(what, where=where, fix=fix)
+
+
+class _Errors:
+    """Turns the errors of huggingface_hub, and of the network below it, into ours."""
+
+    def __init__(self, place: HubName, file: str = "") -> None:
+        self._place = place
+        self._where = f"{place}/{file}" if file else str(place)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or not isinstance(error, Exception) or isinstance(error, HarnessError):
+            return
+        from huggingface_hub import errors
+
+        local = "there is no such local path, and " if self._place.is_id else ""
+        name = self._place.name
+        if isinstance(error, errors.GatedRepoError):
+            what, fix = "the hub asks for consent to the dataset's terms", "accept them on its page, and set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, fix = f"the dataset has no revision {self._place.revision!r}", "name a branch, a tag or a commit"
+        elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+            what = f"{local}the hub has no dataset {name}"
+            fix = "check the path; a private dataset needs HF_TOKEN"
+        elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+            what, fix = "the hub has no such file", "try again: the dataset may have changed"
+        elif isinstance(error, OSError) and error.filename and error.errno:
+            what, fix = f"the cache cannot be written: {error.strerror}", "free space, or name another one in HF_HOME"
+        else:
+            reason = redact(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", name)
+        raise PrepError(what, where=self._where, fix=fix) from error
+
+
+def _within(seconds: float, work: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Return the result of `work`, or raise TimeoutError: the client waits without limit for a page of a listing."""
+    done: list[dict[str, int]] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return done[0]

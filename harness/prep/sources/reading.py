@@ -1,0 +1,265 @@
+"""Cut chat files into shards, and read their records in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+
+from harness.errors import PrepError
+from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
+from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
+from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
+from harness.storage import Place, open_stream, parse_place, stamp_of
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+# One record a line, or one list of records.
+JSON_SUFFIXES = (".json",)
+PARQUET_SUFFIXES = (".parquet",)
+# Written by `save_to_disk` of Hugging Face's datasets.
+ARROW_SUFFIXES = (".arrow",)
+_SCAN_BYTES = 8 << 20
+
+
+def suffix_of(file: Place) -> str:
+    """Return a file's suffix in lower case, without that of its compression."""
+    path = PurePosixPath(str(file))
+    suffix = path.suffix.lower()
+    return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def is_compressed(file: Place) -> bool:
+    """Return whether a file's name says that it is compressed."""
+    return PurePosixPath(str(file)).suffix.lower() in COMPRESSED
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive records of one file, not yet parsed.
+
+    Attributes:
+        path: the file.
+        unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
+        first: number of the first record.
+        records: lines and items as bytes, or decoded rows.
+        num_bytes: size in the file, for progress; rows share the size of their file evenly.
+        reader: parser of the records.
+    """
+
+    path: str
+    unit: str
+    first: int
+    records: list[Any]
+    num_bytes: int
+    reader: RecordReader = field(default_factory=RecordReader)
+
+    def parse(self) -> Iterator[Conversation | BadRecord]:
+        """Yield every record in order; blank lines are skipped."""
+        for number, record in enumerate(self.records, start=self.first):
+            where = f"{self.path}, {self.unit} {number}"
+            if isinstance(record, bytes):
+                if record.strip():
+                    yield self.reader.parse_line(record, where)
+            elif isinstance(record, Undecodable):
+                yield BadRecord(where, BadReason.NOT_UTF8, record.why)
+            else:
+                yield self.reader.parse_row(record, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Consecutive records of one file that are prepared as one unit.
+
+    Attributes:
+        path: the file.
+        first: number of the first record, as in `Chunk`.
+        start, end: byte range of the file that holds the records.
+        unit: as in `Chunk`.
+        row_groups: first and past-the-end row group of a Parquet file; None for other files.
+        limit: maximum number of records, blank lines not counted; None for all.
+        reader: parser of the records, which also says what columns of a table are read.
+    """
+
+    path: str
+    first: int
+    start: int
+    end: int
+    unit: str = LINE
+    row_groups: tuple[int, int] | None = None
+    limit: int | None = None
+    reader: RecordReader = field(default_factory=RecordReader)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+def cut_shards(
+    files: Iterable[Place], *, shard_bytes: int, limit: int = 0, reader: RecordReader | None = None
+) -> list[Shard]:
+    """Divide files into shards of about `shard_bytes`, in order; compressed and Arrow files are one shard each.
+
+    Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
+    record.
+
+    Args:
+        limit: maximum number of records in all shards together; 0 for all.
+        reader: parser of the records; None detects the schema of each.
+
+    Raises:
+        PrepError: a file cannot be read.
+    """
+    reader = reader or RecordReader()
+    shards = [replace(shard, reader=reader) for file in files for shard in _cut(file, shard_bytes)]
+    if not limit:
+        return shards
+    kept, left = [], limit
+    for shard in shards:
+        count = sum(not _is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
+        kept.append(shard if count <= left else replace(shard, limit=left))
+        left -= count
+        if left <= 0:
+            break
+    return kept
+
+
+def _cut(file: Place, shard_bytes: int) -> Iterator[Shard]:
+    try:
+        size = stamp_of(file).num_bytes
+        suffix = suffix_of(file)
+        if suffix in PARQUET_SUFFIXES:
+            for first, start, end, groups in cut_parquet(file, size, shard_bytes):
+                yield Shard(str(file), first, start, end, ROW, groups)
+            return
+        if suffix in ARROW_SUFFIXES:
+            yield Shard(str(file), 0, 0, size, ROW)
+            return
+        unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
+        if is_compressed(file) or size <= shard_bytes:
+            yield Shard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
+        elif unit == ITEM:
+            yield from _cut_items(file, size, shard_bytes)
+        else:
+            yield from _cut_lines(file, size, shard_bytes)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(str(file), error) from error
+
+
+def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
+    start, first = 0, 1
+    with open_stream(file) as source:
+        while start < size:
+            source.seek(start)
+            left, lines = shard_bytes, 0
+            while left and (block := source.read(min(left, _SCAN_BYTES))):
+                lines += block.count(b"\n")
+                left -= len(block)
+            rest = source.readline()
+            end = source.tell()
+            yield Shard(str(file), first, start, end)
+            start, first = end, first + lines + bool(rest)
+
+
+def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
+    start, first = 0, 0
+    with open_stream(file) as source:
+        for number, items in read_items(file, source, 0):
+            for at, (offset, _) in enumerate(items, start=number):
+                if offset - start >= shard_bytes:
+                    yield Shard(str(file), first, start, offset, ITEM)
+                    start, first = offset, at
+    yield Shard(str(file), first, start, size, ITEM)
+
+
+def read_shard(shard: Shard) -> Iterator[Chunk]:
+    """Yield the records of a shard, about 256 KiB or 1,024 rows at a time.
+
+    Raises:
+        PrepError: the file cannot be read.
+    """
+    return _limited(_read(shard), shard.limit)
+
+
+def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[Chunk]:
+    """Yield the records of whole files in order, like `read_shard`.
+
+    Args:
+        files: from `list_files`.
+        limit: maximum number of records, blank lines not counted; 0 reads all.
+        reader: parser of the records; None detects the schema of each.
+    """
+    reader = reader or RecordReader()
+    shards = (shard for file in files for shard in _cut(file, 1 << 62))
+    return _limited((chunk for shard in shards for chunk in _read(replace(shard, reader=reader))), limit or None)
+
+
+def _limited(chunks: Iterator[Chunk], left: int | None) -> Iterator[Chunk]:
+    if left is None:
+        yield from chunks
+        return
+    for chunk in chunks:
+        places = [place for place, record in enumerate(chunk.records) if not _is_blank(record)]
+        if len(places) >= left:
+            end = places[left - 1] + 1
+            yield replace(chunk, records=chunk.records[:end], num_bytes=chunk.num_bytes * end // len(chunk.records))
+            return
+        left -= len(places)
+        yield chunk
+
+
+def _is_blank(record: object) -> bool:
+    return isinstance(record, bytes) and not record.strip()
+
+
+def _read(shard: Shard) -> Iterator[Chunk]:
+    """Yield the records of a shard; an error names the last record before it."""
+    last: Chunk | None = None
+    try:
+        for chunk in _open(shard):
+            yield replace(chunk, reader=shard.reader)
+            last = chunk
+    except (OSError, EOFError, pa.ArrowException) as error:
+        number = 0 if last is None else last.first + len(last.records) - 1
+        raise _unreadable(shard.path if last is None else f"{shard.path}, after {last.unit} {number}", error) from error
+
+
+def _unreadable(where: str, error: Exception) -> PrepError:
+    fix = "check its permissions; a damaged or truncated file must be written again"
+    return PrepError(f"the file cannot be read: {error}", where=where, fix=fix)
+
+
+def _open(shard: Shard) -> Iterator[Chunk]:
+    file, path = parse_place(shard.path), shard.path
+    suffix = suffix_of(file)
+    if suffix in PARQUET_SUFFIXES:
+        size = stamp_of(file).num_bytes
+        for first, rows, num_bytes in read_parquet(file, size, shard.reader, shard.row_groups, shard.first):
+            yield Chunk(path, ROW, first, rows, num_bytes)
+        return
+    if suffix in ARROW_SUFFIXES:
+        for first, rows, num_bytes in read_arrow(file, shard.end, shard.reader):
+            yield Chunk(path, ROW, first, rows, num_bytes)
+        return
+    with open_text(file) as (stream, source):
+        packed = is_compressed(file)
+        if not packed:
+            stream.seek(shard.start)
+        end, before = None if packed else shard.end, shard.start
+        records: Iterator[tuple[int, list[bytes]]]
+        if shard.unit == ITEM:
+            groups = read_items(file, stream, shard.first, None if end is None or end == _size(file) else end)
+            records = ((first, [item for _, item in group]) for first, group in groups)
+        else:
+            records = read_lines(file, stream, shard.first, end)
+        for first, lines in records:
+            # A list is read ahead of its items, beyond the end of the shard.
+            at = min(source.tell(), shard.end)
+            yield Chunk(path, shard.unit, first, lines, at - before)
+            before = at
+
+
+def _size(file: Place) -> int:
+    return stamp_of(file).num_bytes

@@ -1,0 +1,122 @@
+"""Find the schema of a source's records from the first ones of each file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.errors import PrepError
+from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema, record_of_row
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.reading import (
+    ARROW_SUFFIXES,
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    Chunk,
+    read_chunks,
+    suffix_of,
+)
+from harness.prep.sources.tables import read_columns
+from harness.storage import Place
+
+# Of the files after the first: enough to see that they are of the same schema.
+_NUM_RECORDS = 8
+
+
+@dataclass(frozen=True)
+class SourceSchema:
+    """Schema of a source.
+
+    Attributes:
+        reader: parser of its records, by which all are read.
+        is_detected: it was not given by setting.
+        unused: fields of the records, in order, that are not read.
+    """
+
+    reader: RecordReader
+    is_detected: bool
+    unused: tuple[str, ...]
+
+
+def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
+    """Find the schema of the records of files, the same for all.
+
+    Raises:
+        PrepError: the first records of a file fit no schema or several, two files have different ones, or a file
+            cannot be read.
+        ConfigError: the schema or a field of the settings is not known.
+    """
+    reader = RecordReader(source.schema, source.columns, source.ignore_fields)
+    found: dict[str, str] = {}
+    unused: dict[str, None] = {}
+    for file in files:
+        first = next(_first_chunks(file, reader, _NUM_RECORDS if found else NUM_DETECTION_RECORDS), None)
+        if first is None:
+            continue
+        records = [record for raw in first.records if (record := _decoded(raw)) is not None]
+        names = _columns(file)
+        if records:
+            # Columns that no schema reads are not in the rows, and belong in the list of what is there.
+            records[0] = {**dict.fromkeys(names), **records[0]} if names else records[0]
+        schema = source.schema or _detect(records, file, reader)
+        if schema:
+            found.setdefault(schema, f"{file}, {first.unit} {first.first}")
+        if len(found) > 1:
+            (one, place), (other, other_place) = found.items()
+            what = f"the files are of two schemas, {one} and {other}"
+            fix = "prepare the files of each schema by themselves, or convert some of them"
+            raise PrepError(what, where=f"{place}\n         {other_place}", fix=fix)
+        mine = replace(reader, schema=schema)
+        for record in records:
+            unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
+        used = {*mine.columns_to_read(names), *source.ignore_fields}
+        unused |= dict.fromkeys(name for name in names if name not in used)
+    schema = next(iter(found), source.schema)
+    return SourceSchema(replace(reader, schema=schema), not source.schema, tuple(unused))
+
+
+def holds_chats(file: Place, source: SourceConfig) -> bool:
+    """Return whether a `.json` file of a folder seems to hold chats: its first record has a field of some schema."""
+    reader = RecordReader(source.schema, source.columns, source.ignore_fields)
+    try:
+        first = next(_first_chunks(file, reader, 1), None)
+    except PrepError as error:
+        # A list that is broken in its first item is not passed over.
+        return ", item 0" in error.where
+    record = _decoded(first.records[0]) if first is not None else None
+    return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
+
+
+def _first_chunks(file: Place, reader: RecordReader, limit: int) -> Iterator[Chunk]:
+    return (chunk for chunk in read_chunks([file], limit=limit, reader=reader) if chunk.records)
+
+
+def _columns(file: Place) -> list[str]:
+    """Return the names of a table's columns; none of another file."""
+    is_parquet = suffix_of(file) in PARQUET_SUFFIXES
+    return read_columns(file, is_parquet=is_parquet) if is_parquet or suffix_of(file) in ARROW_SUFFIXES else []
+
+
+def _decoded(raw: Any) -> Any:
+    """Return a record as an object; None for what is not JSON."""
+    if isinstance(raw, bytes):
+        try:
+            return json.loads(raw.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            return None
+    return record_of_row(raw) if isinstance(raw, Mapping) else None
+
+
+def _detect(records: list[Any], file: Place, reader: RecordReader) -> str:
+    try:
+        return detect_schema(records, columns=reader.columns, ignore_fields=reader.ignore_fields, where=str(file))
+    except PrepError:
+        only = records[0] if len(records) == 1 and suffix_of(file) in JSON_SUFFIXES else {}
+        for name, value in only.items() if isinstance(only, Mapping) else ():
+            if isinstance(value, list) and value and isinstance(value[0], Mapping):
+                what = f"the file holds one object with a list in its field {name!r}, expected a list of records"
+                fix = f"jq -c '.{name}[]' FILE.json > FILE.jsonl"
+                raise PrepError(what, where=str(file), fix=fix) from None
+        raise

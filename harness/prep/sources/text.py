@@ -1,0 +1,248 @@
+"""JSON Lines and lists of JSON objects, plain or compressed: their records as bytes, in a stream of bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from harness.errors import PrepError
+from harness.storage import Place, open_stream
+
+# Compressed files: suffix and pyarrow's name of the codec.
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+# Units in which records are counted.
+LINE, ITEM = "line", "item"
+# A longer line or item is a file of another kind, or a damaged one; memory stays bounded.
+MAX_RECORD_BYTES = 64 << 20
+
+_CHUNK_BYTES = 1 << 18
+_HEAD_BYTES = 1 << 16
+_WINDOW_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_SPACE = " \t\r\n"
+# Near the end of the window, an error may be due to what is still to come: the longest literal is -Infinity.
+_MARGIN = 16
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
+_MAGIC = {
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"\xfd7zXZ": "xz",
+}
+_TO_LINES = "jq -c '.[]' FILE.json > FILE.jsonl"
+
+
+@contextlib.contextmanager
+def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
+    """Open a text file, decompressed; also yields the stream whose position counts as progress."""
+    codec = COMPRESSED.get(PurePosixPath(str(place)).suffix.lower())
+    if codec is None:
+        with open_stream(place) as raw:
+            yield raw, raw
+        return
+    opened = pa.OSFile(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
+    with opened as source, pa.CompressedInputStream(source, codec) as stream:
+        yield cast(BinaryIO, io.BufferedReader(stream, _CHUNK_BYTES)), source
+
+
+def find_unit(place: Place, *, is_json: bool) -> str:
+    """Return whether a text file holds one record a line, or one JSON list.
+
+    Args:
+        is_json: its name ends in `.json`, which is used for both.
+
+    Raises:
+        PrepError: it is neither, as far as its beginning shows.
+    """
+    with open_text(place) as (stream, _):
+        head = stream.read(_HEAD_BYTES)
+        for magic, kind in _MAGIC.items():
+            if head.startswith(magic):
+                raise PrepError(f"the file is {kind}, its name says text", where=str(place), fix="rename the file")
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            fix = "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+            raise PrepError("the file is UTF-16, expected UTF-8", where=str(place), fix=fix)
+        head = head.removeprefix(_BOM).lstrip()
+        while not head and (more := stream.read(_HEAD_BYTES)):
+            head = more.lstrip()
+        if not is_json:
+            line = head.partition(b"\n")
+            if head.startswith(b"[") and line[1] and not _is_json(line[0]):
+                what = "the file holds one JSON list, its name says one record a line"
+                raise PrepError(what, where=str(place), fix=f"let its name end in .json, or {_TO_LINES}")
+            return LINE
+        if head.startswith(b"["):
+            return ITEM
+        line = head.partition(b"\n")
+        if head.startswith(b"{") and line[1] and not _is_json(line[0]) and line[0].rstrip()[-1:] in (b"{", b"[", b","):
+            what = "the file holds one JSON object over several lines, expected a list of records or a record a line"
+            fix = "if the records are a list in it, such as `data`: jq -c '.data[]' FILE.json > FILE.jsonl"
+            raise PrepError(what, where=str(place), fix=fix)
+        return LINE
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield lines without their ends, about 256 KiB at a time, with the number of the first of them.
+
+    Args:
+        first: number of the line at the stream's position.
+        end: position to stop at, which is the end of a line; None for the end of the file.
+    """
+    left = end - stream.tell() if end is not None else None
+    while data := stream.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)):
+        if not data.endswith(b"\n"):
+            data += (rest := stream.readline(MAX_RECORD_BYTES))
+            if len(rest) == MAX_RECORD_BYTES and rest[-1:] != b"\n":
+                number = first + data.count(b"\n")
+                what = f"the line is longer than {MAX_RECORD_BYTES >> 20} MiB"
+                fix = "write one record a line; a JSON list belongs in a file whose name ends in .json"
+                raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
+        if left is not None:
+            left -= len(data)
+        lines = data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        yield first, lines
+        first += len(lines)
+
+
+def read_items(
+    place: Place, stream: BinaryIO, first: int, end: int | None = None
+) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+    """Yield the items of a JSON list with the offsets of their first bytes, about 256 KiB at a time, not yet parsed.
+
+    Args:
+        first: number of the item at the stream's position; 0 at the start of the file.
+        end: offset of a later item to stop at; None for the end of the file.
+
+    Raises:
+        PrepError: the list is broken; names the item and the byte.
+    """
+    scanner = _ItemScanner(place, stream, first, end)
+    group: list[tuple[int, bytes]] = []
+    size = 0
+    for offset, item in scanner.scan():
+        group.append((offset, item))
+        size += len(item)
+        if size >= _CHUNK_BYTES:
+            yield first, group
+            first, group, size = first + len(group), [], 0
+    if group:
+        yield first, group
+
+
+class _ItemScanner:
+    """Finds the bounds of items with Python's own JSON decoder, in a window that grows with the longest item.
+
+    The bytes are decoded as Latin-1, in which every byte is one character: positions are then those of the file, and
+    no window ends inside a character. The items' text is decoded where they are parsed.
+    """
+
+    def __init__(self, place: Place, stream: BinaryIO, first: int, end: int | None) -> None:
+        self._place, self._stream, self._number, self._end = place, stream, first, end
+        self._base = stream.tell() if end is not None or first else 0
+        self._window, self._at, self._is_whole = "", 0, False
+        # Numbers stay text: Python refuses to convert those of more than 4,300 digits.
+        self._decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
+
+    def scan(self) -> Iterator[tuple[int, bytes]]:
+        if self._number == 0:
+            self._fill()
+            if self._window.startswith(_BOM.decode("latin-1")):
+                self._at = len(_BOM)
+            if self._next() != "[":
+                raise self._broken("no list begins here")
+            self._at += 1
+            if self._next() == "]":
+                self._finish()
+                return
+        while True:
+            start, stop = self._find_item()
+            offset, item = self._base + start, self._window[start:stop].encode("latin-1")
+            yield offset, item
+            mark = self._next()
+            if mark not in (",", "]"):
+                raise self._broken("expected `,` or `]` after the item")
+            self._at += 1
+            self._number += 1
+            if mark == "]":
+                self._finish()
+                return
+            following = self._next()
+            if self._end is not None and self._base + self._at >= self._end:
+                return
+            if following == "]":
+                raise self._broken("a comma follows the last item")
+
+    def _find_item(self) -> tuple[int, int]:
+        """Return the bounds, in the window, of the item at the current place, and move past it."""
+        while True:
+            self._next()
+            try:
+                _, stop = self._decode(self._window, self._at)
+            except json.JSONDecodeError as error:
+                at_end = error.pos >= len(self._window) - _MARGIN or error.msg.startswith("Unterminated string")
+                if not at_end or not self._fill():
+                    raise self._broken(error.msg, error.pos) from None
+                continue
+            except RecursionError:
+                raise self._broken("nested too deeply") from None
+            # A number at the end of the window may have more digits.
+            if stop == len(self._window) and self._fill():
+                continue
+            start, self._at = self._at, stop
+            return start, stop
+
+    def _next(self) -> str:
+        """Move past white space; return the next character, empty at the end of the file."""
+        while True:
+            found = _NOT_SPACE.search(self._window, self._at)
+            self._at = found.start() if found else len(self._window)
+            if found:
+                return found.group()
+            if not self._fill():
+                return ""
+
+    def _finish(self) -> None:
+        if self._window[self._at : self._at + 1] == "]":
+            self._at += 1
+        if self._next():
+            raise self._broken("text follows the end of the list")
+
+    def _fill(self) -> bool:
+        """Read more and forget what was scanned; return whether there was more."""
+        if self._is_whole:
+            return False
+        kept = self._window[self._at :]
+        if len(kept) > MAX_RECORD_BYTES:
+            raise self._broken(f"the item is longer than {MAX_RECORD_BYTES >> 20} MiB")
+        # Doubled, so that a long item is decoded few times.
+        block = self._stream.read(max(_WINDOW_BYTES, len(kept)))
+        self._base, self._window, self._at = self._base + self._at, kept + block.decode("latin-1"), 0
+        self._is_whole = not block
+        return bool(block)
+
+    def _broken(self, why: str, at: int | None = None) -> PrepError:
+        place = self._base + (self._at if at is None else at)
+        cut = self._is_whole and (self._at if at is None else at) >= len(self._window) - _MARGIN
+        what = f"the JSON list is {'cut short' if cut else 'broken'} in item {self._number:,}, byte {place:,}: {why}"
+        fix = "write the file again; in JSONL, one record a line, a broken record can be skipped"
+        return PrepError(what, where=f"{self._place}, {ITEM} {self._number}", fix=fix)
