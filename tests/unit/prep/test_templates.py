@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from stock_templates import SHAPES, stock_templates
@@ -65,6 +66,11 @@ def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained
 def test_the_text_of_chatml_is_the_one_that_existing_datasets_name():
     assert load_template("chatml") == CHAT_TEMPLATE
     assert hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()[:16] == "019c64426a9595a2"
+
+
+def test_the_readme_of_the_recipes_names_every_built_in_template():
+    page = (Path(__file__).parents[3] / "recipes" / "README.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
 
 
 def test_a_name_that_is_nothing_is_refused_with_the_nearest_one():
