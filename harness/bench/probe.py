@@ -140,7 +140,7 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
 
 def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
-    from harness.prep import Receipt, ShardJob, cut_shards, do_shard
+    from harness.prep import Receipt, ShardJob, TokenizerConfig, cut_shards, do_shard
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     (shard,) = cut_shards([Path(source)], shard_bytes=1 << 40)
@@ -149,10 +149,8 @@ def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str,
         start = time.process_time()
         job = ShardJob(
             folder=f"{folder}-{again}",
-            tokenizer=tokenizer,
+            tokenizer=TokenizerConfig(name=tokenizer),
             content="",
-            mask="generation",
-            control_tokens="refuse",
             pack_size=1 << 20,
             over_long="drop",
             on_bad="refuse",

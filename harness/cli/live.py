@@ -13,6 +13,7 @@ import typer
 from harness.checks import require_choice, require_numbers
 from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 from harness.errors import ConfigError
+from harness.prep import OVER_LONG, TokenizerConfig
 
 live_app = typer.Typer(
     help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
@@ -57,7 +58,7 @@ class LivePacks:
 
     Attributes:
         pack_size: maximum number of tokens of a pack.
-        over_long: conversations above the pack size: drop or truncate.
+        over_long: conversations above the pack size: drop, cut or split, as in `harness prepare`.
     """
 
     pack_size: int = 4096
@@ -65,20 +66,7 @@ class LivePacks:
 
     def __post_init__(self) -> None:
         require_numbers(self, "data", "pack_size", lowest=2)
-        require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
-
-
-@dataclass
-class LiveTokenizer:
-    """The tokenizer of the packs.
-
-    Attributes:
-        name: tokenizer folder or hub id; empty writes conversations, which the ranks tokenize.
-        mask: which tokens are trained, as in `harness prepare`.
-    """
-
-    name: str = ""
-    mask: str = "generation"
+        require_choice(self.over_long, OVER_LONG, setting="data.over_long")
 
 
 @dataclass
@@ -97,11 +85,15 @@ class LiveSource:
 
 @dataclass
 class ProduceSettings:
-    """Settings of `harness live produce`."""
+    """Settings of `harness live produce`.
+
+    Attributes:
+        tokenizer: of packs; without a name conversations are written, which the ranks tokenize.
+    """
 
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
     data: LivePacks = field(default_factory=LivePacks)
-    tokenizer: LiveTokenizer = field(default_factory=LiveTokenizer)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     source: LiveSource = field(default_factory=LiveSource)
 
     def __post_init__(self) -> None:
@@ -124,12 +116,12 @@ def produce(
 ) -> None:
     """Write live chunks. Started again with the same INPUT after a crash, it continues where it stopped."""
     from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
-    from harness.prep import ChatTokenizer, TokenizerConfig
+    from harness.prep import ChatTokenizer
 
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
     if settings.tokenizer.name:
-        tokenizer = ChatTokenizer(TokenizerConfig(kind="huggingface", **vars(settings.tokenizer)))
+        tokenizer = ChatTokenizer(settings.tokenizer)
         packing = Packing(tokenizer, **vars(settings.data), block=1 if source == STDIN else 64)
     with LiveProducer(
         folder,

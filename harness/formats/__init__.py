@@ -20,12 +20,17 @@ from harness.formats.digest import pack_digest
 from harness.formats.importers import CONVENTIONS, import_dataset
 from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (
+    CONTEXT_STYLE,
+    TRAINED_STYLE,
+    Decoder,
     find_datasets,
     find_tokenizer,
     find_tokenizer_folder,
     inspect_dataset,
+    printable,
     render_pack,
     render_summary,
+    text_runs,
 )
 from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
@@ -36,10 +41,13 @@ from harness.formats.virtual import open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
 __all__ = [
+    "CONTEXT_STYLE",
     "CONVENTIONS",
     "FORMATS",
     "INDEX_NAMES",
     "MANIFEST_NAME",
+    "TRAINED_STYLE",
+    "Decoder",
     "Difference",
     "Format",
     "IndexPart",
@@ -68,8 +76,10 @@ __all__ = [
     "open_writer",
     "pack_digest",
     "pack_of_line",
+    "printable",
     "render_pack",
     "render_summary",
+    "text_runs",
     "verify_dataset",
     "write_index",
     "write_plan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -234,10 +234,28 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
 
 def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
     """Render the text of one sequence; a token is marked if the position before it trains it."""
+    text = Text()
+    for run, trained in text_runs(sequence, tokenizer):
+        text.append(printable(run), style=TRAINED_STYLE if trained else CONTEXT_STYLE)
+    return text
+
+
+def text_runs(sequence: SequenceView, tokenizer: Decoder) -> Iterator[tuple[str, bool]]:
+    """Yield the text of a sequence in pieces, each with whether it is trained."""
     marks = np.concatenate([np.zeros(1, np.uint8), sequence.loss_mask[:-1]])
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
-    text = Text()
+    before = ""
     for start, end in pairwise(edges):
-        piece = tokenizer.decode(sequence.input_ids[start:end].tolist()).translate(_PICTURES)
-        text.append(piece, style=TRAINED_STYLE if marks[start] else CONTEXT_STYLE)
-    return text
+        whole = tokenizer.decode(sequence.input_ids[:end].tolist())
+        # Some tokenizers decode the space before a word only where something comes before it. (Bytes of one character
+        # can lie on both sides of an edge; then its text is that of each side alone.)
+        text = whole.removeprefix(before)
+        if not whole.startswith(before):
+            text = tokenizer.decode(sequence.input_ids[start:end].tolist())
+        yield text, bool(marks[start])
+        before = whole
+
+
+def printable(text: str) -> str:
+    """Return text without characters that would control a terminal."""
+    return text.translate(_PICTURES)

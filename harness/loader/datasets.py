@@ -16,7 +16,7 @@ from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
-from harness.prep import MIN_SEQUENCE_TOKENS, ChatTokenizer, TokenizerConfig, tokenizer_hash
+from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
 
@@ -57,7 +57,8 @@ class LiveConfig:
         path: the folder; empty to train on stored datasets.
         pack_size: the most tokens of a pack.
         tokenizer: for chunks of conversations; chunks of packs need none.
-        over_long: `drop` or `truncate` conversations of more than `pack_size` tokens.
+        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as `data.over_long` of
+            `harness prepare` does.
         on_bad: `refuse` stops at an unusable conversation, `skip` leaves it out and counts it.
         open_packs: packs on each rank that wait for conversations to fill them.
         timeout_s: the longest wait for a chunk.
@@ -81,7 +82,7 @@ class LiveConfig:
         require_numbers(self, "data.live", "open_packs", lowest=1)
         require_numbers(self, "data.live", "timeout_s", above=0)
         require_numbers(self, "data.live", "settle_s", lowest=0)
-        require_choice(self.over_long, ("drop", "truncate"), setting="data.live.over_long")
+        require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
         require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
 
 

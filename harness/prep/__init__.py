@@ -20,8 +20,18 @@ from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
-from harness.prep.packing import MIN_SEQUENCE_TOKENS, PACKERS, Member, PackingConfig, StreamPacker, pack_of, plan_packs
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, fit_to_pack, tokenizer_hash, train_bpe
+from harness.prep.fitting import fit_conversation, fit_to_pack
+from harness.prep.packing import (
+    MIN_SEQUENCE_TOKENS,
+    OVER_LONG,
+    PACKERS,
+    Member,
+    PackingConfig,
+    StreamPacker,
+    pack_of,
+    plan_packs,
+)
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, tokenizer_hash, train_bpe
 
 if TYPE_CHECKING:
     from harness.prep.pipeline import PrepareConfig, prepare, repack_store
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
+    "OVER_LONG",
     "PACKERS",
     "BadRecord",
     "ChatTokenizer",
@@ -51,6 +62,7 @@ __all__ = [
     "cut_shards",
     "do_shard",
     "end_tokens",
+    "fit_conversation",
     "fit_to_pack",
     "list_files",
     "pack_of",

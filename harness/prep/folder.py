@@ -12,14 +12,28 @@ from harness.errors import ConfigError, PrepError
 from harness.storage import Marker, write_atomically
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-TOKENIZER, SOURCE, BAD_RECORDS = "tokenizer", "source", "bad_records.jsonl"
+TOKENIZER, SOURCE = "tokenizer", "source"
+# Refused records with their reasons, and the same records alone, line by line, to be repaired and prepared again.
+BAD_RECORDS, TO_REPAIR = "bad_records.jsonl", "bad_records_to_repair.jsonl"
 # Outlives a failed preparation: finished shards are kept.
 SHARDS = ".shards"
 SEQUENCES = "sequences"
-REPORT, REPORT_PAGE = "report.json", "report.md"
+REPORT, REPORT_PAGE, SAMPLES_PAGE = "report.json", "report.md", "report.html"
 _MARKER = "_preparing"
 # Removed in this order; the report is first because a folder with one counts as finished.
-_OWNED = (REPORT, REPORT_PAGE, TRAIN, VALIDATION, TEST, TOKENIZER, SOURCE, BAD_RECORDS, SEQUENCES)
+_OWNED = (
+    REPORT,
+    REPORT_PAGE,
+    SAMPLES_PAGE,
+    TRAIN,
+    VALIDATION,
+    TEST,
+    TOKENIZER,
+    SOURCE,
+    BAD_RECORDS,
+    TO_REPAIR,
+    SEQUENCES,
+)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:

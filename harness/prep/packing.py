@@ -26,6 +26,9 @@ Key = TypeVar("Key", bound=Hashable)
 # A single token leaves nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
 
+# Of sequences that are longer than a pack; `truncate` is the name that `cut` had in earlier versions.
+OVER_LONG = ("drop", "cut", "split", "truncate")
+
 # Setting -> name of the format.
 PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual")}
 PACKED_STORAGE["legacy_npy_pickle"] = "npy"
@@ -74,7 +77,7 @@ class PackingConfig:
         require_numbers(self, "data", "num_workers", lowest=-1)
         require_numbers(self, "data", "validation_fraction", "test_fraction", lowest=0, below=1)
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
-        require_choice(self.over_long, ("drop", "truncate"), setting="data.over_long")
+        require_choice(self.over_long, OVER_LONG, setting="data.over_long")
         require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
         if self.validation_fraction + self.test_fraction >= 1:
             what = "nothing is left for training"

@@ -25,7 +25,7 @@ from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.shards import BAD_RECORDS, VERSION, ShardJob, Split, Spool, divide, refuse
+from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.storage import stamp_of, write_atomically
@@ -84,7 +84,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
         report = PrepareReport.from_dict(earlier, path=folder.path)
         stages.show(f"{folder.path} is already prepared with the same settings.")
     else:
-        report = PrepareReport(str(folder.path), settings_hash(settings), settings)
+        report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(settings), settings=settings)
         try:
             folder.begin()
             _Preparation(config, folder.path, source, report, stages).run()
@@ -140,14 +140,16 @@ class _Preparation:
         self.report.vocab_size = tokenizer.vocab_size
         splits = self._tokenize(tokenizer)
         for name, split in splits.items():
-            self.report.splits[name] = SplitReport(len(split), split.num_tokens, split.num_trained_tokens)
+            self.report.splits[name] = SplitReport(
+                split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
+            )
         self.report.check_sums()
         for name, split in splits.items():
             self._pack(name, split, tokenizer)
 
     def _find_schema(self) -> None:
         found = find_schema(self.source.files, self.config.source)
-        self.reader = found.reader
+        self.reader, self.report.schema, self.report.unused = found.reader, found.reader.schema, list(found.unused)
         if found.is_detected and found.reader.schema:
             self.stages.show(f"The records are of the schema {found.reader.schema}.")
         if found.unused:
@@ -192,10 +194,8 @@ class _Preparation:
         source, data, report = self.config.source, self.config.data, self.report
         job = ShardJob(
             folder=str(self.path / layout.SHARDS),
-            tokenizer=str(self.path / layout.TOKENIZER),
+            tokenizer=replace(self.config.tokenizer, name=str(self.path / layout.TOKENIZER), chat_template=""),
             content=f"{tokenizer.tokenizer_hash} {tokenizer.chat_template_hash}",
-            mask=self.config.tokenizer.mask,
-            control_tokens=self.config.tokenizer.control_tokens,
             pack_size=data.pack_size,
             over_long=data.over_long,
             on_bad=source.on_bad,
@@ -215,14 +215,11 @@ class _Preparation:
             for receipt, shard in zip(made, shards, strict=True):
                 receipts.append(receipt)
                 stage.advance(shard.num_bytes)
-            for receipt, folder in zip(receipts, folders, strict=True):
-                report.records += receipt.records
-                report.bad.update(receipt.bad)
-                report.dropped.update(receipt.dropped)
-                report.truncated += receipt.truncated
-                if receipt.bad:
-                    with (self.path / layout.BAD_RECORDS).open("ab") as file:
-                        file.write((folder / BAD_RECORDS).read_bytes())
+            for receipt, folder, shard in zip(receipts, folders, shards, strict=True):
+                report.add_shard(shard.path, receipt)
+                for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
+                    with (self.path / name).open("ab") as file:
+                        file.write((folder / name).read_bytes())
             spool = Spool(
                 (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
             )
@@ -230,7 +227,8 @@ class _Preparation:
             splits, num_duplicates = divide(spool, shares, rest=layout.TRAIN, drop_duplicates=data.drop_duplicates)
             report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
-            stage.summary = f"{tokens:,} tokens of {sum(map(len, splits.values())):,} conversations"
+            conversations = sum(split.num_conversations for split in splits.values())
+            stage.summary = f"{tokens:,} tokens of {conversations:,} conversations"
             reused = sum(receipt.was_there for receipt in receipts)
             if reused:
                 stage.summary += f"; {reused:,} of {len(shards):,} shards were already done"
@@ -259,6 +257,7 @@ class _Preparation:
             seed=config.seed,
             settings_hash=self.report.settings_hash,
             counts=self.report.provenance_counts(),
+            mask=self.report.mask,
         )
         with self.stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
             if config.packed_storage == "virtual":
@@ -275,9 +274,9 @@ class _Preparation:
                 split.fingerprint = reader.fingerprint
             manifest = load_manifest(path)
             stored = (manifest.num_sequences, manifest.num_tokens) if manifest else (0, 0)
-            if stored != (split.conversations, split.tokens):
+            if stored != (split.sequences, split.tokens):
                 raise PrepError(
-                    f"expected {split.conversations:,} conversations of {split.tokens:,} tokens in the dataset, "
+                    f"expected {split.sequences:,} sequences of {split.tokens:,} tokens in the dataset, "
                     f"found {stored[0]:,} of {stored[1]:,}",
                     where=str(path),
                     fix="remove the folder and prepare again",

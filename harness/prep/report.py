@@ -8,32 +8,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from harness.errors import PrepError
+from harness.prep.counts import COUNTS, Counts
 from harness.prep.packing import PackPlan
 from harness.records import Int32Array
 
+if TYPE_CHECKING:
+    from harness.prep.shards import Receipt
+
 _BAR = 50
+# Kinds of conversations that are kept and worth a look.
+_KINDS = {
+    "truncated": "conversations were cut",
+    "split": "conversations are longer than a pack and were divided",
+    "partial": "conversations lost some of their sequences, which are too long",
+    "lost_tokens": "trained tokens were cut off or left out with them",
+    "user_last": "conversations end with a user turn, which nothing answers",
+}
 
 
 @dataclass
 class SplitReport:
-    """Counts of one dataset: conversations (one sequence each), tokens, trained tokens, and packs.
+    """Counts of one dataset: conversations, the sequences made from them, tokens, trained tokens, and packs.
 
     Attributes:
         fill: share of the packs' room that holds tokens.
-        length_counts: histogram of conversations by tokens; keys are upper bounds.
+        length_counts: histogram of sequences by tokens; keys are upper bounds.
         fill_counts: histogram of packs by fill in percent; keys are upper bounds.
     """
 
     conversations: int = 0
+    sequences: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     packs: int = 0
@@ -42,8 +56,14 @@ class SplitReport:
     length_counts: dict[str, int] = field(default_factory=dict)
     fill_counts: dict[str, int] = field(default_factory=dict)
 
+    def describe_sequences(self) -> str:
+        """Return their number, and how many a conversation has if that is more than one."""
+        if self.sequences == self.conversations:
+            return f"{self.sequences:,}"
+        return f"{self.sequences:,} ({self.sequences / self.conversations:.2f} each)"
+
     def describe_packs(self, lengths: Int32Array, plan: PackPlan, *, pack_size: int) -> None:
-        """Fill in the counts of packs, given the lengths of conversations (int32 [conversations])."""
+        """Fill in the counts of packs, given the lengths of sequences (int32 [sequences])."""
         tokens = np.add.reduceat(lengths[plan.sequence_ids], plan.pack_offsets[:-1], dtype=np.int64)
         self.packs = plan.num_packs
         self.fill = self.tokens / (plan.num_packs * pack_size)
@@ -53,7 +73,19 @@ class SplitReport:
 
 
 @dataclass
-class PrepareReport:
+class SourceReport:
+    """Counts of one source file: its records, and what is made from them before duplicates are left out."""
+
+    records: int = 0
+    bad: int = 0
+    conversations: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass
+class PrepareReport(Counts):
     """Counts of one preparation.
 
     Attributes:
@@ -61,24 +93,24 @@ class PrepareReport:
         settings_hash: of `settings`.
         settings: everything that the result depends on.
         files: number of source files.
-        records: number of records read; each one is in a split, bad or dropped.
-        bad: bad records by reason.
-        dropped: conversations left out for their length or as duplicates, by reason.
-        truncated: conversations that were cut and kept.
+        sources: counts of each source file, by path.
+        schema: of the records.
+        unused: fields of the records that are not read.
+        mask: how the mask was made, as the datasets' manifests have it.
         vocab_size: of the tokenizer.
         splits: by name.
         seconds: by stage.
         reused: the report is that of an earlier run; nothing was done.
     """
 
-    path: str
-    settings_hash: str
-    settings: dict[str, Any]
+    path: str = ""
+    settings_hash: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
     files: int = 0
-    records: int = 0
-    bad: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    truncated: int = 0
+    sources: dict[str, SourceReport] = field(default_factory=dict)
+    schema: str = ""
+    unused: list[str] = field(default_factory=list)
+    mask: dict[str, str] = field(default_factory=dict)
     vocab_size: int = 0
     splits: dict[str, SplitReport] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -86,10 +118,12 @@ class PrepareReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        # asdict() cannot rebuild a Counter.
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "reused"}
-        splits = {name: asdict(split) for name, split in self.splits.items()}
-        return values | {"bad": dict(self.bad), "dropped": dict(self.dropped), "splits": splits}
+        names = [entry.name for entry in fields(self) if entry.name not in (*COUNTS, "reused")]
+        values = {name: getattr(self, name) for name in names}
+        parts = {
+            name: {key: asdict(part) for key, part in getattr(self, name).items()} for name in ("sources", "splits")
+        }
+        return values | self.counts_to_dict() | parts
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: Path) -> PrepareReport:
@@ -98,11 +132,21 @@ class PrepareReport:
             kept = {entry.name: values[entry.name] for entry in fields(cls) if entry.name != "reused"}
             kept |= {name: Counter(values[name]) for name in ("bad", "dropped")}
             kept["splits"] = {name: SplitReport(**split) for name, split in values["splits"].items()}
+            kept["sources"] = {name: SourceReport(**source) for name, source in values["sources"].items()}
             return cls(**kept | {"path": str(path)}, reused=True)
         except (KeyError, TypeError, AttributeError) as error:
             what = f"the report of the earlier run is damaged: {error!r}"
             fix = "remove the file and run again with data.overwrite=true, or name another folder in data.path"
             raise PrepError(what, where=str(path / "report.json"), fix=fix) from error
+
+    def add_shard(self, path: str, receipt: Receipt) -> None:
+        """Add the counts of a shard of the file at `path`."""
+        self.add(receipt.counts)
+        source = self.sources.setdefault(path, SourceReport())
+        source.records += receipt.counts["records"]
+        source.bad += sum(receipt.counts["bad"].values())
+        for name in ("conversations", "sequences", "tokens", "trained_tokens"):
+            setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
     def check_sums(self) -> None:
         """Raise PrepError unless every record that was read is accounted for."""
@@ -115,6 +159,7 @@ class PrepareReport:
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}
+        counts |= {name: getattr(self, name) for name in ("split", "partial", "lost_tokens", "user_last")}
         counts |= {f"bad_{reason}": number for reason, number in sorted(self.bad.items())}
         return counts | {f"dropped_{reason}": number for reason, number in sorted(self.dropped.items())}
 
@@ -127,6 +172,7 @@ class PrepareReport:
         splits = self.splits.values()
         return {
             "conversations": [f"{split.conversations:,}" for split in splits],
+            "sequences": [split.describe_sequences() for split in splits],
             "tokens": [f"{split.tokens:,}" for split in splits],
             "trained tokens": [
                 f"{split.trained_tokens:,} ({split.trained_tokens / split.tokens:.1%})" if split.tokens else "0"
@@ -136,28 +182,45 @@ class PrepareReport:
             "fill": [f"{split.fill:.2%}" for split in splits],
         }
 
+    def findings(self) -> list[tuple[str, str, int, list[str]]]:
+        """Return what became of the records: a kind, its explanation, its count and its first places."""
+        found = [(f"bad {reason}", "bad records", number) for reason, number in sorted(self.bad.items())]
+        found += [(f"dropped {reason}", "left out", number) for reason, number in sorted(self.dropped.items())]
+        found += [(kind, text, getattr(self, kind)) for kind, text in _KINDS.items() if getattr(self, kind)]
+        return [(kind, text, number, self.examples.get(kind, [])) for kind, text, number in found]
 
-def render_report(report: PrepareReport) -> Table:
-    """Return a table with one column per split."""
+    def facts(self) -> dict[str, str]:
+        """Return what the preparation found out: schema, mask and unused fields, as text by name."""
+        mask = self.mask
+        facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
+        facts |= {name: mask.get(name, "") for name in ("history", "train_on")}
+        facts["unused fields"] = ", ".join(self.unused)
+        return {name: text for name, text in facts.items() if text}
+
+
+def render_report(report: PrepareReport) -> RenderableType:
+    """Return a table with one column per split, and what became of the records."""
     table = Table(title=f"{report.path}", title_justify="left")
     table.add_column("")
     for name in report.splits:
         table.add_column(name, justify="right")
     for title, values in report.split_rows().items():
         table.add_row(title, *values)
-    table.add_section()
-    table.add_row("records read", f"{report.records:,}")
-    for kind, counts in (("bad", report.bad), ("dropped", report.dropped)):
-        for reason, number in sorted(counts.items()):
-            table.add_row(f"{kind}: {reason}", f"{number:,}")
-    table.add_row("truncated", f"{report.truncated:,}")
-    table.add_row("vocabulary size", f"{report.vocab_size:,}")
-    table.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
-    return table
+    below = Table.grid(padding=(0, 2))
+    below.add_row("records read", f"{report.records:,}")
+    for kind, _, number, places in report.findings():
+        name, _, reason = kind.partition(" ")
+        title = f"{name}: {reason}" if reason else name.replace("_", " ")
+        below.add_row(title, f"{number:,}" + (f", first {places[0]}" if places else ""))
+    for name, text in report.facts().items():
+        below.add_row(name, Text(text))
+    below.add_row("vocabulary size", f"{report.vocab_size:,}")
+    below.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
+    return Group(table, below)
 
 
 def to_markdown(report: PrepareReport) -> str:
-    """Return a page: counts of records, and histograms of conversation lengths and pack fill."""
+    """Return a page: counts of records, and histograms of sequence lengths and pack fill."""
     lines = [f"# {Path(report.path).name}", ""]
     lines += ["| | " + " | ".join(report.splits) + " |", "|---|" + "---:|" * len(report.splits)]
     fingerprints = {"fingerprint": [f"`{split.fingerprint[:16]}`" for split in report.splits.values()]}
@@ -167,16 +230,25 @@ def to_markdown(report: PrepareReport) -> str:
         "",
         f"{report.records:,} records were read from {report.files:,} files"
         + (f"; left out: {left_out}" if left_out else "")
-        + (f"; {report.truncated:,} were cut" if report.truncated else "")
         + f". The tokenizer has {report.vocab_size:,} tokens.",
+        "",
     ]
+    lines += [f"- {name}: {_plain(text)}" for name, text in report.facts().items()]
+    for kind, text, number, places in report.findings():
+        first = f"; first {_plain('; '.join(places))}" if places else ""
+        lines.append(f"- {kind.replace('_', ' ')}: {number:,} {text}{first}")
     for name, split in report.splits.items():
-        lines += ["", f"## {name}", "", "```", "conversations by tokens, at most", *_bars(split.length_counts)]
+        lines += ["", f"## {name}", "", "```", "sequences by tokens, at most", *_bars(split.length_counts)]
         lines += ["", "packs by fill, at most", *_bars({f"{key}%": count for key, count in split.fill_counts.items()})]
         lines += ["```"]
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
     return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Return text of a user's data that Markdown shows as it is, in one line."""
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"
 
 
 def _bars(counts: dict[str, int]) -> list[str]:

@@ -15,31 +15,40 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.errors import HarnessError, PrepError
-from harness.prep.chat import BadReason, BadRecord
-from harness.prep.folder import settings_hash
-from harness.prep.sources import Shard, read_shard
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, fit_to_pack
+from harness.prep.adapter import Encoded, encode_each
+from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.prep.counts import Counts
+from harness.prep.fitting import fit_conversation
+from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
+from harness.prep.samples import make_sample
+from harness.prep.sources import Chunk, Shard, read_shard
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
-VERSION = 1
+VERSION = 2
 RECEIPT = "receipt.json"
-SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS = "sequences.bin", "input_ids.bin", "loss_mask.bin", "bad_records.jsonl"
-# A sequence: offset of its tokens in the shard's files, hash of its conversation, its tokens, and how many are trained.
-SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("length", "<i4"), ("trained", "<i4")])
+SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
+SAMPLES = "samples.jsonl"
+_FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
+# A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences
+# of the conversation, its tokens, and how many are trained.
+SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("part", "<i4"), ("length", "<i4"), ("trained", "<i4")])
 _SHOWN_BAD = 10
+# Conversations whose text a shard keeps for the report's page.
+_MAX_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +57,15 @@ class ShardJob:
 
     Attributes:
         folder: of the shards.
-        tokenizer: the tokenizer's folder, which includes the chat template.
+        tokenizer: of the sequences; `name` is a folder that includes the chat template.
         content: hashes of that folder's content; part of the identity of a loaded tokenizer.
-        mask, control_tokens: as in TokenizerConfig.
         pack_size, over_long: as in PackingConfig.
         on_bad: as in SourceConfig.
     """
 
     folder: str
-    tokenizer: str
+    tokenizer: TokenizerConfig
     content: str
-    mask: str
-    control_tokens: str
     pack_size: int
     over_long: str
     on_bad: str
@@ -68,11 +74,15 @@ class ShardJob:
     def settings(self) -> str:
         """Hash of everything that the sequences depend on beside the shard itself."""
         values = asdict(self)
-        del values["folder"], values["tokenizer"]
+        del values["folder"], values["tokenizer"]["name"]
         return settings_hash({**values, "version": VERSION})
 
     def shard_folder(self, number: int) -> Path:
         return Path(self.folder) / f"{number:05d}"
+
+    def load_tokenizer(self) -> ChatTokenizer:
+        """Return the tokenizer, loaded once a process."""
+        return _load_tokenizer(json.dumps(asdict(self.tokenizer)), self.content)
 
 
 @dataclass
@@ -84,11 +94,8 @@ class Receipt:
         settings: of the job.
         input: `num_bytes` and `version` of the file (its `Stamp`), and `xxh3` of the shard's bytes in one on a disk.
         output: `num_bytes` and `xxh3` of each written file, by name.
-        records: number of records read.
-        sequences, tokens, trained_tokens: stored.
-        bad: bad records by reason.
-        dropped: conversations left out for their length, by reason.
-        truncated: conversations that were cut.
+        counts: records, conversations, and what happened to them.
+        conversations, sequences, tokens, trained_tokens: stored.
         was_there: an earlier run made it.
     """
 
@@ -96,13 +103,11 @@ class Receipt:
     settings: str
     input: dict[str, Any] = field(default_factory=dict)
     output: dict[str, dict[str, Any]] = field(default_factory=dict)
-    records: int = 0
+    counts: dict[str, Any] = field(default_factory=dict)
+    conversations: int = 0
     sequences: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    truncated: int = 0
     was_there: bool = False
 
 
@@ -155,13 +160,13 @@ def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(folder: str, content: str, mask: str, control_tokens: str) -> ChatTokenizer:
+def _load_tokenizer(config: str, content: str) -> ChatTokenizer:
     """Load a tokenizer once a process; `content` reloads a folder that was written again."""
-    return ChatTokenizer(TokenizerConfig(name=folder, mask=mask, control_tokens=control_tokens))
+    return ChatTokenizer(TokenizerConfig(**json.loads(config)))
 
 
 def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
-    tokenizer = _load_tokenizer(job.tokenizer, job.content, job.mask, job.control_tokens)
+    tokenizer = job.load_tokenizer()
     final, source = job.shard_folder(number), parse_place(shard.path)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
@@ -173,7 +178,7 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
             fix = "prepare it once nothing writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.input = {**asdict(before), "xxh3": digest}
-        receipt.output = {name: _describe(folder / name) for name in (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS)}
+        receipt.output = {name: _describe(folder / name) for name in _FILES}
         with (folder / RECEIPT).open("wb") as file:
             file.write(json.dumps(asdict(receipt)).encode())
             file.flush()
@@ -198,47 +203,118 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
 
 def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> Receipt:
     """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
-    receipt = Receipt(shard=asdict(shard), settings=job.settings)
-    bad: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    with (
-        (folder / SEQUENCES).open("wb") as sequences,
-        (folder / INPUT_IDS).open("wb") as ids,
-        (folder / LOSS_MASK).open("wb") as mask,
-        (folder / BAD_RECORDS).open("w", encoding="utf-8") as bad_records,
-    ):
+    with ExitStack() as files:
+        writer = _ShardWriter(job, {name: files.enter_context((folder / name).open("wb")) for name in _FILES})
         for chunk in read_shard(shard):
-            records = list(chunk.parse())
-            conversations = [record for record in records if not isinstance(record, BadRecord)]
-            refused = [record for record in records if isinstance(record, BadRecord)]
-            rows = []
-            for conversation, encoded in zip(conversations, tokenizer.encode(conversations), strict=True):
-                if isinstance(encoded, BadRecord):
-                    refused.append(encoded)
-                    continue
-                sequence, outcome = fit_to_pack(encoded, pack_size=job.pack_size, over_long=job.over_long)
-                if sequence is None:
-                    dropped[outcome] += 1
-                    continue
-                trained = int(np.count_nonzero(sequence.loss_mask))
-                rows.append((receipt.tokens, conversation.hash(), len(sequence), trained))
-                ids.write(sequence.input_ids.astype("<i4", copy=False).tobytes())
-                mask.write(sequence.loss_mask.tobytes())
-                receipt.truncated += outcome == "truncated"
-                receipt.tokens += len(sequence)
-                receipt.trained_tokens += trained
-            if job.on_bad == "refuse":
-                refuse(refused)
-            sequences.write(np.array(rows, SEQUENCE).tobytes())
-            bad_records.writelines(json.dumps(asdict(record)) + "\n" for record in refused)
-            bad.update(record.reason.value for record in refused)
-            receipt.records += len(records)
-            receipt.sequences += len(rows)
-        for file in (sequences, ids, mask, bad_records):
+            writer.add(chunk, tokenizer)
+        for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
-    receipt.bad, receipt.dropped = dict(bad), dict(dropped)
-    return receipt
+    totals = {name: getattr(writer, name) for name in ("conversations", "sequences", "tokens", "trained_tokens")}
+    return Receipt(asdict(shard), job.settings, counts=writer.counts.counts_to_dict(), **totals)
+
+
+@dataclass
+class _ShardWriter:
+    """Writes the records of a shard to its open files, by name, and counts them."""
+
+    job: ShardJob
+    files: Mapping[str, BinaryIO]
+    counts: Counts = field(default_factory=Counts)
+    conversations: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    samples: int = 0
+    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def add(self, chunk: Chunk, tokenizer: ChatTokenizer) -> None:
+        """Tokenize and write the records of a chunk.
+
+        Raises:
+            PrepError: some are bad, and these are refused.
+        """
+        parsed = list(chunk.parse())
+        conversations = [item for item in parsed if isinstance(item, Conversation)]
+        results = iter(encode_each(tokenizer, conversations))
+        refused = []
+        for raw, item in zip(_filled(chunk), parsed, strict=True):
+            result = next(results) if isinstance(item, Conversation) else item
+            if isinstance(result, BadRecord):
+                refused.append((raw, result))
+            elif isinstance(item, Conversation):
+                self._store(item, result, tokenizer)
+        self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
+        self.rows.clear()
+        self.counts.records += len(parsed)
+        if self.job.on_bad == "refuse":
+            refuse([record for _, record in refused])
+        for raw, record in refused:
+            self.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
+            whole = json.dumps({**asdict(record), "record": _decoded(raw)}, default=_describe_value)
+            self.files[BAD_RECORDS].write(whole.encode() + b"\n")
+            self.files[TO_REPAIR].write(_as_line(raw))
+
+    def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
+        job, counts, where = self.job, self.counts, conversation.where
+        fitted = fit_conversation(conversation, sequences, pack_size=job.pack_size, over_long=job.over_long)
+        pieces = [piece for one in fitted for piece in one.pieces]
+        if not pieces:
+            reason = fitted[0].outcome
+            num_tokens = max(len(one.view) for one in sequences)
+            counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=reason)
+            return
+        outcomes = {one.outcome for one in fitted}
+        if outcomes != {"kept"}:
+            counts.lost_tokens += sum(one.num_lost for one in fitted)
+        for kind, found in (
+            ("partial", not all(one.pieces for one in fitted)),
+            ("truncated", "cut" in outcomes or any(one.outcome == "split" and one.num_lost for one in fitted)),
+            ("split", "split" in outcomes),
+            ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
+        ):
+            if found:
+                counts.count(kind, where)
+        digest = conversation.hash()
+        for part, piece in enumerate(pieces):
+            trained = int(np.count_nonzero(piece.loss_mask))
+            self.rows.append((self.tokens, digest, part, len(piece), trained))
+            self.files[INPUT_IDS].write(piece.input_ids.astype("<i4", copy=False).tobytes())
+            self.files[LOSS_MASK].write(piece.loss_mask.tobytes())
+            self.tokens += len(piece)
+            self.trained_tokens += trained
+        self.conversations += 1
+        self.sequences += len(pieces)
+        if self.samples < _MAX_SAMPLES:
+            self.samples += 1
+            line = json.dumps(asdict(make_sample(conversation, pieces, tokenizer)))
+            self.files[SAMPLES].write(line.encode() + b"\n")
+
+
+def _filled(chunk: Chunk) -> Iterator[object]:
+    """Yield the records of a chunk as `parse` does, without blank lines."""
+    return (record for record in chunk.records if not isinstance(record, bytes) or record.strip())
+
+
+def _decoded(raw: object) -> object:
+    """Return a record as its file has it: decoded JSON, else its text."""
+    if not isinstance(raw, bytes):
+        return raw
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return raw.decode(errors="backslashreplace").rstrip("\r\n")
+
+
+def _as_line(raw: object) -> bytes:
+    """Return a record as a line of JSONL, the bytes of one that has been a line before."""
+    line = raw if isinstance(raw, bytes) else json.dumps(raw, default=_describe_value).encode()
+    return line.rstrip(b"\r\n") + b"\n"
+
+
+def _describe_value(value: object) -> str:
+    """Return text for a value of a Parquet row that JSON cannot hold."""
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _digest(source: Place, shard: Shard) -> str:
@@ -270,16 +346,25 @@ class Spool:
             self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
         self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
 
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
     def hashes(self) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the conversations, uint64 [sequences]."""
-        return np.concatenate([np.zeros(0, np.uint64), *(sequences["hash"] for sequences in self._sequences)])
+        """Return the hashes of the conversations, uint64 [conversations], in the order of their first sequences."""
+        firsts = (sequences["hash"][sequences["part"] == 0] for sequences in self._sequences)
+        return np.concatenate([np.zeros(0, np.uint64), *firsts])
+
+    def conversations(self) -> Int64Array:
+        """Return the number of each sequence's conversation, int64 [sequences]; those of one follow each other."""
+        firsts = (sequences["part"] == 0 for sequences in self._sequences)
+        return np.cumsum(np.concatenate([np.zeros(0, np.bool_), *firsts])) - 1
 
     def pack(self, sequence_ids: Int64Array) -> Pack:
         """Join sequences end to end in the given order."""
         shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
         ids, masks, lengths = [], [], []
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
-            offset, _, length, _ = self._sequences[at][number].item()
+            offset, _, _, length, _ = self._sequences[at][number].item()
             ids.append(self._input_ids[at][offset : offset + length])
             masks.append(self._loss_mask[at][offset : offset + length])
             lengths.append(length)
@@ -287,7 +372,7 @@ class Spool:
         return Pack(input_ids=np.concatenate(ids), loss_mask=np.concatenate(masks), seq_start_id=starts)
 
     def column(self, name: str, ids: Int64Array) -> Int32Array:
-        """Return `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
+        """Return `part`, `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
         values = np.empty(len(ids), np.int32)
         for at, sequences in enumerate(self._sequences):
             low, high = np.searchsorted(ids, self._first[at : at + 2])
@@ -311,6 +396,10 @@ class Split:
         return self.spool.column("length", self.ids)
 
     @property
+    def num_conversations(self) -> int:
+        return int(np.count_nonzero(self.spool.column("part", self.ids) == 0))
+
+    @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
@@ -326,7 +415,7 @@ class Split:
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
 ) -> tuple[dict[str, Split], int]:
-    """Divide sequences among splits by the hashes of their conversations.
+    """Divide sequences among splits by the hashes of their conversations, those of one conversation together.
 
     A conversation stays in its split when others are added or removed.
 
@@ -336,7 +425,7 @@ def divide(
         drop_duplicates: leave out all but the first of several conversations with the same hash.
 
     Returns:
-        the splits, and the number of sequences left out.
+        the splits, and the number of conversations left out.
     """
     hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.
@@ -347,6 +436,9 @@ def divide(
         is_first[np.unique(hashes, return_index=True)[1]] = True
         places[~is_first] = -1
         num_duplicates = len(hashes) - int(is_first.sum())
+    if len(spool) > len(hashes):
+        # All sequences of a conversation go where it goes.
+        places = places[spool.conversations()]
     splits = {rest: Split(spool, np.flatnonzero(places == len(shares)))}
     for place, (name, share) in enumerate(shares.items()):
         if share:

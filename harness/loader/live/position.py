@@ -9,8 +9,8 @@ from typing import Any
 
 from harness.errors import LoaderError
 
-# Chunk, and row in it.
-Place = tuple[int, int]
+# Chunk, row in it, and sequence of the row.
+Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class LivePosition:
         done_below: every row of the chunks before this one is read.
         finished: later chunks of which every row is read.
         taken: rows read of chunks that are not finished.
-        open_packs: conversations that are read but wait in packs for more, pack by pack.
+        begun: sequences read of the next row of such a chunk, where a row has several.
+        open_packs: sequences that are read but wait in packs for more, pack by pack.
         rows: rows read so far, including those that were left out.
         steps: global batches so far.
     """
@@ -29,6 +30,7 @@ class LivePosition:
     done_below: int = 0
     finished: frozenset[int] = frozenset()
     taken: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
     open_packs: tuple[tuple[Place, ...], ...] = ()
     rows: int = 0
     steps: int = 0
@@ -43,7 +45,7 @@ class LivePosition:
 
     def trained_chunks(self, chunks: Iterable[int]) -> list[int]:
         """Return those of `chunks` of which every row is trained, so that none waits in an open pack."""
-        waiting = {chunk for pack in self.open_packs for chunk, _ in pack}
+        waiting = {chunk for pack in self.open_packs for chunk, *_ in pack}
         return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
     def after(self, parts: Sequence[LivePosition]) -> LivePosition:
@@ -58,13 +60,15 @@ class LivePosition:
             done_below=done_below,
             finished=frozenset(chunk for chunk in finished if chunk > done_below),
             taken={chunk: rows for part in parts for chunk, rows in part.taken.items()},
+            begun={chunk: sequences for part in parts for chunk, sequences in part.begun.items()},
             open_packs=tuple(pack for part in parts for pack in part.open_packs),
             rows=self.rows + sum(part.rows for part in parts),
             steps=self.steps + 1,
         )
 
     def to_json(self) -> str:
-        return json.dumps({**vars(self), "finished": sorted(self.finished), "taken": sorted(self.taken.items())})
+        counts = {name: sorted(getattr(self, name).items()) for name in ("taken", "begun")}
+        return json.dumps({**vars(self), "finished": sorted(self.finished), **counts})
 
     @classmethod
     def from_json(cls, text: str) -> LivePosition:
@@ -75,7 +79,9 @@ class LivePosition:
                 done_below=int(values["done_below"]),
                 finished=frozenset(map(int, values["finished"])),
                 taken={int(chunk): int(rows) for chunk, rows in values["taken"]},
-                open_packs=tuple(tuple((int(c), int(row)) for c, row in pack) for pack in values["open_packs"]),
+                # Positions of earlier versions have one sequence a row.
+                begun={int(chunk): int(sequences) for chunk, sequences in values.get("begun", ())},
+                open_packs=tuple(tuple(map(_place, pack)) for pack in values["open_packs"]),
                 rows=int(values["rows"]),
                 steps=int(values["steps"]),
             )
@@ -84,3 +90,8 @@ class LivePosition:
                 f"the position in live chunks cannot be read: {text[:200]}",
                 fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
             ) from error
+
+
+def _place(values: Sequence[Any]) -> Place:
+    chunk, row, sequence = map(int, (*values, 0) if len(values) == 2 else values)
+    return chunk, row, sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,11 +15,14 @@ import xxhash
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
-from harness.prep import ChatTokenizer, Member, StreamPacker, fit_to_pack, list_files, pack_of, read_chunks
+from harness.prep import ChatTokenizer, Member, StreamPacker, fit_conversation, list_files, pack_of, read_chunks
+from harness.prep.adapter import Encoded, encode_each
 from harness.prep.chat import BadRecord, Conversation, RecordReader, parse_line, record_of_row
-from harness.records import Pack, SequenceView
+from harness.records import Pack
 
 STDIN = "-"
+# Item of the input, and sequence of the item.
+_Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _numbered(
     else:
         fix = "pass the input of the newest chunks again, from its beginning, because it was interrupted; "
         fix += "--append --leave-rest abandons the rest of it for another input"
-    again = {number for pack in done.get("open", ()) for number in pack}
+    again = {_key(values)[0] for pack in done.get("open", ()) for values in pack}
     digest = xxhash.xxh3_64()
     number = -1
     for number, item in enumerate(items):
@@ -202,40 +205,47 @@ def _add_packed(
     left_out: Counter[str],
 ) -> None:
     """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
-    packer: StreamPacker[int] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
-    were_open = [list(pack) for pack in after.get("open", ())]
-    awaited = {number for pack in were_open for number in pack}
-    waited: dict[int, Member[int]] = {}
-    for number, position, encoded in _tokenized(rest, packing):
-        is_again = number in awaited
-        if not is_again:
-            after = position
-        member = None
-        if not isinstance(encoded, BadRecord):
-            sequence, reason = fit_to_pack(encoded, pack_size=packing.pack_size, over_long=packing.over_long)
-            if sequence is not None:
-                member = Member(number, sequence, len(sequence))
-            else:
-                left_out[reason] += 1
-        else:
+    packer: StreamPacker[_Key] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
+    were_open = [list(map(_key, pack)) for pack in after.get("open", ())]
+    awaited = {number for pack in were_open for number, _ in pack}
+    waited: dict[_Key, Member[_Key]] = {}
+    for number, position, conversation, encoded in _tokenized(rest, packing):
+        members: list[Member[_Key]] = []
+        if isinstance(encoded, BadRecord):
             usable(encoded)
-        if is_again:
+        elif isinstance(conversation, Conversation):
+            fitted = fit_conversation(conversation, encoded, pack_size=packing.pack_size, over_long=packing.over_long)
+            pieces = [piece for one in fitted for piece in one.pieces]
+            members = [Member((number, part), piece, len(piece)) for part, piece in enumerate(pieces)]
+            if not members:
+                left_out[fitted[0].outcome] += 1
+        if number in awaited:
             awaited.remove(number)
-            waited |= {number: member} if member is not None else {}
+            waited |= {member.key: member for member in members}
             if not awaited:
-                packer.restore([[waited[place] for place in pack if place in waited] for pack in were_open])
-        elif member is not None and (full := packer.add(member)) is not None:
-            producer.add(pack_of(full), {**after, "open": packer.open_keys})
-    while (full := packer.flush()) is not None:
-        producer.add(pack_of(full), {**after, "open": packer.open_keys})
+                packer.restore([[waited[key] for key in pack if key in waited] for pack in were_open])
+            continue
+        after = position
+        full = [pack for member in members if (pack := packer.add(member)) is not None]
+        for done, pack in enumerate(full, start=1):
+            # Packs of the same item that are not written yet wait too: the item is read again only for what waits.
+            unwritten = [[member.key for member in other] for other in full[done:]]
+            producer.add(pack_of(pack), {**after, "open": unwritten + packer.open_keys})
+    while (rest_of := packer.flush()) is not None:
+        producer.add(pack_of(rest_of), {**after, "open": packer.open_keys})
+
+
+def _key(values: int | Sequence[int]) -> _Key:
+    """Return a key as JSON has it; those of earlier versions are the item alone, with one sequence."""
+    return (values, 0) if isinstance(values, int) else (values[0], values[1])
 
 
 def _tokenized(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
-) -> Iterator[tuple[int, dict[str, Any], SequenceView | BadRecord]]:
-    """Yield the number of each conversation, the position after it, and its tokens."""
+) -> Iterator[tuple[int, dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
+    """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [parse_line(item.line, item.where) for item, _ in block]
-        encoded = iter(packing.tokenizer.encode([item for item in parsed if isinstance(item, Conversation)]))
+        encoded = iter(encode_each(packing.tokenizer, [item for item in parsed if isinstance(item, Conversation)]))
         for item, (_, position) in zip(parsed, block, strict=True):
-            yield position["items"] - 1, position, next(encoded) if isinstance(item, Conversation) else item
+            yield position["items"] - 1, position, item, next(encoded) if isinstance(item, Conversation) else item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -16,8 +17,9 @@ from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
-from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_to_pack, pack_of
-from harness.records import Int64Array, Pack, SequenceView
+from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_conversation, pack_of
+from harness.prep.adapter import Encoded, encode_each
+from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import padded_lengths
 
@@ -126,13 +128,14 @@ class RankStream:
         self._done_below = start.done_below
         self._finished = {chunk for chunk in start.finished if self._is_mine(chunk)}
         self._taken = {chunk: rows for chunk, rows in start.taken.items() if self._is_mine(chunk)}
+        self._begun = {chunk: sequences for chunk, sequences in start.begun.items() if self._is_mine(chunk)}
         # A pack belongs to the reader of its first conversation's chunk: with as many ranks as before, the same one.
         self._to_restore = [pack for pack in start.open_packs if self._is_mine(pack[0][0])]
         self._packer: StreamPacker[Place] = StreamPacker(config.pack_size, max_open=config.open_packs)
         self._stream = stream
         self._chunk: LiveChunk | None = None
         self._index = 0
-        self._block: deque[Member[Place] | None] = deque()
+        self._block: deque[list[Member[Place]]] = deque()
         self._packs: list[LivePack] = []
         self._rows = 0
         self._waits_since: float | None = None
@@ -156,6 +159,7 @@ class RankStream:
             position=LivePosition(
                 finished=frozenset(self._finished),
                 taken=dict(self._taken),
+                begun=dict(self._begun),
                 open_packs=tuple(tuple(keys) for keys in self._packer.open_keys),
                 rows=self._rows,
             ),
@@ -197,7 +201,7 @@ class RankStream:
                 self._packs.append(_live_pack(members))
                 continue
             self._waits_since = None
-            self._read_row()
+            self._read_sequence()
         self._waits_since = None
         return None
 
@@ -230,27 +234,36 @@ class RankStream:
             )
         return True
 
-    def _read_row(self) -> None:
-        """Read the next row of the open chunk, or close the chunk at its end."""
+    def _read_sequence(self) -> None:
+        """Read the next sequence of the open chunk, which completes at most one pack, or close the chunk at its end."""
         chunk, index = self._chunk, self._index
         assert chunk is not None
         row = self._taken.get(index, 0)
         if row < chunk.num_rows:
             if chunk.kind == PACKS:
                 self._packs.append(self._stored_pack(chunk, index, row))
-            else:
-                if not self._block:
-                    rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
-                    self._block.extend(self._members(chunk, index, rows))
-                member = self._block.popleft()
-                if member is not None and (full := self._packer.add(member)) is not None:
-                    self._packs.append(_live_pack(full))
+            elif not self._read_member(chunk, index, row):
+                return
             row = self._taken[index] = row + 1
             self._rows += 1
         if row == chunk.num_rows:
             self.close()
             self._taken.pop(index, None)
             self._finished.add(index)
+
+    def _read_member(self, chunk: LiveChunk, index: int, row: int) -> bool:
+        """Pack the next sequence of a conversation, if it has one; return whether it was the last."""
+        if not self._block:
+            rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
+            self._block.extend(self._members(chunk, index, rows))
+        members, done = self._block[0], self._begun.pop(index, 0)
+        if done < len(members) and (full := self._packer.add(members[done])) is not None:
+            self._packs.append(_live_pack(full))
+        if done + 1 < len(members):
+            self._begun[index] = done + 1
+            return False
+        self._block.popleft()
+        return True
 
     def _stored_pack(self, chunk: LiveChunk, index: int, row: int) -> LivePack:
         pack = chunk.pack(row)
@@ -269,11 +282,11 @@ class RankStream:
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",
             )
-        first = _sequence_id(index, row)
+        first = _sequence_id(index, row, 0)
         return LivePack(pack, np.arange(first, first + pack.num_sequences, dtype=np.int64))
 
-    def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[Member[Place] | None]:
-        """Tokenize the conversations of these rows as members of packs; None for one that is left out."""
+    def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
+        """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
         if self._tokenizer is None:
             raise ConfigError(
                 "the chunk holds conversations, and no tokenizer is named",
@@ -282,37 +295,49 @@ class RankStream:
             )
         parsed = [chunk.conversation(row) for row in rows]
         conversations = [item for item in parsed if isinstance(item, Conversation)]
-        encoded = iter(self._tokenizer.encode(conversations) if conversations else [])
-        results = [next(encoded) if isinstance(item, Conversation) else item for item in parsed]
-        return [
-            None if result is None else self._member((index, row), result)
-            for row, result in zip(rows, results, strict=True)
-        ]
+        encoded = iter(encode_each(self._tokenizer, conversations) if conversations else [])
+        members: list[list[Member[Place]]] = []
+        for row, item in zip(rows, parsed, strict=True):
+            members.append([])
+            if isinstance(item, Conversation):
+                result = next(encoded)
+                if isinstance(result, BadRecord):
+                    self._leave_out(result)
+                else:
+                    members[-1] = self._members_of(index, row, item, result)
+            elif item is not None:
+                self._leave_out(item)
+        return members
 
-    def _member(self, place: Place, encoded: SequenceView | BadRecord) -> Member[Place] | None:
-        if isinstance(encoded, BadRecord):
-            if self._config.on_bad == "refuse":
-                raise FormatError(
-                    f"the conversation cannot be used ({encoded.reason}): {encoded.detail}",
-                    where=encoded.where,
-                    fix="fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out",
-                )
-            self._left_out[str(encoded.reason)] += 1
-            return None
-        sequence, reason = fit_to_pack(encoded, pack_size=self._config.pack_size, over_long=self._config.over_long)
-        if sequence is None:
-            self._left_out[reason] += 1
-            return None
+    def _leave_out(self, record: BadRecord) -> None:
+        """Count a bad record, or refuse it."""
+        if self._config.on_bad == "refuse":
+            raise FormatError(
+                f"the conversation cannot be used ({record.reason}): {record.detail}",
+                where=record.where,
+                fix="fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out",
+            )
+        self._left_out[str(record.reason)] += 1
+
+    def _members_of(
+        self, index: int, row: int, conversation: Conversation, encoded: Sequence[Encoded]
+    ) -> list[Member[Place]]:
         # A sequence takes as much of a pack as of a row, where it is padded.
-        size = max(len(sequence), int(padded_lengths(np.array([len(sequence)]), self._pad_to_multiple)[0]))
-        if size > self._config.pack_size:
-            self._left_out["over_long"] += 1
-            return None
-        return Member(place, sequence, size)
+        multiple = self._pad_to_multiple
+        room = self._config.pack_size // multiple * multiple
+        fitted = fit_conversation(conversation, encoded, pack_size=room, over_long=self._config.over_long)
+        pieces = [piece for one in fitted for piece in one.pieces]
+        if not pieces:
+            self._left_out[fitted[0].outcome] += 1
+        sizes = padded_lengths(np.array([len(piece) for piece in pieces], np.int64), multiple).tolist()
+        return [
+            Member((index, row, number), piece, max(len(piece), size))
+            for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True))
+        ]
 
     def _restore(self) -> None:
         """Read the conversations that waited in open packs again."""
-        members: dict[Place, Member[Place] | None] = {}
+        members: dict[Place, Member[Place]] = {}
         for index, places in groupby(sorted(chain(*self._to_restore)), key=itemgetter(0)):
             chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
             if chunk is None:
@@ -322,15 +347,16 @@ class RankStream:
                     fix="put it back; a producer deletes only chunks that are marked as completed",
                 )
             with closing(chunk):
-                for _, row in places:
+                for row in sorted({row for _, row, _ in places}):
                     if chunk.kind != CHAT or row >= chunk.num_rows:
                         raise LoaderError(
                             f"row {row:,} is not a conversation any more",
                             where=str(chunk.path),
                             fix="put the chunk back as it was read, or start a new run",
                         )
-                    members[index, row] = self._members(chunk, index, range(row, row + 1))[0]
-        self._packer.restore([[m for place in pack if (m := members[place]) is not None] for pack in self._to_restore])
+                    (found,) = self._members(chunk, index, range(row, row + 1))
+                    members |= {member.key: member for member in found}
+        self._packer.restore([[members[place] for place in pack if place in members] for pack in self._to_restore])
         self._to_restore = []
 
     def _waiting(self, end: int | None) -> Waiting:
@@ -356,8 +382,8 @@ class RankStream:
         return "" if self._folder.path.is_dir() else "the folder is missing"
 
 
-def _sequence_id(chunk: int, row: int) -> int:
-    return (chunk << _ROW_BITS | row) << _SEQUENCE_BITS
+def _sequence_id(chunk: int, row: int, sequence: int) -> int:
+    return (chunk << _ROW_BITS | row) << _SEQUENCE_BITS | sequence
 
 
 def _live_pack(members: list[Member[Place]]) -> LivePack:

@@ -142,7 +142,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["convert", "a", "b", "npy", "data.packs_per_shrd=1"], "did you mean data.packs_per_shard?"),
         (["convert", "a", "b", "npy", "data.packs_per_shard=few"], "'few' is not of type int"),
         (["repack", "a", "b"], "data.pack_size is not set"),
-        (["live", "produce", "a", "b", "data.over_long=wrap"], "choose one of: drop, truncate"),
+        (["live", "produce", "a", "b", "data.over_long=wrap"], "choose one of: drop, cut, split"),
         (["live", "produce", "a", "b", "chunks.kind=packs", "tokenizer.name=x"], "packs are tokenized already"),
         (["live", "produce", "a", "b", "pack_size=8"], "did you mean data.pack_size?"),
         (["plan", "sft_tiny", "mfu=2"], "mfu is 2"),

@@ -14,12 +14,10 @@ from harness.prep.tokenize import (
     CHAT_TEMPLATE,
     ChatTokenizer,
     TokenizerConfig,
-    fit_to_pack,
     mask_of_encoding,
     token_mask,
     train_bpe,
 )
-from harness.records import SequenceView
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -255,22 +253,6 @@ def test_a_token_that_shares_a_character_with_a_span_is_masked():
     assert token_mask([(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)], [(1, 2)]).tolist() == [0, 1, 1, 1, 0]
     # A trimmed space: "a b" as a, " b" with offsets of b alone.
     assert token_mask([(0, 1), (2, 3)], [(1, 3)]).tolist() == [0, 1]
-
-
-def sequence(*mask: int) -> SequenceView:
-    return SequenceView(np.arange(len(mask), dtype=np.int32), np.array(mask, np.uint8))
-
-
-def test_over_long_sequences_are_dropped_or_cut_and_the_last_token_is_untrained():
-    long = sequence(0, 1, 1, 1, 0)
-    assert fit_to_pack(long, pack_size=5, over_long="drop") == (long, "kept")
-    assert fit_to_pack(long, pack_size=4, over_long="drop") == (None, "over_long")
-    cut, outcome = fit_to_pack(long, pack_size=3, over_long="truncate")
-    assert outcome == "truncated"
-    assert cut.input_ids.tolist() == [0, 1, 2]
-    assert cut.loss_mask.tolist() == [0, 1, 0]
-    assert long.loss_mask.tolist() == [0, 1, 1, 1, 0]
-    assert fit_to_pack(sequence(0, 0, 1, 1, 0), pack_size=3, over_long="truncate") == (None, "truncated_untrained")
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 258}, {"mask": "user"}, {"control_tokens": "escape"}])

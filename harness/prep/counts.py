@@ -1,0 +1,75 @@
+"""Counts of a preparation: records, and what became of them, each kind with the places where it came first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# Examples of one kind that are kept.
+_MAX_EXAMPLES = 3
+
+
+@dataclass
+class Counts:
+    """Counts of records and conversations.
+
+    Attributes:
+        records: number of records read; each one is kept as a conversation, bad or dropped.
+        bad: bad records by reason.
+        dropped: conversations left out for their length or as duplicates, by reason.
+        partial: conversations of which some sequences are kept and others left out for their length.
+        truncated: conversations that were cut and kept.
+        split: conversations that were divided because they are longer than a pack.
+        lost_tokens: trained tokens of kept conversations that were cut off or left out.
+        user_last: kept conversations that end with a user turn, which is read and never answered.
+        examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
+    """
+
+    records: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    partial: int = 0
+    truncated: int = 0
+    split: int = 0
+    lost_tokens: int = 0
+    user_last: int = 0
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def count(self, kind: str, place: str, *, reason: str = "") -> None:
+        """Count one more of a kind, which is a field, and keep its place if it is among the first.
+
+        Args:
+            reason: of a kind that is counted by reason.
+        """
+        if reason:
+            getattr(self, kind)[reason] += 1
+        else:
+            setattr(self, kind, getattr(self, kind) + 1)
+        self._keep(f"{kind} {reason}".rstrip(), place)
+
+    def _keep(self, kind: str, place: str) -> None:
+        places = self.examples.setdefault(kind, [])
+        if len(places) < _MAX_EXAMPLES:
+            places.append(place)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the counts of a later part of the source, as `counts_to_dict` returns them."""
+        for name in COUNTS:
+            if name == "examples":
+                for kind, places in values[name].items():
+                    for place in places:
+                        self._keep(kind, place)
+            elif isinstance(values[name], int):
+                setattr(self, name, getattr(self, name) + values[name])
+            else:
+                getattr(self, name).update(values[name])
+
+    def counts_to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        values = {name: getattr(self, name) for name in COUNTS}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+
+
+COUNTS = tuple(entry.name for entry in fields(Counts))
