@@ -1,0 +1,305 @@
+"""Render a chat template in a sandbox, with limits on work and size that do not depend on the machine's speed.
+
+The template sees what transformers shows it: `messages`, `tools`, `add_generation_prompt`, the special tokens, and
+`tojson`, `raise_exception`, `strftime_now`, loop controls and `{% generation %}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from harness.prep.tokenize.offsets import Span
+
+# Passes of a loop, calls and items of a range in one rendering: some seconds. A hundred turns take a few hundred.
+MAX_STEPS = 5_000_000
+# Characters of a rendered conversation and of any text on the way.
+MAX_CHARACTERS = 64 << 20
+# Text methods and filters whose result can be far longer than their input.
+_GROWING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "format_map"}
+_TICK, _CONCATENATE = "count_a_pass", "bounded_concatenation"
+_DIGITS = re.compile(r"\d{6,}")
+
+
+class TemplateLimitError(jinja2.TemplateError):
+    """A template works or writes too much."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts loop passes and calls, and bounds the texts that operators make."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.steps = 0
+        self.marked: list[Span] | None = None
+        self.written = 0
+        self.now: datetime | None = None
+        self.filters.update(
+            tojson=_to_json,
+            # Filters, because calls go through the sandbox, which takes longer than the work itself.
+            **{_TICK: self._count_pass(), _CONCATENATE: self.concatenate},
+            join=self._limited_join(self.filters["join"]),
+            replace=self._limited_replace(self.filters["replace"]),
+            **{name: self._limited_width(self.filters[name]) for name in ("center", "indent", "format")},
+        )
+        self.globals.update(
+            raise_exception=_raise,
+            strftime_now=lambda form: (self.now or datetime.now()).strftime(form),
+            range=self._range,
+        )
+
+    def tick(self, steps: int = 1) -> str:
+        self.steps += steps
+        if self.steps > MAX_STEPS:
+            raise TemplateLimitError(f"it takes more than {MAX_STEPS:,} steps")
+        return ""
+
+    def _count_pass(self) -> Any:
+        # It takes the context so that jinja2 does not compute it once, when it compiles.
+        @jinja2.pass_context
+        def count(_context: Any, _value: Any) -> str:
+            return self.tick()
+
+        return count
+
+    def bounded(self, characters: int) -> None:
+        if characters > MAX_CHARACTERS:
+            raise TemplateLimitError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+
+    def concatenate(self, *values: Any) -> str:
+        texts = [str(value) for value in values]
+        self.bounded(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tick()
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str):
+            name = function.__name__
+            if name in _GROWING:
+                self._check_widths(owner, args, kwargs)
+            elif name == "replace" and len(args) >= 2:
+                self._check_replace(owner, *args[:2])
+            elif name == "join" and args:
+                args = (self._joinable(owner, args[0]),)
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+                self.bounded(len(left) + len(right))
+            return left + right
+        if operator == "*":
+            for times, value in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(value, (str, list, tuple)):
+                    self.bounded(times * len(value))
+        elif operator == "**":
+            self.bounded(abs(right) if isinstance(right, int) else 0)
+        elif isinstance(left, str):
+            self._check_widths(left, (right,), {})
+        return super().call_binop(context, operator, left, right)
+
+    def _range(self, *args: int) -> range:
+        numbers = range(*args)
+        self.tick(len(numbers))
+        return numbers
+
+    def _check_widths(self, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int):
+                self.bounded(abs(value))
+        if number := _DIGITS.search(text):
+            self.bounded(int(number.group()))
+
+    def _check_replace(self, text: str, old: Any, new: Any) -> None:
+        self.bounded(len(text) + (text.count(str(old)) if old else len(text)) * len(str(new)))
+
+    def _joinable(self, separator: str, values: Any) -> list[Any]:
+        items = list(values)
+        self.bounded(sum(len(item) if isinstance(item, str) else 8 for item in items) + len(separator) * len(items))
+        return items
+
+    def _limited_width(self, original: Any) -> Any:
+        if getattr(original, "jinja_pass_arg", None):
+            return original
+
+        def limited(value: Any, *args: Any, **kwargs: Any) -> Any:
+            self._check_widths(value if isinstance(value, str) else "", args, kwargs)
+            return original(value, *args, **kwargs)
+
+        return limited
+
+    def _limited_join(self, original: Any) -> Any:
+        @jinja2.pass_eval_context
+        def limited(context: Any, values: Any, d: Any = "", attribute: Any = None) -> Any:
+            items = values if attribute is not None else self._joinable(str(d), values)
+            return original(context, items, d, attribute)
+
+        return limited
+
+    def _limited_replace(self, original: Any) -> Any:
+        @jinja2.pass_eval_context
+        def limited(context: Any, text: Any, old: Any, new: Any, count: Any = None) -> Any:
+            self._check_replace(str(text), old, new)
+            return original(context, text, old, new, count)
+
+        return limited
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Parse, then make every loop count its passes and every `~` bound its text."""
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            tick = jinja2.nodes.Filter(jinja2.nodes.Const(None), _TICK, [], [], None, None)
+            loop.body.insert(0, jinja2.nodes.ExprStmt(tick).set_lineno(loop.lineno))
+        _replace_concatenations(template)
+        return template
+
+
+def _replace_concatenations(node: jinja2.nodes.Node) -> None:
+    for name, value in list(node.iter_fields()):
+        if isinstance(value, list):
+            setattr(node, name, [_bounded_concatenation(item) for item in value])
+        elif isinstance(value, jinja2.nodes.Node):
+            setattr(node, name, _bounded_concatenation(value))
+
+
+def _bounded_concatenation(node: Any) -> Any:
+    if not isinstance(node, jinja2.nodes.Node):
+        return node
+    _replace_concatenations(node)
+    if isinstance(node, jinja2.nodes.Concat):
+        first, *rest = node.nodes
+        return jinja2.nodes.Filter(first, _CONCATENATE, rest, [], None, None).set_lineno(node.lineno)
+    return node
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`, which marks text that the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        text = str(caller())
+        environment = self.environment
+        assert isinstance(environment, _Environment)
+        if environment.marked is not None:
+            environment.marked.append((environment.written, environment.written + len(text)))
+        return text
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class Template:
+    """A chat template.
+
+    Args:
+        text: Jinja.
+        variables: texts that the template may read by name, such as `bos_token`.
+        today: date that `strftime_now` gives; None is the date of each rendering.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not valid.
+    """
+
+    def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
+        self.text = text
+        self._variables = dict(variables)
+        self._environment = _Environment()
+        if today is not None:
+            self._environment.now = datetime(today.year, today.month, today.day)
+        tree = self._environment.parse(text)
+        self.reads = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
+        self._compiled = self._environment.from_string(text)
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits over the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    @property
+    def uses_date(self) -> bool:
+        return "strftime_now" in self.reads or "strftime_now" in self.text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+    ) -> str:
+        """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
+        return "".join(self._pieces(messages, tools, variables or {}, prompt))
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and the spans that the template marks.
+
+        Raises:
+            jinja2.TemplateError: it marks text that it moves afterwards, for example inside a macro.
+        """
+        environment, pieces = self._environment, []
+        environment.marked = []
+        try:
+            for piece in self._pieces(messages, tools, variables or {}, False):
+                pieces.append(piece)
+            spans = environment.marked
+        finally:
+            environment.marked = None
+        return "".join(pieces), spans
+
+    def _pieces(
+        self, messages: Sequence[Any], tools: Sequence[Any], variables: Mapping[str, Any], prompt: bool
+    ) -> Iterator[str]:
+        environment = self._environment
+        environment.steps = environment.written = 0
+        for piece in self._compiled.generate(
+            **{
+                **self._variables,
+                "messages": messages,
+                "tools": list(tools) or None,
+                "documents": None,
+                "add_generation_prompt": prompt,
+                **variables,
+            }
+        ):
+            environment.written += len(piece)
+            environment.bounded(environment.written)
+            yield piece
