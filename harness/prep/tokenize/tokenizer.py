@@ -1,23 +1,16 @@
-"""Conversations to sequences: chat template, token ids, and the mask of trained tokens.
-
-    tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
-    tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
-
-`train_bpe` trains a tokenizer on the conversations themselves. The libraries (transformers, tokenizers, jinja2) are
-imported when a tokenizer is loaded.
-"""
+"""A tokenizer with its chat template and masking rule."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,14 +19,29 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.masks import Masker, RefusedError, Rendered
 from harness.prep.tokenize.offsets import Span, mask_of_encoding
 from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import SequenceView
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# transformers caches one compiled template per text, which records spans in place and refuses a second thread.
-_RENDERING = threading.Lock()
-os.register_at_fork(before=_RENDERING.acquire, after_in_parent=_RENDERING.release, after_in_child=_RENDERING.release)
+if TYPE_CHECKING:
+    from harness.prep.tokenize.rendering import Template
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sequence of a conversation.
+
+    An over-long conversation is not cut here but made into conversations of fewer turns, each with its own encoding.
+
+    Attributes:
+        view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
+        text: as the chat template writes it.
+        spans: first and past-the-end character of each trained part of the text.
+    """
+
+    view: SequenceView
+    text: str
+    spans: list[Span]
 
 
 class ChatTokenizer:
@@ -44,15 +52,18 @@ class ChatTokenizer:
     space out of its offsets, and then trains everything up to the end of the conversation.
     """
 
-    def __init__(self, config: TokenizerConfig, folder: str = "") -> None:
+    def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
         """Load from `folder` if given, or from `config.name`.
 
+        Args:
+            today: date for templates that write one; None is the date of each rendering.
+
         Raises:
-            ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or lacks the
-                `{% generation %}` that the masking rule needs.
+            ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
+                fit the masking rule.
         """
         self.name = folder or config.name
-        self.mask_rule = "generation" if config.mask == "auto" else config.mask
+        self._config = config
         self._hf = _load(self.name)
         self._backend = self._hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
@@ -67,7 +78,6 @@ class ChatTokenizer:
         except ValueError as error:
             fix = "name a template with tokenizer.chat_template"
             raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
-        self._check_template(config.chat_template or self.name)
         special_tokens = {token.content for token in self._hf.added_tokens_decoder.values() if token.special}
         # Longest first, so that an error names the token that would be made.
         special = sorted(special_tokens | set(self._hf.all_special_tokens), key=lambda token: (-len(token), token))
@@ -75,6 +85,9 @@ class ChatTokenizer:
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
+        where = config.chat_template or self.name
+        self._template = _compile(self.chat_template, self._hf.special_tokens_map, today, where)
+        self._masker = Masker(self._template, config, special, where=where)
 
     def _check_tokens(self, template: str) -> None:
         """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
@@ -86,22 +99,32 @@ class ChatTokenizer:
             fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or leave it empty"
             raise ConfigError(what, where=self.name, fix=fix)
 
-    def _check_template(self, where: str) -> None:
-        """Report a broken template once, instead of once per conversation."""
-        import jinja2
+    @property
+    def mask_rule(self) -> str:
+        """Rule by which trained tokens are found; `mask_facts` has the reason."""
+        return self._masker.rule
 
-        try:
-            self._template([{"role": "user", "content": ""}])
-        except jinja2.TemplateSyntaxError as error:
-            what = f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
-            raise ConfigError(what, where=where, fix="fix the template") from None
-        except Exception:
-            # Templates may refuse this conversation; each real one gets an outcome of its own.
-            pass
-        if self.mask_rule == "generation" and not _GENERATION_TAG.search(self.chat_template):
-            what = "the chat template has no {% generation %} that marks the assistant's tokens"
-            fix = "set tokenizer.mask=assistant_turns, or name a template with the tag with tokenizer.chat_template"
-            raise ConfigError(what, where=where, fix=fix)
+    @property
+    def uses_date(self) -> bool:
+        """The chat template writes the date, so that its text depends on the day."""
+        return self._template.uses_date
+
+    def mask_facts(self) -> dict[str, str]:
+        """Return how masks are made, for the manifest of a dataset."""
+        config = self._config
+        parts = {
+            "reasoning": config.train_reasoning,
+            "tool_calls": config.train_tool_calls,
+            "end_of_turn": config.train_end_of_turn,
+        }
+        return {
+            "rule": self._masker.rule,
+            "why": self._masker.why,
+            "history": config.history,
+            "train_on": config.train_on,
+            "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
+            "end_tokens": json.dumps(list(self._masker.end_tokens), ensure_ascii=False),
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -124,7 +147,7 @@ class ChatTokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """Return the token ids of a conversation with the user turn `text`, up to where the answer begins."""
-        rendered, _ = self._template([{"role": "user", "content": text}], prompt=True)
+        rendered = self._template.render([{"role": "user", "content": text}], prompt=True)
         return list(self._backend.encode(rendered, add_special_tokens=False).ids)
 
     @property
@@ -141,82 +164,104 @@ class ChatTokenizer:
         return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
+        """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
+
+        Most conversations make one sequence; `encode_each` keeps those of one conversation together.
+
+        Returns:
+            input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
+            label-aligned: shifted left by one from the tokens that the assistant wrote.
+        """
+        results: list[SequenceView | BadRecord] = []
+        for made in self.encode_each(conversations):
+            results += [made] if isinstance(made, BadRecord) else [encoded.view for encoded in made]
+        return results
+
+    def encode_each(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | BadRecord]:
         """Tokenize conversations; results are in the same order.
 
         Returns:
-            for each conversation input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train;
-            or the reason why there is none. The mask is label-aligned: shifted left by one from the tokens that the
-            assistant wrote.
+            for each conversation its sequences, as in `encode`, or the reason why it has none.
         """
         rendered = [self._render(conversation) for conversation in conversations]
-        texts = [item[0] for item in rendered if not isinstance(item, BadRecord)]
+        texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-        results: list[SequenceView | BadRecord] = []
-        for conversation, item in zip(conversations, rendered, strict=True):
-            if isinstance(item, BadRecord):
-                results.append(item)
-                continue
-            encoding = next(encodings)
+        return [
+            made
+            if isinstance(made, BadRecord)
+            else self._to_sequences(conversation, made, [next(encodings) for _ in made])
+            for conversation, made in zip(conversations, rendered, strict=True)
+        ]
+
+    def _to_sequences(
+        self, conversation: Conversation, rendered: list[Rendered], encodings: list[Any]
+    ) -> list[Encoded] | BadRecord:
+        made = []
+        for sequence, encoding in zip(rendered, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
-            mask = np.zeros(len(ids), np.uint8)
-            if item[1]:
-                mask[:-1] = mask_of_encoding(encoding, len(ids), *item)[1:]
             if len(ids) < MIN_SEQUENCE_TOKENS:
                 detail = f"is {len(ids)} token long, so there is nothing to predict"
-                results.append(BadRecord(conversation.where, BadReason.TOO_SHORT, detail))
-            elif not mask.any():
-                detail = "the chat template writes no assistant token that can be trained"
-                results.append(BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail))
-            else:
-                results.append(SequenceView(ids, mask))
-        return results
+                return BadRecord(conversation.where, BadReason.TOO_SHORT, detail)
+            mask = np.zeros(len(ids), np.uint8)
+            if sequence.spans:
+                mask[:-1] = mask_of_encoding(encoding, len(ids), sequence.text, sequence.spans)[1:]
+            if mask.any():
+                made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
+        if not made:
+            detail = "the chat template writes no assistant token that can be trained"
+            return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
+        return made
 
-    def _render(self, conversation: Conversation) -> tuple[str, list[Span]] | BadRecord:
-        """Return the conversation's text and the spans of it that are trained."""
-        if self._control is not None:
-            for number, message in enumerate(conversation.messages, start=1):
-                begins = any(character in message.text for character in self._control_begins)
-                if begins and (match := self._control.search(message.text)):
-                    detail = f"turn {number} ({message.role}) spells the control token {match.group()!r}"
-                    return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
-        messages = conversation.as_dicts()
+    def _render(self, conversation: Conversation) -> list[Rendered] | BadRecord:
+        """Return the texts of a conversation's sequences with their trained spans."""
+        if self._control is not None and (detail := self._spelled_control_token(conversation)):
+            return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
+        if conversation.text is not None:
+            text = conversation.text + (self._hf.eos_token or "")
+            return [Rendered(text, [(0, len(text))])]
         try:
-            if self.mask_rule == "generation":
-                return self._template(messages, spans=True)
-            text, _ = self._template(messages)
-            if self.mask_rule == "all":
-                return text, [(0, len(text))]
-            return text, self._assistant_turns(messages, text)
-        except Exception as error:  # a template is a user's program and can raise anything
-            detail = f"the chat template failed: {type(error).__name__}: {error}"
-            return BadRecord(conversation.where, BadReason.TEMPLATE_FAILED, detail)
+            return self._masker.sequences(conversation)
+        except RefusedError as refused:
+            return BadRecord(conversation.where, refused.reason, refused.detail)
 
-    def _assistant_turns(self, messages: list[dict[str, str]], text: str) -> list[Span]:
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._template(messages[:index], prompt=True)
-            after, _ = self._template(messages[: index + 1])
-            if not after.startswith(before) or not text.startswith(after):
-                raise ValueError(f"it writes turn {index + 1} differently once later turns follow; use another mask")
-            spans.append((len(before), len(after)))
-        return spans
+    def _spelled_control_token(self, conversation: Conversation) -> str:
+        """Return where a text of the conversation spells a control token; empty if none does."""
+        assert self._control is not None
+        for place, text in _texts_of(conversation):
+            begins = any(character in text for character in self._control_begins)
+            if begins and (match := self._control.search(text)):
+                return f"{place} spells the control token {match.group()!r}"
+        return ""
 
-    def _template(
-        self, messages: list[dict[str, str]], *, spans: bool = False, prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _RENDERING:
-            texts, generated = render_jinja_template(
-                conversations=[messages],
-                chat_template=self.chat_template,
-                return_assistant_tokens_mask=spans,
-                add_generation_prompt=prompt,
-                **self._hf.special_tokens_map,
-            )
-        return texts[0], [(start, end) for start, end in generated[0]] if spans else []
+def _texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield every text that a template may write, with its place in words."""
+    if conversation.text is not None:
+        yield "the text", conversation.text
+    for number, message in enumerate(conversation.messages, start=1):
+        place = f"turn {number} ({message.role})"
+        yield place, message.text
+        if message.reasoning:
+            yield f"the reasoning of {place}", message.reasoning
+        for call in message.tool_calls:
+            arguments = call.arguments
+            spelled = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            yield f"a tool call of {place}", f"{call.name} {spelled}"
+    if conversation.tools:
+        yield "a tool", json.dumps(list(conversation.tools), ensure_ascii=False)
+
+
+def _compile(text: str, variables: Mapping[str, Any], today: date | None, where: str) -> Template:
+    """Compile a template; a broken one is reported once, instead of once per conversation."""
+    import jinja2
+
+    from harness.prep.tokenize.rendering import Template
+
+    try:
+        return Template(text, variables, today=today)
+    except jinja2.TemplateSyntaxError as error:
+        what = f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
+        raise ConfigError(what, where=where, fix="fix the template") from None
 
 
 def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:

@@ -1,0 +1,628 @@
+"""Find the text of a conversation that the model has to generate.
+
+A `Masker` renders a conversation by its chat template and returns one `Rendered` for each sequence to train on. Three
+rules, in this order of preference:
+
+- `marks`: what the template writes inside `{% generation %}`;
+- `stock`: for the published template of a model family, known by its hash: what follows the header of each turn
+  (`harness.prep.tokenize.stock`);
+- `served`: what each turn adds to the generation prompt that a server renders for it. A turn that does not begin with
+  that prompt is refused: the model would never generate it.
+
+Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
+know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
+place of its texts, in each form, until every word is written; if none does, the conversation is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import ConfigError
+from harness.prep.chat import BadReason, Conversation, Message, ToolCall
+from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.offsets import Span
+from harness.prep.tokenize.stock import StockRule, stock_rule
+
+if TYPE_CHECKING:
+    from harness.prep.tokenize.rendering import Template
+
+# Names under which templates read the reasoning of a turn.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_INLINE_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+# Variables by which templates switch a model's thinking on and off, and those that keep earlier reasoning.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
+    ("preserve_thinking", True),
+    ("keep_past_thinking", True),
+    ("clear_thinking", False),
+    ("truncate_history_thinking", False),
+    ("drop_thinking", False),
+)
+_MAX_SHAPES = 8192
+
+Turns = Sequence[Mapping[str, Any]]
+
+
+class RefusedError(Exception):
+    """Stops the rendering of a conversation: its reason and detail are the arguments."""
+
+    def __init__(self, reason: BadReason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One sequence to train on.
+
+    Attributes:
+        text: as the chat template writes it.
+        spans: first and past-the-end character of each trained part, in order.
+    """
+
+    text: str
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way to hand conversations to a template.
+
+    Attributes:
+        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
+            `parts`.
+        arguments: of tool calls: `given`, `object` or `text`.
+    """
+
+    content: str = "given"
+    arguments: str = "given"
+
+    def turn(self, message: Message) -> dict[str, Any]:
+        turn = message.as_dict()
+        if message.reasoning:
+            turn |= dict.fromkeys(_REASONING_KEYS, message.reasoning)
+        if self.content == "text":
+            turn["content"] = message.text
+        elif self.content == "parts":
+            given = message.content
+            texts = given if isinstance(given, tuple) else [given] if given else []
+            turn["content"] = [{"type": "text", "text": text} for text in texts]
+        elif self.content == "null" and message.tool_calls and not message.text:
+            turn["content"] = None
+        if message.tool_calls and self.arguments != "given":
+            convert = _as_object if self.arguments == "object" else _as_text
+            turn["tool_calls"] = [
+                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
+            ]
+        return turn
+
+
+_FORMS = tuple(
+    _Form(content, arguments)
+    for arguments, content in product(("given", "object", "text"), ("given", "text", "null", "parts"))
+)
+
+
+def _as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _as_text(arguments: str | Mapping[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class Masker:
+    """Renders conversations and finds their trained spans.
+
+    Args:
+        template: chat template.
+        config: masking rule and what to train.
+        special: texts of the tokenizer's special tokens.
+        where: name of the template, for errors.
+
+    Attributes:
+        rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
+        why: reason for the rule, in words.
+
+    Raises:
+        ConfigError: the template does not fit the rule that the settings name.
+    """
+
+    def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
+        self._template, self._config = template, config
+        self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
+        ending = f"(?:{self._special.pattern}|\\s)*\\Z"
+        self._tail = re.compile(ending)
+        self._forms: dict[Any, _Form | RefusedError] = {}
+        self._stock: StockRule | None = stock_rule(template.text)
+        self.rule, self.why = self._choose(config.mask, where)
+        self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
+
+    def _choose(self, mask: str, where: str) -> tuple[str, str]:
+        if mask in ("assistant_turns", "all"):
+            return mask, f"tokenizer.mask={mask}"
+        if self._template.is_marked:
+            return "marks", "the chat template marks what the model writes with {% generation %}"
+        if mask == "generation":
+            what = "the chat template has no {% generation %} that marks the assistant's tokens"
+            fix = "set tokenizer.mask=auto, or name a template with the tag with tokenizer.chat_template"
+            raise ConfigError(what, where=where, fix=fix)
+        if self._stock is not None and self._stock.opens:
+            return "stock", f"the chat template is the published one of {self._stock.name}"
+        why = "each turn is trained from the generation prompt that a server renders for it"
+        if self._stock is not None:
+            return "served", f"the chat template is the published one of {self._stock.name}: {why}"
+        return "served", f"the chat template has no marks and is not a known one: {why}"
+
+    def sequences(self, conversation: Conversation) -> list[Rendered]:
+        """Return the sequences of a chat, in the order of their trained turns.
+
+        Raises:
+            RefusedError: it cannot be trained on with this template.
+        """
+        form = self._form_of(conversation)
+        chat = _Chat(self._template, conversation, form, self._keeping)
+        if self.rule == "all":
+            text = chat.whole
+            return [Rendered(text, [(0, len(text))])]
+        trained = self._trained_turns(conversation)
+        if not trained:
+            raise RefusedError(BadReason.NOTHING_TRAINED, "no turn of it is marked as trained")
+        if self.rule == "assistant_turns":
+            found = [Rendered(chat.whole, [self._added_span(chat, turn) for turn in trained])]
+        elif self.rule == "marks":
+            found = self._marked_sequences(chat, trained)
+        else:
+            found = self._served_sequences(chat, trained)
+        return found
+
+    def _trained_turns(self, conversation: Conversation) -> list[int]:
+        turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
+        if self._config.train_on == "marked":
+            weights = [conversation.messages[number].trained for number in turns]
+            if all(weight is None for weight in weights):
+                detail = "no assistant turn has a weight, and tokenizer.train_on=marked trains those that have"
+                raise RefusedError(BadReason.NOTHING_TRAINED, detail)
+            return [number for number, weight in zip(turns, weights, strict=True) if weight]
+        if self._config.train_on == "last_turn":
+            turns = turns[-1:]
+        # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
+        return [number for number in turns if conversation.messages[number].trained is not False]
+
+    # ---- forms -------------------------------------------------------------------------------------------------
+
+    def _form_of(self, conversation: Conversation) -> _Form:
+        shape = _shape(conversation)
+        form = self._forms.get(shape)
+        if form is None:
+            if len(self._forms) >= _MAX_SHAPES:
+                self._forms.clear()
+            form = self._forms[shape] = self._probe(conversation)
+        if isinstance(form, RefusedError):
+            raise RefusedError(form.reason, form.detail)
+        return form
+
+    def _probe(self, conversation: Conversation) -> _Form | RefusedError:
+        for name in conversation.template_kwargs:
+            if name not in self._template.reads:
+                return RefusedError(
+                    BadReason.NOT_WRITTEN,
+                    f"the chat template does not read `{name}` of chat_template_kwargs; "
+                    "source.ignore_fields=[chat_template_kwargs] leaves it out",
+                )
+        first: RefusedError | None = None
+        probe, words = _with_unique_words(conversation)
+        tried = set()
+        for form in _FORMS:
+            turns = [form.turn(message) for message in probe.messages]
+            if (key := json.dumps(turns)) in tried:
+                continue
+            tried.add(key)
+            refused = self._try_form(_Chat(self._template, probe, form, {}), words)
+            if refused is None:
+                return form
+            # What a template leaves out is more to the point than its failure on another form.
+            if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
+                first = refused
+        assert first is not None
+        return first
+
+    def _try_form(self, chat: _Chat, words: list[tuple[int | None, str, str]]) -> RefusedError | None:
+        """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
+        try:
+            text = chat.whole
+            for number, word, name in words:
+                if word in text and f'\\"{word}' not in text:
+                    continue
+                message = chat.messages[number] if number is not None else None
+                # Templates may leave the reasoning of earlier turns out, but not that of the turn being generated.
+                if message is not None and message["role"] == "assistant" and number is not None:
+                    served = chat.upto(number)
+                    if word in served and f'\\"{word}' not in served:
+                        continue
+                turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
+                field = name.split(" ")[0]
+                detail = f"the chat template does not write the {name}{turn}"
+                if field in ("tools", "reasoning", "tool"):
+                    keys = {"tools": "tools", "reasoning": "reasoning_content", "tool": "tool_calls"}
+                    detail += f"; use another template, or leave it out with source.ignore_fields=[{keys[field]}]"
+                return RefusedError(BadReason.NOT_WRITTEN, detail)
+        except Exception as error:  # a template is a user's program and can raise anything
+            return RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
+        return None
+
+    # ---- rules -------------------------------------------------------------------------------------------------
+
+    def _added_span(self, chat: _Chat, turn: int) -> Span:
+        before, after = chat.prompt(turn), chat.upto(turn)
+        if not after.startswith(before) or not chat.whole.startswith(after):
+            detail = f"it writes turn {turn + 1} differently once later turns follow; use tokenizer.mask=auto"
+            raise RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
+        return len(before), len(after)
+
+    def _marked_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
+        text, spans = chat.marked(len(chat.messages))
+        config = self._config
+        every = len(trained) == chat.num_assistant_turns
+        plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
+        if plain and not chat.has_reasoning:
+            return [Rendered(text, spans)]
+        return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
+
+    def _served_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
+        return self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
+
+    def _marked_turn(self, chat: _Chat, turn: int) -> list[Span]:
+        """Return the marked spans of one turn in the text of the conversation up to and with it."""
+        _, spans = chat.marked(turn + 1)
+        before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
+        num_before = len(chat.marked(before[-1] + 1)[1]) if before else 0
+        return spans[num_before:]
+
+    def _served_turn(self, chat: _Chat, turn: int) -> Span:
+        """Return the span of one turn in the text up to and with it, including its end of turn."""
+        text = chat.upto(turn)
+        start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
+        if start is None:
+            prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
+            if prompt is None:
+                shown = chat.prompt(turn)[-24:]
+                raise RefusedError(
+                    BadReason.NOT_AS_SERVED,
+                    f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
+                    f"{shown!r}), so a model that is served with it would not generate this text",
+                )
+            start = len(prompt)
+        return start, len(text.rstrip())
+
+    def _start_of_stock_turn(self, chat: _Chat, turn: int) -> int | None:
+        assert self._stock is not None
+        text = chat.upto(turn)
+        for prompt in (chat.prompt(turn), chat.bare_prompt(turn)):
+            start = self._stock.start(prompt)
+            if start is not None and text.startswith(prompt[:start]):
+                return start
+        # The template continues the turn before, as after the result of a tool: what is new is what it adds.
+        before = chat.upto(turn - 1) if turn else ""
+        shared = _shared_length(before, text)
+        return shared if self._tail.fullmatch(before, shared) else None
+
+    # ---- sequences ---------------------------------------------------------------------------------------------
+
+    def _sequences_of_turns(
+        self, chat: _Chat, trained: list[int], spans_of: Callable[[int], list[Span]]
+    ) -> list[Rendered]:
+        """Put turns into as few sequences as show each of them as it is served, the last turn first."""
+        text, found = chat.whole, []
+        spans: list[Span] = []
+        for turn in reversed(trained):
+            own = chat.upto(turn)
+            turn_spans = self._switched(chat, turn, spans_of(turn))
+            if not turn_spans:
+                continue
+            placed = self._placed(own, turn_spans, text)
+            if placed is None:
+                if self._config.history == "kept":
+                    detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
+                    raise RefusedError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
+                if spans:
+                    found.append(Rendered(text, spans))
+                text, spans, placed = own, [], turn_spans
+            spans = placed + spans
+        if spans:
+            found.append(Rendered(text, spans))
+        return found[::-1]
+
+    def _placed(self, own: str, spans: list[Span], text: str) -> list[Span] | None:
+        """Return a turn's spans in a longer text; None if the turn is written differently there."""
+        if text is own or text.startswith(own.rstrip()):
+            return self._with_stock_end(spans, text)
+        *others, (start, end) = spans
+        # The end of the last turn may differ: some templates close the conversation after it.
+        tail = self._tail.search(own, start, end)
+        core = tail.start() if tail else end
+        while core > start and own[core - 1].isspace():
+            core -= 1
+        if not text.startswith(own[:core]):
+            return None
+        ends = self._special.match(own, core, end), self._special.match(text, core)
+        if ends[0] is None and ends[1] is None:
+            return [*others, (start, core)]
+        stops = self._stock.ends if self._stock is not None else ()
+        if ends[1] is not None and (ends[1].group() in stops or (ends[0] and ends[0].group() == ends[1].group())):
+            return [*others, (start, ends[1].end())]
+        return None
+
+    def _with_stock_end(self, spans: list[Span], text: str) -> list[Span]:
+        """Add the end of turn of templates that write none: the header of the next turn."""
+        *others, (start, end) = spans
+        if self._stock is None or not self._stock.ends or not self._config.train_end_of_turn:
+            return spans
+        following = next((stop for stop in self._stock.ends if text.startswith(stop, end)), "")
+        return [*others, (start, end + len(following))]
+
+    def _switched(self, chat: _Chat, turn: int, spans: list[Span]) -> list[Span]:
+        """Take out of a turn's spans what the settings leave untrained."""
+        config, message, text = self._config, chat.conversation.messages[turn], chat.upto(turn)
+        left_out: list[Span] = []
+        if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
+            bare = replace(message, reasoning="", content=_without_reasoning(message.content))
+            left_out.append(_difference(text, chat.upto_with(turn, bare)))
+        if not config.train_tool_calls and message.tool_calls:
+            bare = replace(message, tool_calls=(), content=message.content or "")
+            left_out.append(_difference(text, chat.upto_with(turn, bare)))
+        if not config.train_end_of_turn:
+            start, end = spans[-1]
+            tail = self._tail.search(text, start, end)
+            if message.tool_calls and tail:
+                # The delimiters of a call may be special tokens too: only the last token ends the turn.
+                *_, last = [*self._special.finditer(text, tail.start(), end)] or [None]
+                left_out.append((last.start(), end) if last else (end, end))
+            elif tail:
+                left_out.append((tail.start(), end))
+        return _without(spans, left_out)
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    def _keeping_switch(self, where: str) -> dict[str, Any]:
+        """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway."""
+        reasoned = Message("assistant", "b", reasoning="earlierreasoning")
+        probe = Conversation((Message("user", "a"), reasoned, Message("user", "c"), replace(reasoned, content="d")), "")
+        try:
+            form = self._form_of(probe)
+        except RefusedError:
+            return {}
+        for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
+            if _Chat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
+                return switch
+        raise ConfigError(
+            "the chat template leaves out the reasoning of earlier turns and has no switch that keeps it",
+            where=where,
+            fix="set tokenizer.history=as_served",
+        )
+
+    @cached_property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Special tokens that end a turn of the assistant: those that it writes after an answer and after a call."""
+        call = (ToolCall("f", {"a": "b"}, id="call00001"),)
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+        probes = [
+            Conversation((Message("user", "a"), Message("assistant", "b")), ""),
+            Conversation((Message("user", "a"), Message("assistant", None, tool_calls=call)), "", tools=(tool,)),
+        ]
+        found: dict[str, None] = dict.fromkeys(self._stock.ends if self._stock else ())
+        for probe in probes:
+            try:
+                text = _Chat(self._template, probe, self._form_of(probe), self._keeping).whole
+            except RefusedError:
+                continue
+            tail = self._tail.search(text)
+            tokens = self._special.findall(text, tail.start()) if tail else []
+            found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
+        return tuple(found)
+
+
+class _Chat:
+    """One conversation in one form; renders each of its beginnings once."""
+
+    def __init__(
+        self, template: Template, conversation: Conversation, form: _Form, variables: Mapping[str, Any]
+    ) -> None:
+        self._template, self.conversation, self._form = template, conversation, form
+        self._variables = {**variables, **conversation.template_kwargs}
+        self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
+        self._texts: dict[int, str] = {}
+        self._prompts: dict[int, str] = {}
+        self._marked: dict[int, tuple[str, list[Span]]] = {}
+
+    @property
+    def whole(self) -> str:
+        return self.upto(len(self.messages) - 1)
+
+    @property
+    def num_assistant_turns(self) -> int:
+        return sum(message.role == "assistant" for message in self.conversation.messages)
+
+    @property
+    def has_reasoning(self) -> bool:
+        return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
+
+    def upto(self, turn: int) -> str:
+        """Return the text of the conversation up to and with a turn."""
+        if turn not in self._texts:
+            self._texts[turn] = self._render(self.messages[: turn + 1])
+        return self._texts[turn]
+
+    def upto_with(self, turn: int, message: Message) -> str:
+        """Return the text up to and with a turn that is replaced by another message."""
+        return self._render([*self.messages[:turn], self._form.turn(message)])
+
+    def prompt(self, turn: int) -> str:
+        """Return the prompt from which a server generates a turn."""
+        if turn not in self._prompts:
+            self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
+        return self._prompts[turn]
+
+    def prompts(self, turn: int) -> Iterator[str]:
+        """Yield the prompt of a turn as the record asks for it, then with thinking switched on and off."""
+        yield self.prompt(turn)
+        for name, value in product(_THINKING_SWITCHES, (True, False)):
+            if name in self._template.reads:
+                yield self._render(self.messages[:turn], prompt=True, **{name: value})
+
+    def bare_prompt(self, turn: int) -> str:
+        """Return the prompt of a turn as if earlier turns had not reasoned, nor spoken beside their tool calls."""
+        bare = [
+            replace(message, reasoning="", content="" if message.tool_calls else message.content)
+            for message in self.conversation.messages[:turn]
+        ]
+        return self._render([self._form.turn(message) for message in bare], prompt=True)
+
+    def marked(self, num_turns: int) -> tuple[str, list[Span]]:
+        if num_turns not in self._marked:
+            try:
+                self._marked[num_turns] = self._template.render_marked(
+                    self.messages[:num_turns], tools=self.conversation.tools, variables=self._variables
+                )
+            except Exception as error:
+                raise _failure(error) from error
+            self._texts[num_turns - 1] = self._marked[num_turns][0]
+        return self._marked[num_turns]
+
+    def _render(self, messages: Turns, *, prompt: bool = False, **variables: Any) -> str:
+        try:
+            return self._template.render(
+                messages, tools=self.conversation.tools, variables={**self._variables, **variables}, prompt=prompt
+            )
+        except Exception as error:  # a template is a user's program and can raise anything
+            raise _failure(error) from error
+
+
+def _failure(error: Exception) -> RefusedError:
+    if isinstance(error, RefusedError):
+        return error
+    return RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
+
+
+def _message_of(error: Exception) -> str:
+    return error.detail if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+
+
+def _shape(conversation: Conversation) -> tuple[Any, ...]:
+    """Return what a template's treatment of fields can depend on, without the texts."""
+    turns = tuple(
+        (
+            turn.role,
+            type(turn.content) if not isinstance(turn.content, tuple) else len(turn.content),
+            bool(turn.content),
+            bool(turn.reasoning),
+            "</think>" in turn.text,
+            tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
+            bool(turn.tool_call_id),
+            bool(turn.name),
+        )
+        for turn in conversation.messages
+    )
+    return turns, len(conversation.tools), json.dumps(dict(conversation.template_kwargs), sort_keys=True, default=str)
+
+
+def _with_unique_words(conversation: Conversation) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
+    """Return a conversation of the same shape whose texts are unique words.
+
+    Returns:
+        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
+    """
+    words: list[tuple[int | None, str, str]] = []
+
+    def word(number: int | None, name: str) -> str:
+        words.append((number, f"zq{len(words)}wz", name))
+        return words[-1][1]
+
+    def text(number: int, given: str) -> str:
+        if not given.strip():
+            return given
+        if "</think>" in given:
+            thought = word(number, "reasoning inside <think>")
+            return f"<think>\n{thought}\n</think>\n\n{word(number, 'content')}"
+        return word(number, "content")
+
+    def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if isinstance(given, str) and not isinstance(_as_object(given), dict):
+            return given
+        made = {word(number, "tool call's arguments"): word(number, "tool call's arguments")}
+        return json.dumps(made) if isinstance(given, str) else made
+
+    turns = []
+    for number, message in enumerate(conversation.messages):
+        content = message.content
+        turns.append(
+            replace(
+                message,
+                reasoning=word(number, "reasoning") if message.reasoning else "",
+                content=tuple(text(number, part) for part in content)
+                if isinstance(content, tuple)
+                else text(number, content)
+                if content
+                else content,
+                tool_calls=tuple(
+                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
+                    for call in message.tool_calls
+                ),
+            )
+        )
+    tools = tuple(_with_name(tool, word(None, "tools")) for tool in conversation.tools)
+    return replace(conversation, messages=tuple(turns), tools=tools), words
+
+
+def _with_name(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return {**tool, "function": {**function, "name": name}} if isinstance(function, Mapping) else {**tool, "name": name}
+
+
+def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if isinstance(content, tuple):
+        return tuple(_INLINE_REASONING.sub("", part) for part in content)
+    return _INLINE_REASONING.sub("", content) if content else content
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _difference(text: str, other: str) -> Span:
+    """Return the span of `text` that `other` lacks."""
+    start = _shared_length(text, other)
+    back = _shared_length(text[start:][::-1], other[start:][::-1])
+    return start, len(text) - back
+
+
+def _without(spans: list[Span], left_out: list[Span]) -> list[Span]:
+    for first, last in left_out:
+        spans = [
+            piece
+            for start, end in spans
+            for piece in ((start, min(end, first)), (max(start, last), end))
+            if piece[0] < piece[1]
+        ]
+    return spans
