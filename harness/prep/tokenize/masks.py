@@ -160,7 +160,7 @@ class Masker:
             what = "the chat template has no {% generation %} that marks the assistant's tokens"
             fix = "set tokenizer.mask=auto, or name a template with the tag with tokenizer.chat_template"
             raise ConfigError(what, where=where, fix=fix)
-        if self._stock is not None and self._stock.opens:
+        if self._stock is not None and self._stock.has_own_spans:
             return "stock", f"the chat template is the published one of {self._stock.name}"
         why = "each turn is trained from the generation prompt that a server renders for it"
         if self._stock is not None:
@@ -306,7 +306,12 @@ class Masker:
                     f"{shown!r}), so a model that is served with it would not generate this text",
                 )
             start = len(prompt)
-        return start, len(text.rstrip())
+        end = len(text.rstrip())
+        if self._stock is not None:
+            start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
+            if self._stock.untrained_end and text.endswith(self._stock.untrained_end, 0, end):
+                end -= len(self._stock.untrained_end)
+        return start, end
 
     def _start_of_stock_turn(self, chat: _Chat, turn: int) -> int | None:
         assert self._stock is not None
@@ -389,8 +394,8 @@ class Masker:
             tail = self._tail.search(text, start, end)
             if message.tool_calls and tail:
                 # The delimiters of a call may be special tokens too: only the last token ends the turn.
-                *_, last = [*self._special.finditer(text, tail.start(), end)] or [None]
-                left_out.append((last.start(), end) if last else (end, end))
+                last = [match.start() for match in self._special.finditer(text, tail.start(), end)][-1:]
+                left_out.append((last[0] if last else end, end))
             elif tail:
                 left_out.append((tail.start(), end))
         return _without(spans, left_out)
@@ -423,7 +428,7 @@ class Masker:
             Conversation((Message("user", "a"), Message("assistant", "b")), ""),
             Conversation((Message("user", "a"), Message("assistant", None, tool_calls=call)), "", tools=(tool,)),
         ]
-        found: dict[str, None] = dict.fromkeys(self._stock.ends if self._stock else ())
+        found: dict[str, None] = {}
         for probe in probes:
             try:
                 text = _Chat(self._template, probe, self._form_of(probe), self._keeping).whole
@@ -432,7 +437,8 @@ class Masker:
             tail = self._tail.search(text)
             tokens = self._special.findall(text, tail.start()) if tail else []
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
-        return tuple(found)
+        # A template that writes none relies on the header of the next turn.
+        return tuple(found) or (self._stock.ends if self._stock else ())
 
 
 class _Chat:

@@ -57,7 +57,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         self.globals.update(
             raise_exception=_raise,
-            strftime_now=lambda form: (self.now or datetime.now()).strftime(form),
+            strftime_now=self._format_now,
             range=self._range,
         )
 
@@ -111,6 +111,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif isinstance(left, str):
             self._check_widths(left, (right,), {})
         return super().call_binop(context, operator, left, right)
+
+    def _format_now(self, form: str) -> str:
+        return (self.now or datetime.now()).strftime(form)
 
     def _range(self, *args: int) -> range:
         numbers = range(*args)

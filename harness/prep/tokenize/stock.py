@@ -18,23 +18,80 @@ class StockRule:
         opens: texts of the generation prompt after which a trained turn begins: what the prompt has after them, such
             as an opened block of reasoning, is trained too. Empty where the whole prompt is the server's.
         inclusive: the text itself is trained, too.
+        skips: headers that the template repeats after a tool's result, where a server has none; not trained.
         ends: tokens that end a turn beside those that the template writes last.
+        untrained_end: text at the end of a turn that is not trained.
     """
 
     name: str
     opens: tuple[str, ...] = ()
     inclusive: bool = False
+    skips: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    untrained_end: str = ""
+
+    @property
+    def has_own_spans(self) -> bool:
+        """The rule says more than the generation prompt does."""
+        return bool(self.opens or self.skips)
 
     def start(self, prompt: str) -> int | None:
         """Return the character of a generation prompt from which on a turn is trained; None if it has no header."""
+        if not self.opens:
+            return len(prompt)
         places = [(prompt.rfind(text), text) for text in self.opens]
         place, text = max(places, default=(-1, ""))
         return None if place < 0 else place if self.inclusive else place + len(text)
 
 
 _CHATML = ("<|im_start|>assistant\n",)
-_RULES: dict[str, StockRule] = {}
+_CHANNELS = ("<|start|>assistant",)
+_DEEPSEEK = ("<\uff5cAssistant\uff5c>", "<\uff5ctool\u2581outputs\u2581end\uff5c>")
+_GEMMA = ("<|turn>model\n",)
+# By the first 16 hex digits of the SHA-256 of the text, without white space around it.
+_RULES: dict[str, StockRule] = {
+    "90c33aee14aa2a22": StockRule("Cohere Aya Expanse"),
+    "2147c474f41b522b": StockRule("Cohere 2"),
+    "56a1447ad31926fd": StockRule("DeepSeek-R1-Distill", opens=_DEEPSEEK, inclusive=True),
+    "563b1ce7d61d50a9": StockRule("DeepSeek-V3", opens=_DEEPSEEK, inclusive=True),
+    "9aeb7eac68ad87bb": StockRule("DiffusionGemma", skips=_GEMMA, untrained_end="<|tool_response>"),
+    "ecd6ae513fe103f0": StockRule("Gemma and Gemma 2"),
+    "8d9e3a3c114fb205": StockRule("Gemma 3"),
+    "33204f1acb5bd000": StockRule("Gemma 4", skips=_GEMMA),
+    "55572b8d3c834204": StockRule("Gemma 4, second revision", skips=_GEMMA),
+    "781d10940fbc44be": StockRule("Gemma 4, third revision", skips=_GEMMA),
+    "2f1b4d75d067bae3": StockRule("Gemma 4, fourth revision", skips=_GEMMA),
+    "603a42db292c2527": StockRule("Gemma 4, fifth revision", skips=_GEMMA),
+    "44f815868bf02fa4": StockRule("GLM-4.5 MoE", ends=("<|user|>", "<|observation|>", "<|system|>")),
+    "a4c9919cbbd4acdd": StockRule("gpt-oss", opens=_CHANNELS, inclusive=True, ends=("<|end|>",)),
+    "0d7e56ca41705b79": StockRule("Idefics 3"),
+    "cef187400d62a595": StockRule("LFM2"),
+    "6d65c8804847ad74": StockRule("LFM2.5"),
+    "c5b67247c9f736f6": StockRule("LFM2.5, second revision"),
+    "7822d3aa6f6eac57": StockRule("LFM2.5-VL"),
+    "5504d163d879bfb6": StockRule("LFM2, second revision"),
+    "ba03a121d097859c": StockRule("Llama 3"),
+    "93c0e9aa3629bbd7": StockRule("Llama 3.1"),
+    "d82792f95932f1c9": StockRule("Llama 3.2"),
+    "2c17243a977fd064": StockRule("LLaVA-NeXT"),
+    "6cd0e94d9b489fdb": StockRule("Muse Glimmer", opens=_CHANNELS, inclusive=True),
+    "58933db77d3099b4": StockRule("Nemotron 3.5 Lightning", opens=_CHATML),
+    "43a92aacc2e169bb": StockRule("Nemotron 3 Nano", opens=_CHATML),
+    "3b74d76d8b903752": StockRule("Nemotron 3 Super", opens=_CHATML),
+    "82753bef5cedc493": StockRule("Nemotron 3 Ultra", opens=_CHATML),
+    "dcaee66df77bfbb7": StockRule("Phi-3"),
+    "78d976a442bcde2f": StockRule("Phi-3.5"),
+    "55b2f4a26ac9ee71": StockRule("Qwen2.5"),
+    "a0bc6f6fc7a29a80": StockRule("Qwen2.5-VL"),
+    "a55ee1b1660128b7": StockRule("Qwen3"),
+    "273d8e0e683b8850": StockRule("Qwen3.5, not thinking", opens=_CHATML),
+    "a4aee8afcf2e0711": StockRule("Qwen3.5, thinking", opens=_CHATML),
+    "e84f32a23fdda276": StockRule("Qwen3.6", opens=_CHATML),
+    "c3cf9e34abf4f9e3": StockRule("Qwen3.8", opens=_CHATML),
+    "64f85b198065d0fb": StockRule("Qwen3-Instruct-2507"),
+    "9d879ef91075acbf": StockRule("Qwen3-VL"),
+    "830005085ddd94ce": StockRule("SmolVLM"),
+}
 
 
 def stock_rule(template: str) -> StockRule | None:

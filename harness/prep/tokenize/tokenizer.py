@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from harness.records import SequenceView
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
