@@ -13,11 +13,12 @@ from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
-from harness.prep.tokenize.tokenizer import ChatTokenizer, fit_to_pack, tokenizer_hash
+from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, fit_to_pack, tokenizer_hash
 
 __all__ = [
     "CHAT_TEMPLATE",
     "ChatTokenizer",
+    "Encoded",
     "TokenizerConfig",
     "end_tokens",
     "fit_to_pack",

@@ -205,6 +205,9 @@ class Masker:
     # ---- forms -------------------------------------------------------------------------------------------------
 
     def _form_of(self, conversation: Conversation) -> _Form:
+        # A template with marks is used as it is.
+        if self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation):
+            return _FORMS[0]
         shape = _shape(conversation)
         form = self._forms.get(shape)
         if form is None:
@@ -527,14 +530,23 @@ def _message_of(error: Exception) -> str:
     return error.detail if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
 
 
+def _is_plain(conversation: Conversation) -> bool:
+    """Return whether a conversation has nothing but roles and texts."""
+    if conversation.tools or conversation.template_kwargs:
+        return False
+    return all(
+        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
+    )
+
+
 def _shape(conversation: Conversation) -> tuple[Any, ...]:
     """Return what a template's treatment of fields can depend on, without the texts."""
     turns = tuple(
         (
             turn.role,
             type(turn.content) if not isinstance(turn.content, tuple) else len(turn.content),
-            bool(turn.content),
-            bool(turn.reasoning),
+            bool(turn.text.strip()),
+            bool(turn.reasoning.strip()),
             "</think>" in turn.text,
             tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
             bool(turn.tool_call_id),
@@ -577,7 +589,7 @@ def _with_unique_words(conversation: Conversation) -> tuple[Conversation, list[t
         turns.append(
             replace(
                 message,
-                reasoning=word(number, "reasoning") if message.reasoning else "",
+                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
                 content=tuple(text(number, part) for part in content)
                 if isinstance(content, tuple)
                 else text(number, content)

@@ -149,7 +149,8 @@ def test_control_tokens_in_text_pass_if_allowed(folder):
 
 def test_a_template_without_generation_tags_needs_another_masking_rule(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"no \{% generation %\}"):
-        with_template(folder, tmp_path, PLAIN_TEMPLATE)
+        with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="generation")
+
     by_turns = with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="assistant_turns")
     sequence = encode(by_turns, chat("Hi", "Hello", "Bye", "So long"))
     assert trained_text(by_turns, sequence) == "Hello<|im_end|>\nSo long<|im_end|>\n"
