@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, parse_line, parse_record
 
@@ -77,28 +75,6 @@ def test_the_hash_depends_on_roles_and_texts_and_not_on_the_place():
     assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("assistant", "ab"), ("user", "c"))
     # Stored splits depend on this number: it must never change.
     assert hash_of(("user", "Hi"), ("assistant", "Hello")) == 17707387282723869345
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["messages", "role", "content", "tools", "x"]), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(JSON)
-def test_no_json_value_raises_an_exception(value):
-    assert isinstance(parse_record(value, "here"), Conversation | BadRecord)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=60))
-def test_no_bytes_raise_an_exception(line):
-    assert isinstance(parse_line(line, "here"), BadRecord)
 
 
 def test_a_system_turn_may_be_empty_as_records_without_a_system_prompt_have_it():

@@ -1,0 +1,572 @@
+"""Each schema of chat records becomes the conversation that its author meant, or is refused by name."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.chat import (
+    SCHEMAS,
+    BadReason,
+    BadRecord,
+    Conversation,
+    Message,
+    RecordReader,
+    ToolCall,
+    detect_schema,
+    parse_record,
+)
+
+ASK = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+PLAIN = (Message("user", "Hi"), Message("assistant", "Hello"))
+FUNCTION = {"name": "f", "description": "does it", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = ToolCall("f", {"x": 1})
+
+
+def turns_of(record: object, **settings: object) -> tuple[Message, ...]:
+    parsed = parse_record(record, "line 1", **settings)
+    assert isinstance(parsed, Conversation), parsed
+    return parsed.messages
+
+
+def refusal(record: object, **settings: object) -> tuple[BadReason, str]:
+    parsed = parse_record(record, "line 1", **settings)
+    assert isinstance(parsed, BadRecord), parsed
+    return parsed.reason, parsed.detail
+
+
+def answer_with(**fields: object) -> dict[str, object]:
+    return {"messages": [ASK, {**ANSWER, **fields}]}
+
+
+# Messages
+
+
+@pytest.mark.parametrize("name", ["messages", "conversation", "conversations"])
+def test_a_list_of_roles_and_contents_may_have_several_names(name):
+    assert turns_of({name: [ASK, ANSWER]}) == PLAIN
+    assert turns_of({name: '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}) == PLAIN
+
+
+def test_two_lists_of_turns_are_a_question_to_the_user():
+    record = {"messages": [ASK, ANSWER], "conversation": [ASK, ANSWER]}
+    assert refusal(record) == (
+        BadReason.UNKNOWN_SCHEMA,
+        "both `messages` and `conversation` hold turns; source.ignore_fields leaves one out",
+    )
+    assert turns_of(record, ignore_fields=["conversation"]) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        [FUNCTION],
+        [{"type": "function", **FUNCTION}],
+        [{"function": FUNCTION}],
+        '[{"name": "f", "description": "does it", "parameters": {"type": "object"}}]',
+        ['{"name": "f", "description": "does it", "parameters": {"type": "object"}}'],
+    ],
+)
+def test_tools_of_every_form_are_those_that_templates_take(tools):
+    assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == (TOOL,)
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
+def test_a_record_may_have_no_tools(tools):
+    assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == ()
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ({"f": 1}, "`tools` is of type dict"),
+        ("get_weather", "`tools` is a str that is not JSON"),
+        (["f"], "tool 1 is a str that is not JSON"),
+        ([TOOL, {"type": "web_search"}], "tool 2 is of type 'web_search'"),
+        ([{"type": "function", "function": {"name": 7}}], "tool 1 has no name"),
+        ([{**FUNCTION, "strict": float("nan")}], "tool 1 holds the number nan"),
+    ],
+)
+def test_tools_of_no_known_form_are_refused(tools, words):
+    reason, detail = refusal({"messages": [ASK, ANSWER], "tools": tools})
+    assert reason == BadReason.BAD_TOOLS
+    assert words in detail
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}], CALL),
+        ([{"name": "f", "arguments": {"x": 1}}], CALL),
+        ('[{"name": "f", "arguments": {"x": 1}}]', CALL),
+        (['{"name": "f", "arguments": {"x": 1}}'], CALL),
+        ([{"id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}], ToolCall("f", '{"x": 1}', "c1")),
+        ([{"name": "f", "arguments": None}], ToolCall("f", {})),
+        ([{"name": "f", "arguments": ""}], ToolCall("f", {})),
+        ([{"name": "f"}], ToolCall("f", {})),
+    ],
+)
+def test_tool_calls_keep_their_arguments_as_they_are(calls, expected):
+    messages = turns_of({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}]})
+    assert messages[1] == Message("assistant", None, tool_calls=(expected,))
+
+
+def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_turn():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    result = {"role": "function", "name": "f", "content": "2"}
+    assert turns_of({"messages": [ASK, call, result, ANSWER]})[1:3] == (
+        Message("assistant", None, tool_calls=(ToolCall("f", '{"x": 1}'),)),
+        Message("tool", "2", name="f"),
+    )
+    both = {**call, "tool_calls": [{"name": "f"}]}
+    assert refusal({"messages": [ASK, both]})[0] == BadReason.BAD_TURN
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason", "words"),
+    [
+        ([{"name": "f", "arguments": "x=1"}], BadReason.BAD_TOOLS, "call 1 of the tool_calls of turn 2"),
+        ([{"name": "f", "arguments": [1]}], BadReason.BAD_TOOLS, "of type list, expected an object"),
+        ([{"name": "f", "arguments": '"x"'}], BadReason.BAD_TOOLS, "of type str, expected an object"),
+        ([{"name": "f", "arguments": "null"}], BadReason.BAD_TOOLS, "of type NoneType, expected an object"),
+        ([{"arguments": {}}], BadReason.BAD_TOOLS, "has the name None"),
+        ([{"name": "f", "id": 7}], BadReason.BAD_TOOLS, "has the id 7"),
+        ([{"type": "custom", "name": "f"}], BadReason.BAD_TOOLS, "is of type 'custom'"),
+        ([{"name": "f", "arguments": {}, "index": 3}], BadReason.UNKNOWN_FIELD, "has the field 'index'"),
+        ({"name": "f"}, BadReason.BAD_TOOLS, "of type dict, expected a list"),
+    ],
+)
+def test_tool_calls_of_no_known_form_are_refused(calls, reason, words):
+    found, detail = refusal(answer_with(tool_calls=calls))
+    assert found == reason
+    assert words in detail
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_several_names(name):
+    assert turns_of(answer_with(**{name: "I greet."}))[1] == Message("assistant", "Hello", reasoning="I greet.")
+
+
+def test_two_reasonings_of_one_turn_must_be_the_same():
+    assert turns_of(answer_with(reasoning="a", reasoning_content="a", thinking=""))[1].reasoning == "a"
+    reason, detail = refusal(answer_with(reasoning="a", reasoning_content="b"))
+    assert (reason, detail) == (
+        BadReason.BAD_TURN,
+        "turn 2 (assistant) has different texts in reasoning_content and reasoning",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ([{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}], ("Hel", "lo")),
+        (["Hello"], ("Hello",)),
+        ([{"type": "text", "text": "Hello", "image_url": None}], ("Hello",)),
+    ],
+)
+def test_content_may_be_parts_of_text(content, expected):
+    message = turns_of({"messages": [ASK, {"role": "assistant", "content": content}]})[1]
+    assert (message.content, message.text) == (expected, "Hello")
+
+
+@pytest.mark.parametrize(
+    ("part", "reason", "words"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "x"}},
+            BadReason.MEDIA,
+            "part 2 of turn 1 (user) is of type 'image",
+        ),
+        ({"type": "input_audio", "input_audio": "x"}, BadReason.MEDIA, "'input_audio'"),
+        ({"type": "video"}, BadReason.MEDIA, "'video'"),
+        ({"type": "text", "text": "x", "image": "x"}, BadReason.MEDIA, "has the field 'image'"),
+        ({"type": "tool_use", "id": "x"}, BadReason.NOT_TEXT, "is of type 'tool_use', expected 'text'"),
+        ({"type": "text", "text": "x", "cache_control": {"a": 1}}, BadReason.UNKNOWN_FIELD, "'cache_control'"),
+        ({"type": "text"}, BadReason.NOT_TEXT, "NoneType"),
+        (7, BadReason.NOT_TEXT, "of type int"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_with_its_type(part, reason, words):
+    found, detail = refusal({"messages": [{"role": "user", "content": ["See", part]}, ANSWER]})
+    assert found == reason
+    assert words in detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "trained"),
+    [
+        ({}, None),
+        ({"weight": None}, None),
+        ({"weight": 1}, True),
+        ({"weight": 0.0}, False),
+        ({"train": True}, True),
+        ({"trainable": False}, False),
+        ({"weight": 1, "train": True}, True),
+    ],
+)
+def test_a_turn_is_trained_by_its_weight(fields, trained):
+    assert turns_of(answer_with(**fields))[1].trained is trained
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"weight": 0.5}, "has the weight 0.5, expected 0 or 1"),
+        ({"weight": "1"}, "has the weight '1'"),
+        ({"weight": float("nan")}, "has the weight nan"),
+        ({"train": 1}, "has the train 1, expected true or false"),
+        ({"weight": 1, "train": False}, "by one of its weights and not by another"),
+    ],
+)
+def test_other_weights_are_refused(fields, words):
+    reason, detail = refusal(answer_with(**fields))
+    assert reason == BadReason.BAD_WEIGHT
+    assert words in detail
+
+
+def test_template_variables_come_from_the_record_but_none_that_are_not_its_own():
+    record = {"messages": [ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}
+    assert parse_record(record, "").template_kwargs == {"enable_thinking": False}
+    assert parse_record({**record, "chat_template_kwargs": '{"enable_thinking": false}'}, "") == parse_record(
+        record, ""
+    )
+    for kwargs in ({"messages": []}, {"add_generation_prompt": True}, {"not a name": 1}, [1], "on"):
+        assert refusal({**record, "chat_template_kwargs": kwargs})[0] == BadReason.BAD_TEMPLATE_KWARGS
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_system_prompt_of_the_record_comes_first(name):
+    system = {"role": "system", "content": "Be short."}
+    for turns in ([ASK, ANSWER], [system, ASK, ANSWER]):
+        assert turns_of({"messages": turns, name: "Be short."}) == (Message("system", "Be short."), *PLAIN)
+    assert turns_of({"messages": [ASK, ANSWER], name: ""}) == PLAIN
+    assert refusal({"messages": [system, ASK, ANSWER], name: "Be long."})[0] == BadReason.BAD_TURN
+
+
+@pytest.mark.parametrize("name", ["audio", "audios", "image", "images", "video", "videos"])
+def test_media_are_refused_by_name_and_cannot_be_ignored(name):
+    assert refusal({"messages": [ASK, ANSWER], name: ["x"]}) == (
+        BadReason.MEDIA,
+        f"the record has `{name}`; only text can be trained on",
+    )
+    assert refusal(answer_with(**{name: "x"}))[0] == BadReason.MEDIA
+    assert turns_of({"messages": [ASK, ANSWER], name: []}) == PLAIN
+    with pytest.raises(ConfigError, match=f"{name} cannot be ignored"):
+        RecordReader(ignore_fields=[name])
+
+
+def test_functions_of_a_record_are_refused_unless_they_are_mapped_or_ignored():
+    record = {"messages": [ASK, ANSWER], "functions": [FUNCTION]}
+    reason, detail = refusal(record)
+    assert reason == BadReason.UNKNOWN_FIELD
+    assert "`functions`" in detail
+    assert "source.columns.tools=functions" in detail
+    assert parse_record(record, "", columns={"tools": "functions"}).tools == (TOOL,)
+    assert parse_record(record, "", ignore_fields=["functions"]).tools == ()
+
+
+def test_an_unknown_field_of_a_turn_is_refused_unless_it_is_ignored():
+    record = answer_with(refusal="no", annotations=[], audio=None)
+    assert refusal(record) == (
+        BadReason.UNKNOWN_FIELD,
+        "turn 2 (assistant) has the field 'refusal', which is not read; source.ignore_fields=['refusal'] leaves it out",
+    )
+    assert turns_of(record, ignore_fields=["refusal"]) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({**ASK, "tool_calls": [{"name": "f"}]}, "'tool_calls', which belongs to turns of role 'assistant'"),
+        ({**ASK, "thinking": "x"}, "'thinking', which belongs to turns of role 'assistant'"),
+        ({**ASK, "tool_call_id": "x"}, "'tool_call_id', which belongs to turns of role 'tool'"),
+    ],
+)
+def test_a_field_belongs_to_turns_of_one_role(turn, words):
+    reason, detail = refusal({"messages": [turn, ANSWER]})
+    assert reason == BadReason.UNKNOWN_FIELD
+    assert words in detail
+
+
+def test_a_tool_may_return_nothing_and_an_assistant_may_only_think_or_call():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    thought = {"role": "assistant", "content": None, "thinking": "hm"}
+    messages = turns_of({"messages": [ASK, call, {"role": "tool", "content": None}, thought]})
+    assert [message.content for message in messages] == ["Hi", "", "", None]
+    assert refusal({"messages": [ASK, {**call, "tool_calls": []}]})[0] == BadReason.EMPTY_TURN
+
+
+# ShareGPT
+
+
+def test_sharegpt_turns_calls_and_observations():
+    record = {
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "Hello", "weight": 1.0},
+        ],
+        "system": "Be short.",
+        "tools": '[{"name": "f", "description": "does it", "parameters": {"type": "object"}}]',
+    }
+    assert parse_record(record, "line 1") == Conversation(
+        (
+            Message("system", "Be short."),
+            Message("user", "Hi"),
+            Message("assistant", None, tool_calls=(CALL,)),
+            Message("tool", "2"),
+            Message("assistant", "Hello", trained=True),
+        ),
+        "line 1",
+        (TOOL,),
+    )
+
+
+@pytest.mark.parametrize(("user", "assistant"), [("human", "gpt"), ("user", "assistant"), ("human", "chatgpt")])
+def test_sharegpt_has_several_names_of_roles(user, assistant):
+    turns = [{"from": user, "value": "Hi"}, {"from": assistant, "value": "Hello"}]
+    assert turns_of({"conversations": turns}) == turns_of({"messages": turns}) == PLAIN
+
+
+def test_one_function_call_turn_may_hold_several_calls():
+    calls = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
+    turns = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": calls}]
+    assert turns_of({"conversations": turns})[1].tool_calls == (CALL, ToolCall("g", {}))
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason", "words"),
+    [
+        ({"from": "alien", "value": "x"}, BadReason.UNKNOWN_ROLE, "turn 2 is from 'alien', expected one of"),
+        (
+            {"from": "function_call", "value": "f(1)"},
+            BadReason.BAD_TOOLS,
+            "turn 2 (function_call) is a str that is not",
+        ),
+        ({"from": "gpt", "value": None}, BadReason.EMPTY_TURN, "turn 2 (assistant) has no content"),
+        ({"from": "gpt", "value": "x", "content": "y"}, BadReason.UNKNOWN_FIELD, "'content beside from'"),
+        ({"from": "gpt", "value": "x", "loss": 1}, BadReason.UNKNOWN_FIELD, "'loss'"),
+    ],
+)
+def test_sharegpt_turns_that_are_refused(turn, reason, words):
+    found, detail = refusal({"conversations": [{"from": "human", "value": "Hi"}, turn]})
+    assert found == reason
+    assert words in detail
+
+
+def test_roles_of_sharegpt_are_read_in_other_records_when_asked():
+    turns = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello"}]
+    reason, detail = refusal({"messages": turns})
+    assert reason == BadReason.UNKNOWN_ROLE
+    assert "source.schema=sharegpt" in detail
+    assert turns_of({"messages": turns}, schema="sharegpt") == PLAIN
+
+
+# Alpaca, prompts with completions, xLAM, text, preferences
+
+
+def test_alpaca_joins_instruction_and_input_after_system_and_history():
+    record = {
+        "instruction": "Add",
+        "input": "1 + 1",
+        "output": "2",
+        "history": [["Hi", "Hello"]],
+        "system": "Be short.",
+        "text": "### Instruction: Add",
+    }
+    assert turns_of(record) == (
+        Message("system", "Be short."),
+        *PLAIN,
+        Message("user", "Add\n1 + 1"),
+        Message("assistant", "2"),
+    )
+    assert RecordReader().unused_keys(record) == {"text"}
+    assert turns_of({"instruction": "Hi", "input": "", "output": "Hello", "history": None}) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"output": ""}, BadReason.EMPTY_TURN, "`output` is empty"),
+        ({"instruction": " "}, BadReason.EMPTY_TURN, "`instruction` is empty"),
+        ({"output": ["a", "b"]}, BadReason.NOT_TEXT, "`output` is of type list"),
+        ({"history": [["Hi"]]}, BadReason.BAD_TURN, "`history` is not a list of pairs"),
+        ({"history": [["Hi", 3]]}, BadReason.NOT_TEXT, "turn 2 (assistant) has content of type int"),
+    ],
+)
+def test_alpaca_records_that_are_refused(change, reason, words):
+    found, detail = refusal({"instruction": "Hi", "output": "Hello", **change})
+    assert found == reason
+    assert words in detail
+
+
+def test_only_the_completion_of_a_prompt_is_trained():
+    turns = [ASK, ANSWER, {"role": "user", "content": "More"}]
+    assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", trained=True))
+    for completion in ("Yes", [{"role": "assistant", "content": "Yes"}]):
+        messages = turns_of({"prompt": turns, "completion": completion})
+        assert [(message.text, message.trained) for message in messages] == [
+            ("Hi", None),
+            ("Hello", False),
+            ("More", None),
+            ("Yes", True),
+        ]
+    own_weight = {"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}, ASK, ANSWER]}
+    assert [message.trained for message in turns_of(own_weight)] == [None, False, None, True]
+    assert refusal({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"})[0] == BadReason.BAD_WEIGHT
+
+
+def test_xlam_answers_are_the_calls_of_one_turn():
+    record = {"query": "Hi", "tools": [FUNCTION], "answers": '[{"name": "f", "arguments": {"x": 1}}]'}
+    assert parse_record(record, "line 1") == Conversation(
+        (Message("user", "Hi"), Message("assistant", None, tool_calls=(CALL,))), "line 1", (TOOL,)
+    )
+    assert refusal({**record, "answers": "[]"})[0] == BadReason.EMPTY_TURN
+
+
+def test_text_is_trained_as_it_is():
+    assert parse_record({"text": " Once upon", "id": 1}, "line 1") == Conversation((), "line 1", text=" Once upon")
+    assert refusal({"text": " "}) == (BadReason.EMPTY_TURN, "`text` is empty")
+    assert refusal({"text": "See", "images": ["x"]})[0] == BadReason.MEDIA
+
+
+def test_preferences_are_read_only_when_asked():
+    record = {"chosen": [ASK, ANSWER], "rejected": [ASK, {**ANSWER, "content": "Go away"}]}
+    reason, detail = refusal(record)
+    assert reason == BadReason.UNKNOWN_SCHEMA
+    assert "source.schema=preference" in detail
+    assert turns_of(record, schema="preference") == PLAIN
+
+
+@pytest.mark.parametrize("chosen", ["Hello", [ANSWER], [ASK, ANSWER]])
+@pytest.mark.parametrize("prompt", ["Hi", [ASK]])
+def test_the_chosen_answer_may_hold_its_prompt(prompt, chosen):
+    record = {"prompt": prompt, "chosen": chosen, "rejected": "no"}
+    assert turns_of(record, schema="preference") == (PLAIN[0], Message("assistant", "Hello", trained=True))
+
+
+def test_a_chosen_answer_to_another_prompt_is_refused():
+    record = {"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}
+    assert refusal(record, schema="preference")[0] == BadReason.BAD_TURN
+    assert refusal({"chosen": "Human: Hi", "rejected": "no"}, schema="preference")[0] == BadReason.NO_MESSAGES
+
+
+# Columns, detection and readers
+
+
+def test_columns_give_fields_of_records_and_turns_another_name():
+    record = {"chat": [{"speaker": "user", "says": "Hi"}, {"speaker": "assistant", "says": "Hello"}], "messages": "old"}
+    for prefix in ("", "messages."):
+        columns = {"messages": "chat", f"{prefix}role": "speaker", f"{prefix}content": "says"}
+        assert turns_of(record, columns=columns) == PLAIN
+        assert RecordReader("messages", columns).unused_keys(record) == {"messages"}
+    shared = {"dialog": [{"who": "human", "what": "Hi"}, {"who": "gpt", "what": "Hello"}]}
+    columns = {"conversations": "dialog", "conversations.from": "who", "conversations.value": "what"}
+    assert turns_of(shared, columns=columns) == PLAIN
+    assert turns_of({"question": "Hi", "response": "Hello"}, columns={"instruction": "question", "output": "response"})
+
+
+def test_a_refusal_names_the_column_that_a_field_was_read_from():
+    reason, detail = refusal({"chat": []}, columns={"messages": "chat"})
+    assert reason == BadReason.NO_MESSAGES
+    assert detail == "`messages` holds an empty list, expected a list of turns (`messages` is the column `chat`)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schema": "chatml"}, "'chatml' is not known"),
+        ({"columns": {"dialog": "chat"}}, "there is no field 'dialog'"),
+        ({"columns": {"messages.speaker": "who"}}, "there is no field 'messages.speaker'"),
+        ({"columns": {"messages": ""}}, "the name of the column is ''"),
+        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        RecordReader(**settings)
+
+
+@pytest.mark.parametrize(
+    ("record", "schema"),
+    [
+        ({"messages": [ASK, ANSWER], "prompt": "Hi", "text": "x"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"conversations": [ASK, ANSWER]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "Hi"}], "text": "x"}, "sharegpt"),
+        ({"instruction": "", "input": "", "output": "", "text": "x"}, "alpaca"),
+        ({"prompt": "Hi", "completion": "Hello"}, "prompt_completion"),
+        ({"query": "Hi", "tools": "[]", "answers": "[]"}, "xlam"),
+        ({"text": "x", "messages": None}, "text"),
+    ],
+)
+def test_the_schema_is_detected_from_the_first_records(record, schema):
+    assert detect_schema([7, {}, record, record]) == schema
+
+
+def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
+    assert detect_schema([{"chat": [ASK, ANSWER]}], columns={"messages": "chat"}) == "messages"
+    assert detect_schema([{"text": "x"}] * 100 + [{"messages": [ASK, ANSWER]}]) == "text"
+    assert detect_schema([]) == detect_schema([7, None]) == ""
+
+
+@pytest.mark.parametrize(
+    ("records", "what", "fix"),
+    [
+        ([{"q": "Hi", "a": "Hello"}], "no schema of chats fits the first records; fields: q, a", "source.columns"),
+        ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "by themselves"),
+        ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "source.schema=preference", "source.schema="),
+        ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
+        ([{"messages": [ASK], "chosen": [ASK], "rejected": [ASK]}], "messages, preference", "source.schema="),
+    ],
+)
+def test_records_of_no_one_schema_are_refused_with_their_fields(records, what, fix):
+    with pytest.raises(PrepError, match="fields: ") as caught:
+        detect_schema(records, where="chats.jsonl")
+    assert what in caught.value.what
+    assert fix in caught.value.fix
+    assert caught.value.where == "chats.jsonl"
+
+
+def test_a_reader_goes_to_workers_and_knows_its_columns():
+    reader = RecordReader("messages", {"messages": "chat"}, ["score"])
+    record = {"chat": [ASK, ANSWER], "score": 1, "id": 7, "note": None}
+    copy = pickle.loads(pickle.dumps(reader))
+    assert copy == reader
+    assert copy.parse(record, "line 1") == Conversation(PLAIN, "line 1")
+    assert copy.unused_keys(record) == {"id"}
+    assert copy.columns_to_read(["chat", "score", "id", "images", "tools"]) == ["chat", "images", "tools"]
+
+
+def test_rows_of_a_table_are_read_without_fields_that_only_other_rows_have():
+    arguments = {"x": 1, "y": None}
+    call = {"name": "f", "arguments": arguments}
+    row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}], "text": None}
+    assert RecordReader().parse_row(row, "row 0").messages[1].tool_calls == (CALL,)
+    assert parse_record(row, "row 0").messages[1].tool_calls == (ToolCall("f", arguments),)
+
+
+def test_hashes_differ_where_the_model_sees_a_difference():
+    records = [
+        answer_with(),
+        answer_with(thinking="hm"),
+        answer_with(content=["Hello"]),
+        answer_with(content=["Hel", "lo"]),
+        answer_with(weight=0),
+        answer_with(tool_calls=[{"name": "f"}]),
+        {**answer_with(), "tools": [FUNCTION]},
+        {**answer_with(), "chat_template_kwargs": {"enable_thinking": True}},
+        {"text": "Hello"},
+    ]
+    assert len({parse_record(record, "").hash() for record in records}) == len(records)
+
+
+def test_every_schema_has_a_name_and_says_which_fields_it_reads():
+    assert list(SCHEMAS) == ["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference"]
+    assert all(schema.fields for schema in SCHEMAS.values())
