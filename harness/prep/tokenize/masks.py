@@ -247,6 +247,10 @@ class Masker:
         """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
         try:
             text = chat.whole
+            if any(message["content"] is None for message in chat.messages) and "None" in text:
+                empty = _Chat(self._template, chat.conversation, _Form("text", chat.form.arguments), {}).whole
+                if text.count("None") > empty.count("None"):
+                    raise ValueError("it writes None for a turn without content")
             for number, word, name in words:
                 if word in text and f'\\"{word}' not in text:
                     continue
@@ -450,7 +454,7 @@ class _Chat:
     def __init__(
         self, template: Template, conversation: Conversation, form: _Form, variables: Mapping[str, Any]
     ) -> None:
-        self._template, self.conversation, self._form = template, conversation, form
+        self._template, self.conversation, self.form = template, conversation, form
         self._variables = {**variables, **conversation.template_kwargs}
         self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
         self._texts: dict[int, str] = {}
@@ -477,7 +481,7 @@ class _Chat:
 
     def upto_with(self, turn: int, message: Message) -> str:
         """Return the text up to and with a turn that is replaced by another message."""
-        return self._render([*self.messages[:turn], self._form.turn(message)])
+        return self._render([*self.messages[:turn], self.form.turn(message)])
 
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
@@ -498,7 +502,7 @@ class _Chat:
             replace(message, reasoning="", content="" if message.tool_calls else message.content)
             for message in self.conversation.messages[:turn]
         ]
-        return self._render([self._form.turn(message) for message in bare], prompt=True)
+        return self._render([self.form.turn(message) for message in bare], prompt=True)
 
     def marked(self, num_turns: int) -> tuple[str, list[Span]]:
         if num_turns not in self._marked:

@@ -1,0 +1,169 @@
+"""Published chat templates, those of the `trl` package: prepared as they write, trained as their twins mark.
+
+Every shape of conversation that a template writes in full is prepared with the default rule; what it leaves out is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.prep.chat import BadReason, BadRecord, Conversation, parse_record
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.stock import stock_rule
+from tests.samples.stock_templates import SHAPES, stock_templates, tokenizer_for, training_twin
+
+TEMPLATES = stock_templates()
+# What a template may leave out, or refuse, without an error of ours.
+LEFT_OUT = {BadReason.NOT_WRITTEN, BadReason.TEMPLATE_FAILED}
+
+
+@dataclass
+class Stock:
+    """A template with its tokenizers: ours, and that of transformers with the template and with TRL's twin of it."""
+
+    name: str
+    ours: ChatTokenizer
+    hf: Any
+    twin: Any
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    from transformers import AutoTokenizer
+
+    name = request.param
+    folder = tokenizer_for(TEMPLATES[name], tmp_path_factory.mktemp("tokenizer"))
+    twin = training_twin(name)
+    if twin is not None:
+        twin_folder = folder.with_name(folder.name + "-twin")
+        shutil.copytree(folder, twin_folder)
+        settings = json.loads((twin_folder / "tokenizer_config.json").read_text())
+        (twin_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": twin}))
+    return Stock(
+        name,
+        ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(folder))),
+        AutoTokenizer.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(twin_folder) if twin is not None else None,
+    )
+
+
+def conversation_of(shape: str) -> Conversation:
+    messages, tools = SHAPES[shape]
+    conversation = parse_record({"messages": messages} | ({"tools": tools} if tools else {}), f"{shape}, line 1")
+    assert isinstance(conversation, Conversation), conversation
+    return conversation
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str | None:
+    """Return what transformers writes; None if the template refuses it."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False))
+    except Exception:
+        return None
+
+
+def texts_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
+    """Return every text that a faithful rendering holds, of the last turn also its reasoning."""
+    texts = [tool["function"]["name"] for tool in tools]
+    for message in messages:
+        content = message["content"]
+        parts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+        for text in parts:
+            texts += [piece.strip() for piece in text.replace("<think>", "</think>").split("</think>")]
+        texts += [call["function"]["name"] for call in message.get("tool_calls", [])]
+    return [text for text in [*texts, messages[-1].get("reasoning_content", "")] if text]
+
+
+def is_double_encoded(text: str) -> bool:
+    """Return whether a template has written arguments that are JSON text as a JSON string of that text."""
+    return '\\"' in text
+
+
+def texts_written(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
+    return all(piece in text for piece in texts_of(messages, tools))
+
+
+def test_every_shape_that_a_template_writes_is_prepared_as_it_writes_it(stock: Stock) -> None:
+    prepared = 0
+    for shape, (messages, tools) in SHAPES.items():
+        expected = rendered(stock.hf, messages, tools)
+        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        if isinstance(made, BadRecord):
+            assert made.reason in LEFT_OUT, made
+            # A later turn may hold the same words as what is left out: the reason names it.
+            named = any(field in made.detail for field in ("reasoning", "tool call", "content"))
+            assert named or expected is None or not texts_written(expected, messages, tools), made
+            continue
+        prepared += 1
+        beginnings = {rendered(stock.hf, messages[:end], tools) for end in range(1, len(messages) + 1)}
+        is_written = expected and not is_double_encoded(expected) and texts_written(expected, messages, tools)
+        for sequence in made:
+            assert sequence.text in beginnings or not is_written, shape
+            assert sequence.view.input_ids.tolist() == stock.hf(sequence.text, add_special_tokens=False).input_ids
+    assert prepared >= 5
+
+
+def test_exactly_the_turns_of_the_assistant_are_trained_once(stock: Stock) -> None:
+    for shape, (messages, _) in SHAPES.items():
+        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        if isinstance(made, BadRecord):
+            continue
+        trained = "\0".join(sequence.text[start:end] for sequence in made for start, end in sequence.spans)
+        answers = [text_of(message) for message in messages if message["role"] == "assistant"]
+        for answer in filter(None, answers):
+            assert trained.count(answer) == sum(answer in other for other in answers), shape
+        for message in messages:
+            if message["role"] != "assistant":
+                text = text_of(message)
+                assert any(text in answer for answer in answers) or text not in trained, shape
+            if message.get("reasoning_content"):
+                assert trained.count(message["reasoning_content"]) == 1, shape
+            for call in message.get("tool_calls", []):
+                assert call["function"]["name"] in trained, shape
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message without its reasoning."""
+    content = message["content"] or ""
+    text = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return str(text.rpartition("</think>")[2].strip())
+
+
+def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
+    if stock.twin is None:
+        pytest.skip("trl has no twin of this template")
+    compared = 0
+    for shape, (messages, tools) in SHAPES.items():
+        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        # Several sequences: earlier turns are trained as they are served, where the twin trains what is left of them.
+        if isinstance(made, BadRecord) or len(made) > 1 or made[0].text != rendered(stock.twin, messages, tools):
+            continue
+        compared += 1
+        marked = stock.twin.apply_chat_template(
+            messages, tools=tools or None, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = made[0].view.input_ids
+        assert ids.tolist() == marked["input_ids"]
+        ours = np.concatenate([[0], made[0].view.loss_mask[:-1]])
+        theirs = np.array(marked["assistant_masks"])
+        # The line break after the end of a turn is not trained here.
+        differing = [stock.ours.decode([token]) for token in ids[ours != theirs].tolist()]
+        assert all(not text.strip() for text in differing), (shape, differing)
+        assert not (ours > theirs).any(), shape
+    assert compared
+
+
+def test_every_published_template_is_known() -> None:
+    assert [name for name, text in TEMPLATES.items() if stock_rule(text) is None] == []
+
+
+def test_a_changed_template_is_not_known(tmp_path: Path) -> None:
+    assert stock_rule(TEMPLATES["qwen3"] + " {{ '' }}") is None
