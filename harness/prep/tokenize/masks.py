@@ -251,6 +251,8 @@ class Masker:
                 empty = _Chat(self._template, chat.conversation, _Form("text", chat.form.arguments), {}).whole
                 if text.count("None") > empty.count("None"):
                     raise ValueError("it writes None for a turn without content")
+            if "{'type': 'text'" in text:
+                raise ValueError("it writes a list of text parts as Python spells it")
             for number, word, name in words:
                 if word in text and f'\\"{word}' not in text:
                     continue
@@ -392,10 +394,10 @@ class Masker:
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
             bare = replace(message, reasoning="", content=_without_reasoning(message.content))
-            left_out.append(_difference(text, chat.upto_with(turn, bare)))
+            left_out.append(self._difference(text, chat.upto_with(turn, bare)))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
-            left_out.append(_difference(text, chat.upto_with(turn, bare)))
+            left_out.append(self._difference(text, chat.upto_with(turn, bare)))
         if not config.train_end_of_turn:
             start, end = spans[-1]
             tail = self._tail.search(text, start, end)
@@ -406,6 +408,18 @@ class Masker:
             elif tail:
                 left_out.append((tail.start(), end))
         return _without(spans, left_out)
+
+    def _difference(self, text: str, other: str) -> Span:
+        """Return the span of `text` that `other` lacks."""
+        start = _shared_length(text, other)
+        end = len(text) - _shared_length(text[start:][::-1], other[start:][::-1])
+        # "<call>..</call><|end|>" without the call begins with "<", too: the span may as well begin one earlier.
+        shift = 0
+        while shift < start and text[start - shift - 1] == text[end - shift - 1]:
+            shift += 1
+            if self._special.match(text, end - shift):
+                return start - shift, end - shift
+        return start, end
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
@@ -630,13 +644,6 @@ def _shared_length(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _difference(text: str, other: str) -> Span:
-    """Return the span of `text` that `other` lacks."""
-    start = _shared_length(text, other)
-    back = _shared_length(text[start:][::-1], other[start:][::-1])
-    return start, len(text) - back
 
 
 def _without(spans: list[Span], left_out: list[Span]) -> list[Span]:

@@ -1,0 +1,330 @@
+"""A chat template decides what is trained: exactly what a model that is served with it has to generate."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
+from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
+
+TURN = "<|im_start|>{{ m.role }}\n"
+# Writes the reasoning of the last turn only, and a block for it in every prompt's place.
+FORGETFUL = (
+    "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' and loop.last %}"
+    "<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As the one before, with a variable that keeps the reasoning of all turns.
+SWITCHED = FORGETFUL.replace("and loop.last", "and (loop.last or preserve_thinking)")
+# Opens the reasoning in the prompt and never writes it in a turn.
+OPENED = (
+    "{% for m in messages %}" + TURN + "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}"
+    + TURN
+    + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DOUBLED = "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["The quick brown fox jumps over the lazy dog.\n"] * 20, path, vocab_size=300)
+    return path
+
+
+@pytest.fixture
+def tokenizer(folder: Path, tmp_path: Path) -> Any:
+    def make(template: str, today: date | None = None, **settings: Any) -> ChatTokenizer:
+        file = tmp_path / "template.jinja"
+        file.write_text(template)
+        return ChatTokenizer(TokenizerConfig(name=str(folder), chat_template=str(file), **settings), today=today)
+
+    return make
+
+
+def chat(*texts: str, **assistant: Any) -> Conversation:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": text, **(assistant if n % 2 else {})} for n, text in enumerate(texts)]
+    return parsed(messages)
+
+
+def parsed(messages: list[dict[str, Any]], **record: Any) -> Conversation:
+    conversation = parse_record({"messages": messages, **record}, "chats.jsonl, line 1")
+    assert isinstance(conversation, Conversation), conversation
+    return conversation
+
+
+def encode(tokenizer: ChatTokenizer, conversation: Conversation) -> list[Encoded]:
+    (made,) = tokenizer.encode_each([conversation])
+    assert not isinstance(made, BadRecord), made
+    return made
+
+
+def refused(tokenizer: ChatTokenizer, conversation: Conversation) -> BadRecord:
+    (made,) = tokenizer.encode_each([conversation])
+    assert isinstance(made, BadRecord), made
+    return made
+
+
+def trained(sequence: Encoded) -> list[str]:
+    return [sequence.text[start:end] for start, end in sequence.spans]
+
+
+def test_a_template_without_marks_trains_what_follows_the_prompt_of_each_turn(tokenizer: Any) -> None:
+    plain = tokenizer(TOOLS)
+
+    (sequence,) = encode(plain, chat("Hi", "Hello", "Bye", "So long"))
+
+    assert trained(sequence) == ["Hello<|im_end|>", "So long<|im_end|>"]
+    assert plain.mask_rule == "served"
+    ids = sequence.view.input_ids
+    assert plain.decode(ids[1:][sequence.view.loss_mask[:-1] == 1]) == "Hello<|im_end|>So long<|im_end|>"
+
+
+def test_a_turn_that_is_served_differently_gets_a_sequence_of_its_own(tokenizer: Any) -> None:
+    made = encode(tokenizer(FORGETFUL), chat("Hi", "Hello", "Bye", "So long", reasoning_content="Hm"))
+
+    assert [trained(sequence) for sequence in made] == [
+        ["<think>Hm</think>Hello<|im_end|>"],
+        ["<think>Hm</think>So long<|im_end|>"],
+    ]
+    assert made[0].text.endswith("Hello<|im_end|>\n")
+    assert made[1].text.count("Hm") == 1
+
+
+def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
+    template = FORGETFUL.replace("loop.last", "(loop.last or m.content == 'Wait')")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Wait", "reasoning_content": "one"},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "Five", "reasoning_content": "two"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long", "reasoning_content": "three"},
+    ]
+
+    made = encode(tokenizer(template), parsed(messages))
+
+    assert [trained(sequence) for sequence in made] == [
+        ["<think>one</think>Wait<|im_end|>", "<think>two</think>Five<|im_end|>"],
+        ["<think>three</think>So long<|im_end|>"],
+    ]
+
+
+def test_kept_history_is_one_sequence_where_the_template_has_a_switch(tokenizer: Any) -> None:
+    kept = tokenizer(SWITCHED, history="kept")
+
+    (sequence,) = encode(kept, chat("Hi", "Hello", "Bye", "So long", reasoning_content="Hm"))
+
+    assert trained(sequence) == ["<think>Hm</think>Hello<|im_end|>", "<think>Hm</think>So long<|im_end|>"]
+
+
+def test_kept_history_is_refused_where_the_template_has_no_switch(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="no switch that keeps it") as caught:
+        tokenizer(FORGETFUL, history="kept")
+    assert caught.value.fix == "set tokenizer.history=as_served"
+
+
+def test_a_turn_that_does_not_begin_with_its_prompt_is_refused_by_name(tokenizer: Any) -> None:
+    bad = refused(tokenizer(OPENED), chat("Hi", "Hello"))
+
+    assert bad.reason == BadReason.NOT_AS_SERVED
+    assert "turn 2 does not begin with the chat template's generation prompt" in bad.detail
+    assert "<think>" in bad.detail
+
+
+def test_a_prompt_with_thinking_switched_off_counts_as_served(tokenizer: Any) -> None:
+    template = OPENED.replace("<think>\n", "{{ '' if enable_thinking is false else '<think>\n' }}")
+
+    (sequence,) = encode(tokenizer(template), chat("Hi", "Hello"))
+
+    assert trained(sequence) == ["Hello<|im_end|>"]
+
+
+def test_only_the_last_turn_is_trained_on_request(tokenizer: Any) -> None:
+    (sequence,) = encode(tokenizer(TOOLS, train_on="last_turn"), chat("Hi", "Hello", "Bye", "So long"))
+
+    assert trained(sequence) == ["So long<|im_end|>"]
+
+
+def test_marked_turns_are_those_with_a_weight_of_1(tokenizer: Any) -> None:
+    marked = tokenizer(TOOLS, train_on="marked")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "weight": 0},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long", "weight": 1},
+    ]
+
+    (sequence,) = encode(marked, parsed(messages))
+
+    assert trained(sequence) == ["So long<|im_end|>"]
+    assert refused(marked, chat("Hi", "Hello")).reason == BadReason.NOTHING_TRAINED
+
+
+def test_a_weight_of_0_is_never_trained(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "weight": 0},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long"},
+    ]
+
+    (sequence,) = encode(tokenizer(TOOLS), parsed(messages))
+
+    assert trained(sequence) == ["So long<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("train_reasoning", ["<think>", "</think>Hello<|im_end|>"]),
+        ("train_end_of_turn", ["<think>Hm</think>Hello"]),
+    ],
+)
+def test_parts_of_a_turn_are_left_untrained_on_request(tokenizer: Any, setting: str, expected: list[str]) -> None:
+    (sequence,) = encode(tokenizer(FORGETFUL, **{setting: False}), chat("Hi", "Hello", reasoning_content="Hm"))
+
+    assert trained(sequence) == expected
+
+
+def test_tool_calls_are_left_untrained_on_request(tokenizer: Any) -> None:
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]
+    conversation = chat("Hi", "Wait", tool_calls=call)
+
+    assert trained(encode(tokenizer(TOOLS), conversation)[0]) == ['Wait<call>f {"a": "b"}</call><|im_end|>']
+    (sequence,) = encode(tokenizer(TOOLS, train_tool_calls=False), conversation)
+    assert trained(sequence) == ["Wait", "<|im_end|>"]
+
+
+def test_arguments_that_are_text_are_given_as_the_object_that_the_template_needs(tokenizer: Any) -> None:
+    call = [{"type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]
+
+    (sequence,) = encode(tokenizer(TOOLS), chat("Hi", "Wait", tool_calls=call))
+
+    assert '<call>f {"a": "b"}</call>' in sequence.text
+
+
+def test_parts_are_joined_for_a_template_that_takes_text(tokenizer: Any) -> None:
+    conversation = Conversation((Message("user", ("Hi ", "there")), Message("assistant", "Hello")), "x")
+
+    assert "Hi there<|im_end|>" in encode(tokenizer(TOOLS), conversation)[0].text
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "words"),
+    [
+        (TOOLS, chat("Hi", "Hello", reasoning_content="Hm"), "does not write the reasoning of turn 2 (assistant)"),
+        (
+            FORGETFUL,
+            Conversation(
+                (Message("user", "Hi"), Message("assistant", "Wait", tool_calls=(ToolCall("f", {"a": "b"}),))), "x"
+            ),
+            "does not write the tool call's name of turn 2 (assistant)",
+        ),
+        (
+            FORGETFUL,
+            parsed(
+                [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+                tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            ),
+            "does not write the tools",
+        ),
+        (
+            TOOLS,
+            parsed(
+                [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+                chat_template_kwargs={"enable_thinking": False},
+            ),
+            "does not read `enable_thinking`",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}",
+            parsed(
+                [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "tool", "content": "5"},
+                    {"role": "assistant", "content": "Five"},
+                ]
+            ),
+            "does not write the content of turn 2 (tool)",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused_by_name(
+    tokenizer: Any, template: str, conversation: Conversation, words: str
+) -> None:
+    bad = refused(tokenizer(template), conversation)
+
+    assert bad.reason == BadReason.NOT_WRITTEN
+    assert words in bad.detail
+
+
+def test_plain_text_is_trained_in_full_without_the_template(tokenizer: Any) -> None:
+    (sequence,) = encode(tokenizer(TOOLS), Conversation((), "x", text="The lazy dog."))
+
+    assert trained(sequence) == ["The lazy dog.<|im_end|>"]
+
+
+def test_a_template_writes_the_date_that_it_is_given(tokenizer: Any) -> None:
+    dated = tokenizer("{{ strftime_now('%d %b %Y') }}" + TOOLS, today=date(2025, 3, 9))
+
+    assert dated.uses_date
+    assert encode(dated, chat("Hi", "Hello"))[0].text.startswith("09 Mar 2025")
+    assert not tokenizer(TOOLS).uses_date
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% for m in messages %}" * 12 + "{% endfor %}" * 12, "steps"),
+        ("{{ 'a' * 10**10 }}", "characters"),
+        (
+            "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "characters",
+        ),
+        (
+            "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+            "characters",
+        ),
+        ("{{ 'x' | center(10**10) }}", "characters"),
+        ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "characters"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+    ],
+)
+def test_a_hostile_template_is_stopped(tokenizer: Any, program: str, words: str) -> None:
+    bad = refused(tokenizer(program + TOOLS), chat("Hi", "Hello", "Bye", "So long"))
+
+    assert bad.reason == BadReason.TEMPLATE_FAILED
+    assert words in bad.detail
+
+
+def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokenizer: Any) -> None:
+    facts = tokenizer(TOOLS, train_reasoning=False, train_on="last_turn").mask_facts()
+
+    assert facts["rule"] == "served"
+    assert "no marks" in facts["why"]
+    assert (facts["history"], facts["train_on"]) == ("as_served", "last_turn")
+    assert (facts["untrained"], facts["end_tokens"]) == ('["reasoning"]', '["<|im_end|>"]')
+
+
+def test_a_control_token_in_arguments_or_reasoning_is_refused(tokenizer: Any) -> None:
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]
+    for fields in ({"tool_calls": call}, {"reasoning_content": "<|im_end|>"}):
+        bad = refused(tokenizer(TOOLS), chat("Hi", "Hello", **fields))
+        assert bad.reason == BadReason.CONTROL_TOKEN
+        assert "turn 2 (assistant)" in bad.detail
