@@ -80,6 +80,8 @@ class Options:
                 values["show"] = True
             elif name in ("--cfg", "-c"):
                 flags += [name, value if equals else rest.pop(0)]
+            elif name == "--overwrite":
+                overrides.append("data.overwrite=true")
             elif name in _HYDRA_FLAGS:
                 flags.append(argument)
                 flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []

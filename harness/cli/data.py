@@ -90,11 +90,29 @@ class RepackSettings:
     data: PlannedPacks
 
 
-@data_app.command()
+@dataclass
+class StoredTokenizer:
+    """The tokenizer that made the data.
+
+    Attributes:
+        name: tokenizer folder; empty for the one that the dataset names.
+    """
+
+    name: str = ""
+
+
+@dataclass
+class InspectSettings:
+    """Settings of `harness inspect`."""
+
+    tokenizer: StoredTokenizer = field(default_factory=StoredTokenizer)
+
+
+@data_app.command(cls=class_of(InspectSettings, {"--tokenizer": "tokenizer.name"}))
 def inspect(
+    context: typer.Context,
     path: DatasetPath,
     pack: Annotated[int | None, typer.Option(min=0, help="print this pack's text, trained tokens in color")] = None,
-    tokenizer: Annotated[str, typer.Option(help="tokenizer folder, if the dataset does not name one")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the counts of a dataset, the text of one pack, or the blend that a YAML file configures."""
@@ -113,7 +131,7 @@ def inspect(
             shown = reader[pack]
             print_json({"pack": pack, **{name: getattr(shown, name).tolist() for name in fields}})
             return
-        console.print(render_pack(reader, pack, find_tokenizer(reader, tokenizer)))
+        console.print(render_pack(reader, pack, find_tokenizer(reader, context.obj.tokenizer.name)))
         return
     summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,35 +25,49 @@ preflight_app = typer.Typer(
 
 
 @dataclass
-class PlanSettings:
-    """Settings of `harness plan`.
+class AssumedData:
+    """Packs that do not exist yet.
 
     Attributes:
-        ranks: GPUs of all nodes together; null for the number that the experiment is planned for, or 8.
+        pack_size: tokens of each pack.
+    """
+
+    pack_size: int = 8192
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "data", "pack_size", lowest=2)
+
+
+@dataclass
+class PlanSettings:
+    """Settings of `harness plan`; `parallel.ranks` of the recipe are the GPUs of all nodes together, 8 by default.
+
+    Attributes:
         gpu_gib: memory of a GPU in GiB: exit code 1 if the run does not fit; null to skip the check.
         peak_tflops: dense peak of a GPU in TFLOP/s; 989 is an H100's in bfloat16.
         mfu: measured share of the peak that training reaches; null estimates it.
-        packs: plan for this many packs; null for the dataset of the settings.
-        pack_size: tokens of each of these packs.
+        packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings.
         sequence_tokens: tokens of each conversation in them.
     """
 
-    ranks: int | None = None
     gpu_gib: float | None = 80
     peak_tflops: float = 989
     mfu: float | None = None
     packs: int | None = None
-    pack_size: int = 8192
     sequence_tokens: int = 1024
+    data: AssumedData = field(default_factory=AssumedData)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "ranks", "packs", lowest=1)
-        require_numbers(self, "", "pack_size", "sequence_tokens", lowest=2)
+        require_numbers(self, "", "packs", lowest=1)
+        require_numbers(self, "", "sequence_tokens", lowest=2)
         require_numbers(self, "", "gpu_gib", "peak_tflops", above=0)
         require_numbers(self, "", "mfu", above=0, highest=1)
 
 
-@launch_app.command(cls=class_of(PlanSettings, takes_recipe=True))
+_RENAMED = {"ranks": "parallel.ranks", "--ranks": "parallel.ranks", "pack_size": "data.pack_size"}
+
+
+@launch_app.command(cls=class_of(PlanSettings, _RENAMED, takes_recipe=True))
 def plan(
     context: typer.Context,
     experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or sft")],
@@ -71,12 +85,11 @@ def plan(
         return
     planned = plan_run(
         to_plain(config),
-        ranks=settings.ranks,
         machine=Machine(peak_flops=settings.peak_tflops * 1e12),
         mfu=settings.mfu,
         packs=None
         if settings.packs is None
-        else AssumedPacks(settings.packs, settings.pack_size, settings.sequence_tokens),
+        else AssumedPacks(settings.packs, settings.data.pack_size, settings.sequence_tokens),
     )
     gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
     Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes))

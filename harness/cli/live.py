@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import asdict, dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from harness.checks import require_choice, require_numbers
 from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
+from harness.storage import is_uri
 
 live_app = typer.Typer(
     help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
@@ -106,15 +108,16 @@ class ProduceSettings:
 @live_app.command(cls=class_of(ProduceSettings, {"--tokenizer": "tokenizer.name", "--to": "chunks.format"}))
 def produce(
     context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SRC", help="file, folder or glob; - for standard input")],
     folder: Folder,
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="file, folder or glob; - for standard input")],
-    append: Annotated[bool, typer.Option("--append", help="INPUT follows what is in the folder")] = False,
+    append: Annotated[bool, typer.Option("--append", help="SRC follows what is in the folder")] = False,
     leave_rest: Annotated[
         bool, typer.Option("--leave-rest", help="with --append: even if the input before was not read to its end")
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
 ) -> None:
-    """Write live chunks. Started again with the same INPUT after a crash, it continues where it stopped."""
+    """Write live chunks. Started again with the same SRC after a crash, it continues where it stopped."""
+    _check_order(source, folder)
     from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
     from harness.prep import ChatTokenizer
 
@@ -151,11 +154,28 @@ def produce(
                 raise ConfigError(
                     "the input has no rows, and training would wait for the first",
                     where=source,
-                    fix=f"check INPUT; `harness live end {folder}` ends a stream without rows",
+                    fix=f"check SRC; `harness live end {folder}` ends a stream without rows",
                 )
             producer.end()
         total = f"{producer.num_rows:,} rows in {producer.num_chunks:,} chunks"
         _print_line(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
+
+
+def _check_order(source: str, folder: str) -> None:
+    """Raise ConfigError where the folder is named before the input, as in earlier versions."""
+    from harness.loader.live import STDIN, LiveFolder
+
+    is_swapped = folder == STDIN or Path(folder).is_file()
+    if Path(folder).is_dir() and source != STDIN and not is_uri(source):
+        is_missing = not Path(source).exists() and not has_magic(source)
+        is_stream = Path(source).is_dir() and LiveFolder(source).has_begun
+        is_swapped = is_missing or (is_stream and any(Path(folder).iterdir()) and not LiveFolder(folder).has_begun)
+    if is_swapped:
+        raise ConfigError(
+            "the input comes first, then the folder of chunks",
+            where=f"{source} {folder}",
+            fix=f"check both names; in the new order: harness live produce {folder} {source}",
+        )
 
 
 @live_app.command()

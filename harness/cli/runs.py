@@ -6,7 +6,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +43,32 @@ class ChatSettings:
         require_numbers(self, "", "temperature", lowest=0)
 
 
+@dataclass
+class RequeueLimits:
+    """Limits of a cluster.
+
+    Attributes:
+        max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
+    """
+
+    max_same_failures: int = 3
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "cluster", "max_same_failures", lowest=1)
+
+
+@dataclass
+class RequeueSettings:
+    """Settings of `harness requeue`.
+
+    Attributes:
+        exit_code: exit code of the run.
+    """
+
+    exit_code: int
+    cluster: RequeueLimits = field(default_factory=RequeueLimits)
+
+
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def prepare(arguments: Arguments = None) -> None:
     """Turn chats into packed datasets; the same as `python -m recipes.prepare`, whose `--help` names the settings."""
@@ -53,9 +79,9 @@ def prepare(arguments: Arguments = None) -> None:
 def train(
     recipe: Annotated[str, typer.Argument(metavar="sft|pretrain", help="the recipe")],
     arguments: Arguments = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="start this many processes on this machine")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:
-    """Train: all ranks of this machine with --ranks, one rank under torchrun or srun, else one process.
+    """Train: `parallel.ranks=N` starts N processes on this machine; under torchrun or srun this is one rank.
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
@@ -72,6 +98,8 @@ def train(
             where=sys.executable,
             fix="install the package with the extra `train`",
         )
+    if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        ranks = _local_ranks(arguments or [])
     if ranks is None or is_shown:
         become_rank_of_slurm()
         run_recipe(recipe, arguments or [])
@@ -121,20 +149,25 @@ def chat(
             print(conversation.answer(prompt))
 
 
-@runs_app.command()
+@runs_app.command(cls=class_of(RequeueSettings, {"--max-same": "cluster.max_same_failures"}))
 def requeue(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")],
-    exit_code: Annotated[int, typer.Option(help="exit code of the run")],
-    max_same: Annotated[int, typer.Option(min=1, help="attempts that may fail in the same way at the same step")] = 3,
+    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
 ) -> None:
     """Record how a run ended and decide whether to start it again: exit code 0 for yes, 1 for no."""
     from harness.train import decide
 
     if not run_dir.is_dir():
         raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")
-    decision = decide(run_dir, exit_code=exit_code, max_same=max_same)
+    settings: RequeueSettings = context.obj
+    decision = decide(run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures)
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
+
+
+def _local_ranks(arguments: list[str]) -> int | None:
+    """Return the number that `parallel.ranks` is set to, None where it is not set or is no number."""
+    values = [text.partition("=")[2] for text in arguments if text.startswith("parallel.ranks=")]
+    return int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
 
 
 def run_recipe(name: str, arguments: list[str]) -> None:

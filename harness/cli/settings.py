@@ -50,8 +50,8 @@ class SettingsCommand(TyperCommand):
 
     Attributes:
         schema: dataclass of the settings.
-        flags: flags of earlier versions: the key that each set, ending in a dot for the entries of a map, or the place
-            of a positional argument.
+        flags: names of earlier versions, of flags and of settings: the key of each, ending in a dot for the entries of
+            a map, or the place of a positional argument.
         takes_recipe: arguments that are not the command's own are those of a recipe; `context.obj` is then a pair of
             the filled schema and this list.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.
@@ -79,7 +79,8 @@ class SettingsCommand(TyperCommand):
     def _divide(self, arguments: list[str]) -> tuple[list[str], list[str], list[str]]:
         """Divide a command line into names and switches, the command's settings, and arguments of the recipe."""
         keys = [setting.key for setting in explain_settings(self.schema)]
-        roots = {key.partition(".")[0] for key in keys}
+        # A recipe may have settings of the same section; settings of a composed section are all the command's own.
+        own_roots = {key.partition(".")[0] for key in keys} if self.is_composed or not self.takes_recipe else set()
         switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
         flags = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in reversed(keys)} | dict(self.flags)
         own: list[str] = []
@@ -92,7 +93,7 @@ class SettingsCommand(TyperCommand):
             name, equals, value = argument.partition("=")
             if argument in switches:
                 own.append(argument)
-            elif name.startswith("--") and name in flags:
+            elif name in flags and (equals or name.startswith("--")):
                 value = value if equals else (rest.pop(0) if rest else "")
                 key = flags[name]
                 if isinstance(key, int):
@@ -100,8 +101,12 @@ class SettingsCommand(TyperCommand):
                 elif key.endswith("."):
                     _add_entry(settings, f"{key}{value}")
                 else:
-                    settings.append(f"{key}={value}")
-            elif _ASSIGNMENT.fullmatch(argument) and (not self.takes_recipe or name.partition(".")[0] in roots):
+                    rest.insert(0, f"{key}={value}")
+            elif argument == "data.overwrite=true" and "--overwrite" in switches:
+                own.append("--overwrite")
+            elif _ASSIGNMENT.fullmatch(argument) and (
+                not self.takes_recipe or name in keys or name.partition(".")[0] in own_roots
+            ):
                 settings.append(argument)
             elif self.takes_recipe and (_names(own) or equals or name.startswith("-")):
                 recipe.append(argument)

@@ -176,6 +176,7 @@ class Format:
 
 def load_format(name: str) -> Format:
     """Return the format of that name; raises ConfigError for an unknown one."""
+    name = "npy" if name == "legacy_npy_pickle" else name  # its name in other tools
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
     format: Format = importlib.import_module(FORMATS[name]).FORMAT

@@ -144,7 +144,7 @@ if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped
   run_again
 fi
 timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
-  "${harness[@]}" requeue "$run_dir" --exit-code "$code" --max-same @max_same@
+  "${harness[@]}" requeue "$run_dir" exit_code="$code" cluster.max_same_failures=@max_same@
 decided=$?
 if ((decided == 0)); then run_again; fi
 if ((decided == 124 || decided == 137)); then

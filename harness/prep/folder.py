@@ -84,7 +84,7 @@ class PreparedFolder:
         shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
         shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
         what = f"the folder was prepared with other settings: {'; '.join(shown)}"
-        fix = "set data.overwrite=true to replace it, or name another folder in data.path"
+        fix = "--overwrite replaces it, or name another folder in data.path"
         raise ConfigError(what, where=str(self.path), fix=fix)
 
     def begin(self) -> None:

@@ -29,8 +29,8 @@ MIN_SEQUENCE_TOKENS = 2
 # Of sequences that are longer than a pack; `truncate` is the name that `cut` had in earlier versions.
 OVER_LONG = ("drop", "cut", "split", "truncate")
 
-# Setting -> name of the format.
-PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual")}
+# Setting -> name of the format; the last is the name of npy in other tools.
+PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy")}
 PACKED_STORAGE["legacy_npy_pickle"] = "npy"
 
 # Keys of the random streams; a plan depends on them.
@@ -49,7 +49,7 @@ class PackingConfig:
         over_long: `drop` a conversation of more than `pack_size` tokens, `cut` it at `pack_size`, or `split` it at turn
             boundaries, repeating the system prompt. (`truncate` is the old name of `cut`.)
         packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, packs as plans over
-            them) or `legacy_npy_pickle`.
+            them) or `npy` (pickled lists, for older tools).
         validation_fraction: share of conversations, chosen by their hash, for the split `validation`. A conversation
             stays in its split when others are added or removed.
         test_fraction: share of conversations for the split `test`, chosen likewise.
@@ -78,7 +78,8 @@ class PackingConfig:
         require_numbers(self, "data", "validation_fraction", "test_fraction", lowest=0, below=1)
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
         require_choice(self.over_long, OVER_LONG, setting="data.over_long")
-        require_choice(self.packed_storage, PACKED_STORAGE, setting="data.packed_storage")
+        storage = PACKED_STORAGE.get(self.packed_storage, self.packed_storage)
+        require_choice(storage, dict.fromkeys(PACKED_STORAGE.values()), setting="data.packed_storage")
         if self.validation_fraction + self.test_fraction >= 1:
             what = "nothing is left for training"
             fix = "make their sum less than 1"

@@ -136,7 +136,7 @@ class PrepareReport(Counts):
             return cls(**kept | {"path": str(path)}, reused=True)
         except (KeyError, TypeError, AttributeError) as error:
             what = f"the report of the earlier run is damaged: {error!r}"
-            fix = "remove the file and run again with data.overwrite=true, or name another folder in data.path"
+            fix = "remove the file and run again with --overwrite, or name another folder in data.path"
             raise PrepError(what, where=str(path / "report.json"), fix=fix) from error
 
     def add_shard(self, path: str, receipt: Receipt) -> None:

@@ -71,7 +71,7 @@ class Stream:
     out: Path
 
     def producer(self, source: Path | str, *more: str, kind: str = "chat") -> Side:
-        command = [str(HARNESS), "live", "produce", str(self.folder), str(source), "--kind", kind, *more]
+        command = [str(HARNESS), "live", "produce", str(source), str(self.folder), "--kind", kind, *more]
         return Side([(command, {})], self.out / "producer.log")
 
     def ranks(

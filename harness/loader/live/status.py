@@ -59,15 +59,13 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     folder = LiveFolder(path)
     if not folder.path.is_dir():
         raise FormatError("there is no such folder", where=str(path), fix="name the folder of the chunks")
-    contents = folder.look()
-    end = folder.end()
-    seen = [folder.seen_s(who) for who in (PRODUCER_FILE, CONSUMER_FILE)]
-    if not may_begin and not contents.next_index and end is None and seen == [None, None]:
+    if not may_begin and not folder.has_begun:
         raise FormatError(
             "the folder holds no live stream: no chunk, no producer, no reader",
             where=str(path),
             fix="name the folder of the chunks; `harness live produce` begins a stream",
         )
+    contents, end = folder.look(), folder.end()
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
     consumer = folder.status(CONSUMER_FILE)
@@ -77,10 +75,10 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     return LiveStatus(
         path=str(path),
         producer="ended" if end is not None else _state(folder, PRODUCER_FILE),
-        producer_seen_s=seen[0],
+        producer_seen_s=folder.seen_s(PRODUCER_FILE),
         producer_told=folder.status(PRODUCER_FILE),
         consumer=_state(folder, CONSUMER_FILE),
-        consumer_seen_s=seen[1],
+        consumer_seen_s=folder.seen_s(CONSUMER_FILE),
         consumer_told=consumer,
         chunks=end.chunks if end is not None else contents.next_index,
         rows=last.total_rows if last is not None else None,

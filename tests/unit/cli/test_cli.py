@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -142,6 +143,9 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["convert", "a", "b", "npy", "data.packs_per_shrd=1"], "did you mean data.packs_per_shard?"),
         (["convert", "a", "b", "npy", "data.packs_per_shard=few"], "'few' is not of type int"),
         (["repack", "a", "b"], "data.pack_size is not set"),
+        (["requeue", "a", "cluster.max_same_failures=0", "exit_code=1"], "max_same_failures is 0"),
+        (["requeue", "a"], "exit_code is not set"),
+        (["plan", "sft_tiny", "data.pack_sze=8"], "did you mean data.pack_size?"),
         (["live", "produce", "a", "b", "data.over_long=wrap"], "choose one of: drop, cut, split"),
         (["live", "produce", "a", "b", "chunks.kind=packs", "tokenizer.name=x"], "packs are tokenized already"),
         (["live", "produce", "a", "b", "pack_size=8"], "did you mean data.pack_size?"),
@@ -196,11 +200,80 @@ def test_the_settings_of_a_training_run_are_printed_without_torch():
 
 
 def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe():
-    arguments = ["plan", "sft_tiny", "packs=100", "--sequence-tokens", "256", "ranks=4", "model.vocab_size=512"]
+    arguments = [
+        "plan",
+        "sft_tiny",
+        "packs=100",
+        "--sequence-tokens",
+        "256",
+        "parallel.ranks=4",
+        "model.vocab_size=512",
+    ]
     done = without_torch(*arguments)
     assert done.returncode == 0, done.stderr
     assert "sft_tiny on 4 ranks" in done.stdout
     assert "time of an epoch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            ["plan", "sft_tiny", "model.vocab_size=512", "packs=9", "ranks=2", "--pack-size", "2048"],
+            ["plan", "sft_tiny", "model.vocab_size=512", "packs=9", "parallel.ranks=2", "data.pack_size=2048"],
+        ),
+        (
+            ["inspect", "DATA", "--pack", "1", "--tokenizer", "none"],
+            ["inspect", "DATA", "--pack=1", "tokenizer.name=none"],
+        ),
+        (["convert", "DATA", "npy", "npy", "--overwrite"], ["convert", "DATA", "npy", "npy", "data.overwrite=true"]),
+        (["convert", "DATA", "one", "legacy_npy_pickle"], ["convert", "DATA", "one", "npy", "data.overwrite=true"]),
+        (
+            ["requeue", "RUN", "--exit-code", "9", "--max-same", "1"],
+            ["requeue", "RUN", "exit_code=9", "cluster.max_same_failures=1"],
+        ),
+    ],
+)
+def test_old_names_of_settings_are_the_same_settings(harness, dataset, tmp_path, monkeypatch, old, new):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    names = {"DATA": str(dataset), "RUN": "run"}
+
+    def run(arguments):
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        return harness(*(names.get(argument, argument) for argument in arguments))
+
+    answers = [run(arguments) for arguments in (old, new)]
+    assert answers[0] == answers[1]
+    assert "unknown" not in answers[0][2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "processes"),
+    [
+        (["parallel.ranks=3", "trainer.steps=1"], {}, "3"),
+        (["--ranks", "2"], {}, "2"),
+        (["parallel.ranks=3"], {"RANK": "0"}, None),
+        (["parallel.ranks=null"], {}, None),
+    ],
+)
+def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
+    harness, monkeypatch, arguments, environment, processes
+):
+    started, here = [], []
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.execv", lambda program, command: started.append(command))
+    monkeypatch.setattr("harness.cli.runs.run_recipe", lambda name, given: here.append(given))
+    harness("train", "sft", *arguments)
+    if processes is None:
+        assert (started, here) == ([], [arguments])
+    else:
+        assert started[0][started[0].index("--nproc-per-node") + 1] == processes
+        assert [text for text in arguments if "=" in text] == [text for text in started[0] if "=" in text]
 
 
 @pytest.mark.parametrize("module", ["harness", "harness.cli"])

@@ -43,7 +43,7 @@ def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
 
 def test_an_input_without_rows_does_not_end_a_stream_silently(tmp_path, harness):
     (tmp_path / "none.jsonl").write_text("\n")
-    code, _, err = harness("live", "produce", tmp_path / "live", tmp_path / "none.jsonl")
+    code, _, err = harness("live", "produce", tmp_path / "none.jsonl", tmp_path / "live")
     assert (code, "the input has no rows" in err) == (2, True)
     assert not live_status(tmp_path / "live").ended
 
@@ -129,12 +129,30 @@ def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness)
     source = tmp_path / "in.jsonl"
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     source.write_text(f"{json.dumps(line)}\n" * 5)
-    code, out, _ = harness("live", "produce", tmp_path / "live", source, "--rows", 2, "--leave-open")
+    code, out, _ = harness("live", "produce", source, tmp_path / "live", "--rows", 2, "--leave-open")
     assert code == 0
     assert out.splitlines()[-1] == f"{tmp_path / 'live'}: 5 rows in 3 chunks"
     code, out, _ = harness("live", "end", tmp_path / "live")
     assert out == f"{tmp_path / 'live'}: ends after 3 chunks\n"
     assert live_status(tmp_path / "live").ended
-    code, _, err = harness("live", "produce", tmp_path / "live", source, "--kind", "images")
+    code, _, err = harness("live", "produce", source, tmp_path / "live", "--kind", "images")
     assert code == 2
     assert "choose one of: chat, packs" in err
+
+
+@pytest.mark.parametrize("source", ["chats.jsonl", "chats", "-"])
+def test_the_order_of_earlier_versions_is_refused_and_nothing_is_written(tmp_path, harness, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    code, _, err = harness("live", "produce", "live", source)
+    assert (code, f"harness live produce {source} live" in err) == (2, True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["chats", "chats.jsonl"]
+
+
+def test_the_order_is_refused_where_the_folder_holds_a_stream_already(tmp_path, harness):
+    write_stream(tmp_path / "live", some_packs(1), [1])
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "some.jsonl").write_text("{}\n")
+    code, _, err = harness("live", "produce", tmp_path / "live", tmp_path / "chats")
+    assert (code, "the input comes first" in err) == (2, True)

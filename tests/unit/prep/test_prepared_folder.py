@@ -35,7 +35,7 @@ def test_changed_settings_are_listed_and_need_overwrite(tmp_path):
     folder = PreparedFolder(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"data\.pack_size was 8 and is 16") as error:
         folder.finished_report(OTHER, overwrite=False)
-    assert "data.overwrite=true" in error.value.fix
+    assert "--overwrite" in error.value.fix
     assert folder.finished_report(OTHER, overwrite=True) is None
 
 
