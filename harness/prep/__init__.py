@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use
 from harness.prep.chat import BadRecord, Conversation, parse_line, parse_record
-from harness.prep.fitting import fit_conversation, fit_to_pack
+from harness.prep.fitting import fit_conversation
 from harness.prep.packing import (
     MIN_SEQUENCE_TOKENS,
     OVER_LONG,
@@ -63,7 +63,6 @@ __all__ = [
     "do_shard",
     "end_tokens",
     "fit_conversation",
-    "fit_to_pack",
     "list_files",
     "pack_of",
     "parse_line",

@@ -1,196 +1,233 @@
-"""Sequences that are longer than a pack: drop them, cut them, or split them at turn boundaries."""
+"""Conversations that are longer than a pack: drop them, cut them, or split them between turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from harness.checks import require_choice
-from harness.prep.adapter import Encoded
-from harness.prep.chat import Conversation
-from harness.prep.packing import MIN_SEQUENCE_TOKENS, OVER_LONG
-from harness.records import Int32Array, SequenceView, UInt8Array
+from harness.prep.chat import BadRecord, Conversation, Message
+from harness.prep.packing import OVER_LONG
+from harness.prep.tokenize import Encoded
+from harness.records import SequenceView
+
+Messages = tuple[Message, ...]
 
 # A split repeats the turns of these roles that a conversation begins with.
 _SYSTEM = ("system", "developer")
 
 
+class Encoder(Protocol):
+    """Turns conversations into sequences, as `ChatTokenizer` does."""
+
+    def encode_each(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | BadRecord]: ...
+
+    def mask_facts(self) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The parts of a sequence that are stored.
+    """The sequences of one conversation that are stored.
 
     Attributes:
-        pieces: each of at most a pack, with something to train; empty if the sequence is left out.
-        outcome: `kept`, `cut` or `split`; or, without pieces, the reason: `over_long`, or `untrained` where the part
-            that fits has no trained token.
-        num_lost: trained tokens of the sequence that no piece trains.
+        pieces: each of at most a pack, with something to train; empty if the conversation is left out.
+        reason: for leaving it out: `over_long`, or `untrained` where the part that fits has no trained token.
+        is_cut: a piece ends in the middle of a turn, and the rest of the turn is left out.
+        is_split: the conversation was divided between turns.
+        is_partial: sequences of it were left out, and others kept.
+        num_lost: trained tokens of the conversation that no piece trains.
     """
 
     pieces: tuple[SequenceView, ...]
-    outcome: str
+    reason: str = ""
+    is_cut: bool = False
+    is_split: bool = False
+    is_partial: bool = False
     num_lost: int = 0
 
 
-def fit_to_pack(
-    sequence: SequenceView, *, pack_size: int, over_long: str, turns: Sequence[int] = (), roles: Sequence[str] = ()
+def fit_conversation(
+    conversation: Conversation, sequences: Sequence[Encoded], tokenizer: Encoder, *, pack_size: int, over_long: str
 ) -> Fitted:
-    """Make a sequence fit into packs of `pack_size` tokens.
+    """Make the sequences of a conversation fit into packs of `pack_size` tokens.
 
-    `split` fills piece after piece with whole turns. Every piece begins with the tokens before the first turn that is
-    not the system's or developer's (system prompt, tools, special tokens), which only the first piece trains. A piece
-    ends before a user turn where one fits, so that the next one begins with a question; else before a tool's result;
-    else before any turn. Stretches without a trained token are left out, except as much of them as fits before the
-    next trained turn. A turn that is too long alone is cut at the end of its piece. Text without turns is divided every
-    `pack_size` tokens.
+    `drop` and `cut` treat each sequence by itself. `split` makes conversations of fewer turns and encodes these anew,
+    each with the system prompt and the tools of the whole: as many exchanges (a user turn and what follows it) as fit.
+    An exchange that is too long alone is divided before answers and calls of tools, and each part begins with the
+    question; an answer that is too long with its question is cut. Turns after the last answer are left out. Text
+    without turns is divided every `pack_size` tokens.
 
     Args:
+        sequences: of the conversation, by `tokenizer`.
         over_long: one of `OVER_LONG`.
-        turns: first token of each turn, for `split`; without turns that can be kept apart, it cuts.
-        roles: of the turns; empty for text that has none.
     """
     require_choice(over_long, OVER_LONG, setting="over_long")
+    views = [one.view for one in sequences]
+    if all(len(view) <= pack_size for view in views):
+        return Fitted(tuple(views))
+    num_trained = sum(map(_count_trained, views))
+    if over_long == "split" and conversation.text is None:
+        splitter = _Splitter(conversation, tokenizer, pack_size)
+        splitter.split()
+        pieces, is_cut = splitter.pieces, splitter.is_cut
+    else:
+        fitted = [_fit(view, pack_size, over_long) for view in views]
+        pieces = [piece for parts in fitted for piece in parts]
+        is_cut = any(len(parts) == 1 and len(parts[0]) < len(view) for parts, view in zip(fitted, views, strict=True))
+    num_lost = max(0, num_trained - sum(map(_count_trained, pieces)))
+    if not pieces:
+        return Fitted((), "over_long" if over_long == "drop" else "untrained", num_lost=num_lost)
+    return Fitted(
+        tuple(pieces),
+        is_cut=is_cut,
+        is_split=over_long == "split",
+        is_partial=over_long != "split" and not all(fitted),
+        num_lost=num_lost,
+    )
+
+
+def _fit(sequence: SequenceView, pack_size: int, over_long: str) -> list[SequenceView]:
+    """Drop or cut one sequence, or divide one without turns."""
     if len(sequence) <= pack_size:
-        return Fitted((sequence,), "kept")
+        return [sequence]
     if over_long == "drop":
-        return Fitted((), "over_long", int(np.count_nonzero(sequence.loss_mask)))
-    if over_long != "split":
-        return _fitted(sequence, [_Piece(0, 0, pack_size)], "cut")
-    if not roles:
-        starts = range(0, len(sequence), pack_size)
-        pieces = [_Piece(0, start, min(start + pack_size, len(sequence))) for start in starts]
-        return _fitted(sequence, pieces, "split")
-    count = min(len(turns), len(roles))
-    leading = next((number for number in range(count) if roles[number] not in _SYSTEM), count)
-    head = _num_head_tokens(sequence.input_ids, turns[:count], roles, leading)
-    if leading == count or head + MIN_SEQUENCE_TOKENS > pack_size:
-        return _fitted(sequence, [_Piece(0, 0, pack_size)] if leading == count else [], "split")
-    # A turn that a template leaves out takes no tokens.
-    edges = np.maximum.accumulate(np.array([head, *turns[leading + 1 : count], len(sequence)], np.int64))
-    turns_of = _Turns(edges, roles[leading:count], _token_mask(sequence.loss_mask), pack_size - head)
-    return _fitted(sequence, [_Piece(head, start, end) for start, end in turns_of.pieces()], "split")
-
-
-def fit_conversation(
-    conversation: Conversation, sequences: Sequence[Encoded], *, pack_size: int, over_long: str
-) -> list[Fitted]:
-    """Make the sequences of one conversation fit into packs, each by itself."""
-    roles = [message.role for message in conversation.messages]
-    return [
-        fit_to_pack(one.view, pack_size=pack_size, over_long=over_long, turns=one.turns, roles=roles)
-        for one in sequences
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The first `head` tokens of a sequence, and those from `start` to before `end`."""
-
-    head: int
-    start: int
-    end: int
-
-
-def _fitted(sequence: SequenceView, pieces: list[_Piece], outcome: str) -> Fitted:
-    """Build the pieces that have something to train."""
-    trained = _token_mask(sequence.loss_mask)
-    built, num_kept = [], 0
-    for piece in pieces:
-        head = trained[: piece.head]
-        if piece.start > piece.head:
-            head = np.zeros_like(head)
-        mask = np.concatenate([head, trained[piece.start : piece.end]])
-        # Nothing comes before the first token, from which it could be predicted.
-        mask[0] = 0
+        return []
+    ends = range(pack_size, len(sequence) + pack_size, pack_size) if over_long == "split" else [pack_size]
+    pieces = []
+    for end in ends:
+        piece = slice(end - pack_size, end)
+        mask = sequence.loss_mask[piece].copy()
+        # The label of the last token is in the next piece.
+        mask[-1] = 0
         if mask.any():
-            ids = np.concatenate([sequence.input_ids[: piece.head], sequence.input_ids[piece.start : piece.end]])
-            built.append(SequenceView(ids, np.append(mask[1:], np.uint8(0))))
-            num_kept += int(np.count_nonzero(mask))
-    num_lost = int(np.count_nonzero(trained)) - num_kept
-    if not built:
-        return Fitted((), "untrained" if pieces else "over_long", num_lost)
-    return Fitted(tuple(built), outcome if outcome == "cut" or len(built) > 1 or not num_lost else "cut", num_lost)
+            pieces.append(SequenceView(sequence.input_ids[piece], mask))
+    return pieces
 
 
-def _token_mask(loss_mask: UInt8Array) -> UInt8Array:
-    """Return the mask of the trained tokens themselves, uint8 [L]."""
-    return np.concatenate([np.zeros(1, np.uint8), loss_mask[:-1]])
+def _count_trained(sequence: SequenceView) -> int:
+    return int(np.count_nonzero(sequence.loss_mask))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Turns:
-    """Turns that are divided among pieces.
+@dataclass
+class _Splitter:
+    """Divides one conversation; collects the sequences of its parts."""
 
-    Attributes:
-        edges: int64 [turns + 1], first token of each turn, and the end of the last.
-        roles: of the turns.
-        trained: uint8 [L], the trained tokens.
-        room: tokens of a piece.
-    """
+    conversation: Conversation
+    tokenizer: Encoder
+    pack_size: int
+    pieces: list[SequenceView] = field(default_factory=list)
+    is_cut: bool = False
+    _trains_all: bool = False
+    _trains_last: bool = False
 
-    edges: np.ndarray[tuple[int], np.dtype[np.int64]]
-    roles: Sequence[str]
-    trained: UInt8Array
-    room: int
+    def split(self) -> None:
+        facts = self.tokenizer.mask_facts()
+        self._trains_all = facts.get("rule") == "all"
+        self._trains_last = facts.get("train_on") == "last_turn"
+        messages = self.conversation.messages
+        system = tuple(itertools.takewhile(lambda message: message.role in _SYSTEM, messages))
+        self._fill(system, _exchanges(messages[len(system) :]), is_exchange=True)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and past-the-end token of every piece."""
-        count = len(self.roles)
-        first = 0
-        while first < count:
-            last = int(np.searchsorted(self.edges, self.edges[first] + self.room, side="right")) - 1
-            if last <= first:
-                yield int(self.edges[first]), int(self.edges[first]) + self.room
-                first += 1
+    def _fill(self, prefix: Messages, units: list[Messages], *, is_exchange: bool) -> None:
+        """Store the units, as many together as fit, each time after the prefix; divide those that do not fit alone."""
+        alone = self._encode([prefix + unit for unit in units])
+        lengths = [_longest(sequences) for sequences in alone]
+        # Tokens that are written once however many units there are; an estimate that saves most trials.
+        shared = max(0, lengths[0] + lengths[1] - _longest(self._together(prefix, units[:2]))) if len(units) > 1 else 0
+        first = len(units) - 1 if self._trains_last else 0
+        while first < len(units):
+            start, end = first, first + 1
+            if lengths[first] > self.pack_size:
+                self._divide(prefix, units[first], alone[first], is_exchange=is_exchange)
+                first = end
                 continue
-            last = last if last == count else self._cut_between(first, last)
-            if self._is_trained(first, last):
-                yield int(self.edges[first]), int(self.edges[last])
-                first = last
-                continue
-            following = next((turn for turn in range(last, count) if self._is_trained(turn, turn + 1)), count)
-            if following == count:
-                return
-            first = self._begin_before(first, following)
+            made, total = alone[first], lengths[first]
+            if self._trains_last:
+                while start and total + lengths[start - 1] - shared <= self.pack_size:
+                    start -= 1
+                    total += lengths[start] - shared
+            else:
+                while end < len(units) and total + lengths[end] - shared <= self.pack_size:
+                    total += lengths[end] - shared
+                    end += 1
+            while end - start > 1:
+                made = self._together(prefix, units[start:end])
+                is_lost = not made and any(alone[start:end])
+                if not is_lost and _longest(made) <= self.pack_size:
+                    break
+                start, end = (start + 1, end) if self._trains_last else (start, end - 1)
+                made = alone[first]
+            self._keep(made)
+            first = end
 
-    def _is_trained(self, first: int, last: int) -> bool:
-        return bool(self.trained[self.edges[first] : self.edges[last]].any())
+    def _divide(self, prefix: Messages, unit: Messages, sequences: Sequence[Encoded], *, is_exchange: bool) -> None:
+        """Store a unit that is too long alone: an exchange answer by answer, one answer cut."""
+        question = tuple(itertools.takewhile(lambda message: message.role != "assistant", unit))
+        answers = _answers(unit[len(question) :])
+        if is_exchange and len(answers) > 1:
+            self._fill(prefix + question, answers, is_exchange=False)
+            return
+        cut = [piece for one in sequences for piece in _fit(one.view, self.pack_size, "cut")]
+        self.is_cut |= bool(cut)
+        self._store(cut)
 
-    def _cut_between(self, first: int, last: int) -> int:
-        """Return the turn before which a piece from `first` ends, at most `last`."""
-        cuts = [turn for turn in range(last, first, -1) if self._is_trained(first, turn)]
-        users = (turn for turn in cuts if self.roles[turn] == "user")
-        others = (turn for turn in cuts if self.roles[turn] != "assistant")
-        return next(users, None) or next(others, None) or last
+    def _encode(self, parts: Sequence[Messages]) -> list[list[Encoded]]:
+        """Encode parts of the conversation; nothing comes of those that the template or the mask refuses."""
+        made = self.tokenizer.encode_each([replace(self.conversation, messages=_answered(part)) for part in parts])
+        return [[] if isinstance(result, BadRecord) else result for result in made]
 
-    def _begin_before(self, first: int, trained: int) -> int:
-        """Return the turn after `first` from which the most fits up to the end of the turn `trained`."""
-        fitting = [
-            turn for turn in range(first + 1, trained) if self.edges[trained + 1] - self.edges[turn] <= self.room
-        ]
-        users = (turn for turn in fitting if self.roles[turn] == "user")
-        others = (turn for turn in fitting if self.roles[turn] != "assistant")
-        return next(users, None) or next(others, None) or min(fitting, default=trained)
+    def _together(self, prefix: Messages, units: Sequence[Messages]) -> list[Encoded]:
+        return self._encode([prefix + tuple(itertools.chain(*units))])[0]
+
+    def _keep(self, sequences: Sequence[Encoded]) -> None:
+        self._store([one.view for one in sequences])
+
+    def _store(self, views: Sequence[SequenceView]) -> None:
+        for view in views:
+            trained = self._without_repeats(view) if self._trains_all else view
+            if trained.loss_mask.any():
+                self.pieces.append(trained)
+
+    def _without_repeats(self, view: SequenceView) -> SequenceView:
+        """Leave the beginning that an earlier piece has as well untrained, where every token is trained."""
+        repeated = max((_num_common(view, piece) for piece in self.pieces), default=0)
+        mask = view.loss_mask.copy()
+        mask[: max(0, repeated - 1)] = 0
+        return SequenceView(view.input_ids, mask)
 
 
-def _num_head_tokens(ids: Int32Array, turns: Sequence[int], roles: Sequence[str], leading: int) -> int:
-    """Return the number of tokens before the first turn that is not the system's.
+def _exchanges(messages: Messages) -> list[Messages]:
+    """Divide turns before each user turn that follows another role's."""
+    starts = [
+        number
+        for number, (before, after) in enumerate(itertools.pairwise(messages), start=1)
+        if after.role == "user" != before.role
+    ]
+    return [messages[start:end] for start, end in itertools.pairwise([0, *starts, len(messages)])]
 
-    Without a system turn the first turn's tokens include what a template writes before it: the tools, a system prompt
-    of its own. The first turn then begins where the tokens are those that a later turn of its role begins with.
-    """
-    if leading:
-        return int(turns[leading]) if leading < len(turns) else 0
-    same = [turn for number, turn in enumerate(turns) if number and roles[number] == roles[0]]
-    if not same:
-        return 0
-    first = ids[: turns[1]]
-    header = ids[same[0] : same[0] + len(first)]
-    places = np.flatnonzero(first == header[0])
-    lengths = []
-    for place in places.tolist():
-        width = min(len(first) - place, len(header))
-        differs = first[place : place + width] != header[:width]
-        lengths.append(int(differs.argmax()) if differs.any() else width)
-    return int(places[int(np.argmax(lengths))]) if lengths else 0
+
+def _answers(messages: Messages) -> list[Messages]:
+    """Divide the turns after a question before each turn of the assistant, with the results of its tools."""
+    starts = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    return [messages[start:end] for start, end in itertools.pairwise([*starts, len(messages)])]
+
+
+def _answered(messages: Messages) -> Messages:
+    """Leave out the turns after the last of the assistant."""
+    count = max((number for number, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    return messages[:count]
+
+
+def _longest(sequences: Sequence[Encoded]) -> int:
+    return max((len(one.view) for one in sequences), default=0)
+
+
+def _num_common(one: SequenceView, other: SequenceView) -> int:
+    """Return the number of tokens that two sequences begin with."""
+    count = min(len(one), len(other))
+    differs = one.input_ids[:count] != other.input_ids[:count]
+    return int(differs.argmax()) if differs.any() else count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ TOKENIZER, SOURCE = "tokenizer", "source"
 BAD_RECORDS, TO_REPAIR = "bad_records.jsonl", "bad_records_to_repair.jsonl"
 # Outlives a failed preparation: finished shards are kept.
 SHARDS = ".shards"
+_FIRST_DAY = "first_day"
 SEQUENCES = "sequences"
 REPORT, REPORT_PAGE, SAMPLES_PAGE = "report.json", "report.md", "report.html"
 _MARKER = "_preparing"
@@ -74,6 +77,9 @@ class PreparedFolder:
                 what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
                 raise PrepError(what, where=str(self.path), fix="name a new or empty folder in data.path")
             return None
+        if "date" in (report.get("settings") or {}):
+            # The day on which it was prepared does not make it another dataset.
+            settings = {**settings, "date": report["settings"]["date"]}
         if report.get("settings_hash") == settings_hash(settings):
             complete = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
             return report if complete and (self.path / TOKENIZER).is_dir() else None
@@ -105,6 +111,18 @@ class PreparedFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
+
+    def first_day(self, today: date) -> date:
+        """Return the date on which the preparation began, `today` unless an interrupted one is continued.
+
+        A chat template may write the date; a preparation that takes several days writes one.
+        """
+        file = self.path / SHARDS / _FIRST_DAY
+        with suppress(OSError, ValueError):
+            return date.fromisoformat(file.read_text())
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, today.isoformat().encode())
+        return today
 
     def finish(self, report: dict[str, Any]) -> None:
         """Write the report, which makes the folder finished."""

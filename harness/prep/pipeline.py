@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
         report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(settings), settings=settings)
         try:
             folder.begin()
-            _Preparation(config, folder.path, source, report, stages).run()
+            _Preparation(config, folder.path, source, report, stages, folder.first_day(date.today())).run()
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
             folder.finish(report.to_dict())
@@ -125,6 +126,7 @@ class _Preparation:
     source: SourceFiles
     report: PrepareReport
     stages: Stages
+    today: date
     reader: RecordReader = field(default_factory=RecordReader)
 
     def run(self) -> None:
@@ -138,6 +140,11 @@ class _Preparation:
         self._find_schema()
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
+        self.report.mask = tokenizer.mask_facts()
+        self.stages.show(f"Mask: {tokenizer.mask_rule}, because {self.report.mask['why']}.")
+        if tokenizer.uses_date:
+            self.report.settings["date"] = self.today.isoformat()
+            self.report.settings_hash = settings_hash(self.report.settings)
         splits = self._tokenize(tokenizer)
         for name, split in splits.items():
             self.report.splits[name] = SplitReport(
@@ -159,14 +166,14 @@ class _Preparation:
         config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
         if config.name:
             with self.stages.stage("tokenizer", f"loading {config.name}") as stage:
-                tokenizer = ChatTokenizer(config)
+                tokenizer = ChatTokenizer(config, today=self.today)
                 tokenizer.save(folder)
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
         with self.stages.stage("tokenizer", "training a tokenizer", total=self.source.num_bytes) as stage:
             template = config.chat_template or "chatml"
             train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size, chat_template=template)
-            tokenizer = ChatTokenizer(config, str(folder))
+            tokenizer = ChatTokenizer(config, str(folder), today=self.today)
             if config.chat_template:
                 tokenizer.save(folder)
             stage.summary = f"byte-level BPE of {tokenizer.vocab_size:,} tokens, trained on the source"
@@ -196,6 +203,7 @@ class _Preparation:
             folder=str(self.path / layout.SHARDS),
             tokenizer=replace(self.config.tokenizer, name=str(self.path / layout.TOKENIZER), chat_template=""),
             content=f"{tokenizer.tokenizer_hash} {tokenizer.chat_template_hash}",
+            today=self.today.isoformat() if tokenizer.uses_date else "",
             pack_size=data.pack_size,
             over_long=data.over_long,
             on_bad=source.on_bad,

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,14 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import HarnessError, PrepError
-from harness.prep.adapter import Encoded, encode_each
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.samples import make_sample
 from harness.prep.sources import Chunk, Shard, read_shard
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
 
@@ -59,6 +59,7 @@ class ShardJob:
         folder: of the shards.
         tokenizer: of the sequences; `name` is a folder that includes the chat template.
         content: hashes of that folder's content; part of the identity of a loaded tokenizer.
+        today: the date that the chat template writes, as YYYY-MM-DD; empty if it writes none.
         pack_size, over_long: as in PackingConfig.
         on_bad: as in SourceConfig.
     """
@@ -66,6 +67,7 @@ class ShardJob:
     folder: str
     tokenizer: TokenizerConfig
     content: str
+    today: str
     pack_size: int
     over_long: str
     on_bad: str
@@ -82,7 +84,7 @@ class ShardJob:
 
     def load_tokenizer(self) -> ChatTokenizer:
         """Return the tokenizer, loaded once a process."""
-        return _load_tokenizer(json.dumps(asdict(self.tokenizer)), self.content)
+        return _load_tokenizer(json.dumps(asdict(self.tokenizer)), self.content, self.today)
 
 
 @dataclass
@@ -160,9 +162,10 @@ def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(config: str, content: str) -> ChatTokenizer:
+def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
     """Load a tokenizer once a process; `content` reloads a folder that was written again."""
-    return ChatTokenizer(TokenizerConfig(**json.loads(config)))
+    day = date.fromisoformat(today) if today else None
+    return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=day)
 
 
 def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
@@ -236,7 +239,7 @@ class _ShardWriter:
         """
         parsed = list(chunk.parse())
         conversations = [item for item in parsed if isinstance(item, Conversation)]
-        results = iter(encode_each(tokenizer, conversations))
+        results = iter(tokenizer.encode_each(conversations))
         refused = []
         for raw, item in zip(_filled(chunk), parsed, strict=True):
             result = next(results) if isinstance(item, Conversation) else item
@@ -257,26 +260,22 @@ class _ShardWriter:
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
         job, counts, where = self.job, self.counts, conversation.where
-        fitted = fit_conversation(conversation, sequences, pack_size=job.pack_size, over_long=job.over_long)
-        pieces = [piece for one in fitted for piece in one.pieces]
-        if not pieces:
-            reason = fitted[0].outcome
+        fitted = fit_conversation(conversation, sequences, tokenizer, pack_size=job.pack_size, over_long=job.over_long)
+        if not fitted.pieces:
             num_tokens = max(len(one.view) for one in sequences)
-            counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=reason)
+            counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=fitted.reason)
             return
-        outcomes = {one.outcome for one in fitted}
-        if outcomes != {"kept"}:
-            counts.lost_tokens += sum(one.num_lost for one in fitted)
+        counts.lost_tokens += fitted.num_lost
         for kind, found in (
-            ("partial", not all(one.pieces for one in fitted)),
-            ("truncated", "cut" in outcomes or any(one.outcome == "split" and one.num_lost for one in fitted)),
-            ("split", "split" in outcomes),
+            ("partial", fitted.is_partial),
+            ("truncated", fitted.is_cut),
+            ("split", fitted.is_split),
             ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
         ):
             if found:
                 counts.count(kind, where)
         digest = conversation.hash()
-        for part, piece in enumerate(pieces):
+        for part, piece in enumerate(fitted.pieces):
             trained = int(np.count_nonzero(piece.loss_mask))
             self.rows.append((self.tokens, digest, part, len(piece), trained))
             self.files[INPUT_IDS].write(piece.input_ids.astype("<i4", copy=False).tobytes())
@@ -284,10 +283,10 @@ class _ShardWriter:
             self.tokens += len(piece)
             self.trained_tokens += trained
         self.conversations += 1
-        self.sequences += len(pieces)
+        self.sequences += len(fitted.pieces)
         if self.samples < _MAX_SAMPLES:
             self.samples += 1
-            line = json.dumps(asdict(make_sample(conversation, pieces, tokenizer)))
+            line = json.dumps(asdict(make_sample(conversation, fitted.pieces, tokenizer)))
             self.files[SAMPLES].write(line.encode() + b"\n")
 
 

@@ -290,14 +290,20 @@ def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):
     assert left <= {"_preparing", "tokenizer", ".shards"}
 
 
-def test_a_template_without_generation_tags_needs_another_masking_rule(tmp_path, prepared, chats):
+def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_path, prepared, chats):
     path, _, _ = prepared
     template = tmp_path / "plain.jinja"
-    template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     named = {"name": str(path / "tokenizer"), "chat_template": str(template)}
     with pytest.raises(ConfigError, match="generation"):
-        run(settings(tmp_path / "d", chats, tokenizer=named))
-    run(settings(tmp_path / "d", chats, tokenizer={**named, "mask": "all"}))
+        run(settings(tmp_path / "d", chats, tokenizer={**named, "mask": "generation"}))
+    report, output = run(settings(tmp_path / "d", chats, tokenizer=named, packed_storage="virtual"))
+    assert f"Mask: {report.mask['rule']}, because {report.mask['why']}" in output
+    for name in ("train", "sequences/train", "validation"):
+        assert dict(open_dataset(tmp_path / "d" / name).manifest.provenance.mask) == report.mask
     saved = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "d" / "tokenizer"), mask="all"))
     assert saved.chat_template == template.read_text()
 

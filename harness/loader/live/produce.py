@@ -16,8 +16,8 @@ from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, fit_conversation, list_files, pack_of, read_chunks
-from harness.prep.adapter import Encoded, encode_each
 from harness.prep.chat import BadRecord, Conversation, RecordReader, parse_line, record_of_row
+from harness.prep.tokenize import Encoded
 from harness.records import Pack
 
 STDIN = "-"
@@ -214,11 +214,11 @@ def _add_packed(
         if isinstance(encoded, BadRecord):
             usable(encoded)
         elif isinstance(conversation, Conversation):
-            fitted = fit_conversation(conversation, encoded, pack_size=packing.pack_size, over_long=packing.over_long)
-            pieces = [piece for one in fitted for piece in one.pieces]
-            members = [Member((number, part), piece, len(piece)) for part, piece in enumerate(pieces)]
+            size, over_long = packing.pack_size, packing.over_long
+            fitted = fit_conversation(conversation, encoded, packing.tokenizer, pack_size=size, over_long=over_long)
+            members = [Member((number, part), piece, len(piece)) for part, piece in enumerate(fitted.pieces)]
             if not members:
-                left_out[fitted[0].outcome] += 1
+                left_out[fitted.reason] += 1
         if number in awaited:
             awaited.remove(number)
             waited |= {member.key: member for member in members}
@@ -246,6 +246,6 @@ def _tokenized(
     """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [parse_line(item.line, item.where) for item, _ in block]
-        encoded = iter(encode_each(packing.tokenizer, [item for item in parsed if isinstance(item, Conversation)]))
+        encoded = iter(packing.tokenizer.encode_each([item for item in parsed if isinstance(item, Conversation)]))
         for item, (_, position) in zip(parsed, block, strict=True):
             yield position["items"] - 1, position, item, next(encoded) if isinstance(item, Conversation) else item

@@ -18,7 +18,7 @@ from harness.loader.datasets import LiveConfig
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_conversation, pack_of
-from harness.prep.adapter import Encoded, encode_each
+from harness.prep.tokenize import Encoded
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import padded_lengths
@@ -295,7 +295,7 @@ class RankStream:
             )
         parsed = [chunk.conversation(row) for row in rows]
         conversations = [item for item in parsed if isinstance(item, Conversation)]
-        encoded = iter(encode_each(self._tokenizer, conversations) if conversations else [])
+        encoded = iter(self._tokenizer.encode_each(conversations) if conversations else [])
         members: list[list[Member[Place]]] = []
         for row, item in zip(rows, parsed, strict=True):
             members.append([])
@@ -325,10 +325,13 @@ class RankStream:
         # A sequence takes as much of a pack as of a row, where it is padded.
         multiple = self._pad_to_multiple
         room = self._config.pack_size // multiple * multiple
-        fitted = fit_conversation(conversation, encoded, pack_size=room, over_long=self._config.over_long)
-        pieces = [piece for one in fitted for piece in one.pieces]
+        assert self._tokenizer is not None
+        fitted = fit_conversation(
+            conversation, encoded, self._tokenizer, pack_size=room, over_long=self._config.over_long
+        )
+        pieces = fitted.pieces
         if not pieces:
-            self._left_out[fitted[0].outcome] += 1
+            self._left_out[fitted.reason] += 1
         sizes = padded_lengths(np.array([len(piece) for piece in pieces], np.int64), multiple).tolist()
         return [
             Member((index, row, number), piece, max(len(piece), size))

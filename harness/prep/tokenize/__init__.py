@@ -13,7 +13,7 @@ from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
-from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, fit_to_pack, tokenizer_hash
+from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, tokenizer_hash
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -21,7 +21,6 @@ __all__ = [
     "Encoded",
     "TokenizerConfig",
     "end_tokens",
-    "fit_to_pack",
     "mask_of_encoding",
     "token_mask",
     "tokenizer_hash",

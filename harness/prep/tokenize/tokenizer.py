@@ -266,23 +266,6 @@ def _compile(text: str, variables: Mapping[str, Any], today: date | None, where:
         raise ConfigError(what, where=where, fix="fix the template") from None
 
 
-def fit_to_pack(sequence: SequenceView, *, pack_size: int, over_long: str) -> tuple[SequenceView | None, str]:
-    """Cut or drop a sequence that is longer than a pack.
-
-    Returns:
-        the sequence and the outcome (`kept`, `truncated`), or None and the reason (`over_long`; `truncated_untrained`:
-        the part that fits has no trained token).
-    """
-    if len(sequence) <= pack_size:
-        return sequence, "kept"
-    if over_long == "drop":
-        return None, "over_long"
-    ids, mask = sequence.input_ids[:pack_size], sequence.loss_mask[:pack_size].copy()
-    # Its label is cut off.
-    mask[-1] = 0
-    return (SequenceView(ids, mask), "truncated") if mask.any() else (None, "truncated_untrained")
-
-
 def tokenizer_hash(name: str) -> str:
     """Return `ChatTokenizer.tokenizer_hash` of a folder or hub id, with or without a chat template."""
     return _hash_tokens(_load(name))

@@ -1,4 +1,4 @@
-"""Over-long sequences are dropped, cut, or split at turn boundaries; a trained token is lost only if it is counted."""
+"""Over-long conversations are dropped, cut, or split between turns; a trained token is lost only if it is counted."""
 
 from __future__ import annotations
 
@@ -6,133 +6,186 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep import fit_to_pack
+from harness.formats import text_runs
+from harness.prep import ChatTokenizer, Conversation, TokenizerConfig, fit_conversation, train_bpe
+from harness.prep.chat import Message, ToolCall
 from harness.records import SequenceView
 
-SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+WORDS = ["packs", "hold", "turns", "that", "a", "model", "reads", "and", "learns"]
+TOOLS = ({"type": "function", "function": {"name": "find", "parameters": {}}},)
 
 
-def sequence(*mask: int) -> SequenceView:
-    return SequenceView(np.arange(len(mask), dtype=np.int32), np.array(mask, np.uint8))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["system user assistant tool find 0123456789 " + " ".join(WORDS)] * 9, path, vocab_size=400)
+    return str(path)
 
 
-def chat(*turns: tuple[str, int]) -> tuple[SequenceView, list[int], list[str]]:
-    """Turns of the given roles and numbers of tokens; of an answer, all tokens but the first are trained."""
-    starts = np.cumsum([0, *(length for _, length in turns)]).tolist()
-    trained = np.zeros(starts[-1], np.uint8)
-    for (role, _), start, end in zip(turns, starts, starts[1:], strict=False):
-        trained[start + 1 : end] = role == ASSISTANT
-    view = SequenceView(np.arange(starts[-1], dtype=np.int32), np.append(trained[1:], np.uint8(0)))
-    return view, starts[:-1], [role for role, _ in turns]
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return ChatTokenizer(TokenizerConfig(name=folder))
 
 
-def split(view: SequenceView, turns: list[int], roles: list[str], pack_size: int):
-    fitted = fit_to_pack(view, pack_size=pack_size, over_long="split", turns=turns, roles=roles)
-    return [piece.input_ids.tolist() for piece in fitted.pieces], fitted
+def chat(*turns: tuple[str, str], tools=()) -> Conversation:
+    return Conversation(tuple(Message(role, text) for role, text in turns), "chats.jsonl, line 1", tools=tools)
 
 
-def trained_ids(view: SequenceView) -> list[int]:
-    return view.input_ids[1:][view.loss_mask[:-1] == 1].tolist()
+def fit(tokenizer, conversation, pack_size, over_long="split"):
+    (made,) = tokenizer.encode_each([conversation])
+    return fit_conversation(conversation, made, tokenizer, pack_size=pack_size, over_long=over_long)
 
 
-def test_over_long_sequences_are_dropped_or_cut_and_the_last_token_is_untrained():
-    long = sequence(0, 1, 1, 1, 0)
-    kept = fit_to_pack(long, pack_size=5, over_long="drop")
-    assert (kept.pieces, kept.outcome) == ((long,), "kept")
-    dropped = fit_to_pack(long, pack_size=4, over_long="drop")
-    assert (dropped.pieces, dropped.outcome, dropped.num_lost) == ((), "over_long", 3)
+def texts(tokenizer, fitted) -> list[str]:
+    return [tokenizer.decode(piece.input_ids.tolist()) for piece in fitted.pieces]
+
+
+def trained(tokenizer, fitted) -> list[str]:
+    return [text for piece in fitted.pieces for text, is_trained in text_runs(piece, tokenizer) if is_trained]
+
+
+def size_of(tokenizer, conversation) -> int:
+    (view,) = tokenizer.encode([conversation])
+    return len(view)
+
+
+def test_an_over_long_conversation_is_dropped_or_cut_and_the_last_token_is_untrained(tokenizer):
+    one = chat(("user", "packs"), ("assistant", "turns that a model reads"))
+    size = size_of(tokenizer, one)
+    kept = fit(tokenizer, one, size, "drop")
+    assert (len(kept.pieces), kept.reason, kept.is_cut, kept.num_lost) == (1, "", False, 0)
+    dropped = fit(tokenizer, one, size - 1, "drop")
+    assert (dropped.pieces, dropped.reason) == ((), "over_long")
     for name in ("cut", "truncate"):
-        fitted = fit_to_pack(long, pack_size=3, over_long=name)
-        assert (fitted.outcome, fitted.num_lost) == ("cut", 2)
-        assert fitted.pieces[0].input_ids.tolist() == [0, 1, 2]
-        assert fitted.pieces[0].loss_mask.tolist() == [0, 1, 0]
-    assert long.loss_mask.tolist() == [0, 1, 1, 1, 0]
-    untrained = fit_to_pack(sequence(0, 0, 1, 1, 0), pack_size=3, over_long="cut")
-    assert (untrained.pieces, untrained.outcome) == ((), "untrained")
+        fitted = fit(tokenizer, one, size - 3, name)
+        (piece,) = fitted.pieces
+        assert len(piece) == size - 3
+        assert piece.loss_mask[-1] == 0
+        # The newline after the end of the turn is not trained anyway.
+        assert (fitted.is_cut, fitted.num_lost) == (True, 2)
+    assert fit(tokenizer, one, 3, "cut").reason == "untrained"
     with pytest.raises(ConfigError, match="over_long"):
-        fit_to_pack(long, pack_size=3, over_long="wrap")
+        fit(tokenizer, one, 3, "wrap")
 
 
-def test_a_split_repeats_the_system_prompt_and_cuts_before_a_user_turn():
-    parts = chat((SYSTEM, 2), (USER, 2), (ASSISTANT, 3), (USER, 2), (ASSISTANT, 3), (USER, 1), (ASSISTANT, 2))
-    pieces, fitted = split(*parts, pack_size=11)
-    # The second user turn fits as well, but its answer does not.
-    assert pieces == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 7, 8, 9, 10, 11, 12, 13, 14]]
-    assert (fitted.outcome, fitted.num_lost) == ("split", 0)
-    assert fitted.pieces[1].loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+def test_a_split_repeats_the_system_prompt_and_keeps_questions_with_their_answers(tokenizer):
+    turns = [("user", "model"), ("assistant", "reads"), ("user", "packs"), ("assistant", "hold turns")]
+    whole = chat(("system", "learns"), *turns, ("user", "and"), ("assistant", "a"))
+    two = size_of(tokenizer, chat(("system", "learns"), *turns))
+    fitted = fit(tokenizer, whole, two)
+    system = "<|im_start|>system\nlearns<|im_end|>\n"
+    assert texts(tokenizer, fitted) == [
+        f"{system}<|im_start|>user\nmodel<|im_end|>\n<|im_start|>assistant\nreads<|im_end|>\n"
+        "<|im_start|>user\npacks<|im_end|>\n<|im_start|>assistant\nhold turns<|im_end|>\n",
+        f"{system}<|im_start|>user\nand<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n",
+    ]
+    assert trained(tokenizer, fitted) == ["reads<|im_end|>", "hold turns<|im_end|>", "a<|im_end|>"]
+    assert (fitted.is_split, fitted.is_cut, fitted.num_lost) == (True, False, 0)
 
 
-def test_without_room_for_a_question_and_its_answer_a_piece_begins_with_a_tool_result_or_an_answer():
-    pieces, _ = split(*chat((USER, 2), (ASSISTANT, 3), (TOOL, 2), (ASSISTANT, 3)), pack_size=6)
-    assert pieces == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    pieces, fitted = split(*chat((SYSTEM, 1), (USER, 5), (ASSISTANT, 5)), pack_size=8)
-    assert pieces == [[0, 6, 7, 8, 9, 10]]
+def test_a_long_exchange_is_divided_before_answers_and_each_part_begins_with_the_question(tokenizer):
+    steps = [("assistant", "find model"), ("tool", "reads and learns"), ("assistant", "find packs"), ("tool", "hold")]
+    whole = chat(("user", "a model"), *steps, ("assistant", "turns"))
+    fitted = fit(tokenizer, whole, size_of(tokenizer, chat(("user", "a model"), *steps[:3])))
+    question = "<|im_start|>user\na model<|im_end|>\n"
+    parts = texts(tokenizer, fitted)
+    assert len(parts) == 2
+    assert all(part.startswith(question) for part in parts)
+    # A call without its result at the end; the results come before the answers that read them.
+    assert parts[0].endswith("<|im_start|>assistant\nfind packs<|im_end|>\n")
+    assert parts[1].endswith("<|im_start|>assistant\nturns<|im_end|>\n")
+    assert trained(tokenizer, fitted) == ["find model<|im_end|>", "find packs<|im_end|>", "turns<|im_end|>"]
     assert fitted.num_lost == 0
 
 
-def test_a_turn_that_is_too_long_alone_is_cut_and_the_rest_is_kept():
-    parts = chat((SYSTEM, 1), (USER, 2), (ASSISTANT, 20), (USER, 2), (ASSISTANT, 3))
-    pieces, fitted = split(*parts, pack_size=8)
-    assert pieces == [[0, 3, 4, 5, 6, 7, 8, 9], [0, 23, 24, 25, 26, 27]]
-    assert fitted.num_lost == 13
+def test_an_answer_that_is_too_long_with_its_question_is_cut_and_the_other_exchanges_are_kept(tokenizer):
+    whole = chat(("user", "a"), ("assistant", "packs " * 90), ("user", "model"), ("assistant", "learns"))
+    fitted = fit(tokenizer, whole, 40)
+    assert len(fitted.pieces[0]) == 40
+    assert trained(tokenizer, fitted)[-1] == "learns<|im_end|>"
+    assert (fitted.is_cut, fitted.is_split) == (True, True)
+    assert fitted.num_lost > 50
 
 
-def test_what_comes_long_before_the_only_trained_turn_is_left_out():
-    # As one sequence of a conversation of which only the last turn is trained.
-    view, turns, roles = chat((SYSTEM, 1), (USER, 4), (ASSISTANT, 4), (USER, 4), (ASSISTANT, 4))
-    mask = view.loss_mask.copy()
-    mask[:12] = 0
-    pieces, fitted = split(SequenceView(view.input_ids, mask), turns, roles, pack_size=10)
-    assert pieces == [[0, 9, 10, 11, 12, 13, 14, 15, 16]]
-    assert (fitted.outcome, fitted.num_lost) == ("split", 0)
+def test_with_only_the_last_turn_trained_a_split_keeps_what_fits_before_it(folder):
+    tokenizer = ChatTokenizer(TokenizerConfig(name=folder, train_on="last_turn"))
+    turns = [("user", "model"), ("assistant", "reads"), ("user", "packs"), ("assistant", "hold turns")]
+    whole = chat(("system", "and"), *turns, ("user", "that"), ("assistant", "a"))
+    fitted = fit(tokenizer, whole, size_of(tokenizer, whole) - 4)
+    (text,) = texts(tokenizer, fitted)
+    assert "reads" not in text
+    assert "hold turns" in text
+    assert trained(tokenizer, fitted) == ["a<|im_end|>"]
 
 
-def test_tools_that_the_template_writes_before_the_first_turn_are_repeated():
-    # 90 begins a conversation, 91 a turn; 92 names the user.
-    ids = [90, 91, 7, 7, 7, 91, 92, 1, 1, 91, 93, 2, 2, 91, 92, 3, 91, 93, 4]
-    trained = [0] * 11 + [1, 1] + [0] * 5 + [1]
-    view = SequenceView(np.array(ids, np.int32), np.array([*trained[1:], 0], np.uint8))
-    pieces, _ = split(view, [0, 9, 13, 16], [USER, ASSISTANT, USER, ASSISTANT], pack_size=14)
-    assert pieces == [ids[:13], ids[:5] + ids[13:]]
+def test_every_token_is_trained_once_where_all_are(folder):
+    tokenizer = ChatTokenizer(TokenizerConfig(name=folder, mask="all"))
+    exchanges = [(role, f"turns {number}") for number in range(3) for role in ("user", "assistant")]
+    whole = chat(("system", "learns"), *exchanges)
+    fitted = fit(tokenizer, whole, size_of(tokenizer, whole) - 1)
+    assert len(fitted.pieces) == 2
+    assert fitted.pieces[1].loss_mask[:5].tolist() == [0, 0, 0, 0, 0]
+    assert "".join(trained(tokenizer, fitted)).count("learns") == 1
 
 
-def test_text_without_turns_is_divided_every_pack():
-    view = sequence(*[1] * 9, 0)
-    pieces, fitted = split(view, [], [], pack_size=4)
-    assert pieces == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert all(piece.loss_mask[-1] == 0 and piece.loss_mask[:-1].all() for piece in fitted.pieces)
+def test_tools_are_in_every_part_and_each_is_rendered_as_served(tmp_path):
+    train_bpe([" ".join(WORDS)] * 9, tmp_path, vocab_size=400, chat_template="qwen3")
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path)))
+    call = Message("assistant", "", reasoning="that", tool_calls=(ToolCall("find", {"text": "packs"}),))
+    answer = Message("assistant", "turns", reasoning="and")
+    exchanges = [(Message("user", f"packs {number}"), call, Message("tool", "hold"), answer) for number in range(4)]
+    whole = Conversation(sum(exchanges, ()), "x", tools=TOOLS)
+    (made,) = tokenizer.encode_each([whole])
+    alone = [tokenizer.encode_each([Conversation(part, "x", tools=TOOLS)])[0] for part in exchanges]
+    longest = max(len(one.view) for part in alone for one in part)
+    fitted = fit(tokenizer, whole, longest)
+    # No two exchanges fit together, so that each gives what it gives as a conversation of its own.
+    expected = [one.view.input_ids.tolist() for part in alone for one in part]
+    assert [piece.input_ids.tolist() for piece in fitted.pieces] == expected
+    assert all("# Tools" in text for text in texts(tokenizer, fitted))
+    assert len(made) > 1
+    assert fitted.num_lost == 0
+
+
+def test_text_without_turns_is_divided_every_pack(tokenizer):
+    whole = Conversation((), "x", text="packs hold turns that a model reads and learns " * 9)
+    (made,) = tokenizer.encode_each([whole])
+    fitted = fit(tokenizer, whole, 20)
+    ids = np.concatenate([piece.input_ids for piece in fitted.pieces])
+    assert ids.tolist() == made[0].view.input_ids.tolist()
+    assert all(piece.loss_mask[:-1].all() and piece.loss_mask[-1] == 0 for piece in fitted.pieces)
     # The first token of a piece has nothing before it.
-    assert fitted.num_lost == 2
+    assert fitted.num_lost == len(fitted.pieces) - 1
 
 
-def test_a_system_prompt_that_fills_a_pack_leaves_nothing_to_split():
-    _, fitted = split(*chat((SYSTEM, 9), (USER, 2), (ASSISTANT, 2)), pack_size=10)
-    assert (fitted.pieces, fitted.outcome, fitted.num_lost) == ((), "over_long", 1)
-
-
-def test_the_pieces_together_train_every_token_of_the_conversation_once_unless_it_is_counted_as_lost():
-    for seed in range(300):
+def test_the_pieces_together_train_what_the_conversation_trains_unless_it_is_counted_as_lost(tokenizer):
+    for seed in range(60):
         rng = np.random.default_rng(seed)
-        others = rng.choice([USER, ASSISTANT, TOOL], rng.integers(2, 12)).tolist()
-        view, turns, roles = chat(
-            *((role, int(rng.integers(1, 14))) for role in [SYSTEM] * int(rng.integers(0, 2)) + others)
-        )
-        if rng.random() < 0.3:
-            view.loss_mask[: rng.integers(0, len(view))] = 0
-        pack_size = int(rng.integers(6, 30))
-        if len(view) <= pack_size:
-            continue
-        pieces, fitted = split(view, turns, roles, pack_size)
-        head = turns[1] if roles[0] == SYSTEM else 0
-        trained = [token for piece in fitted.pieces for token in trained_ids(piece)]
-        assert len(trained) == len(set(trained))
-        assert set(trained) <= set(trained_ids(view))
-        assert len(trained) + fitted.num_lost == len(trained_ids(view))
-        if all(length + head <= pack_size for length in np.diff([*turns, len(view)])):
+        number = iter(range(10_000))
+
+        def text(rng=rng, number=number) -> str:
+            return " ".join([*rng.choice(WORDS, rng.integers(0, 20)), str(next(number))])
+
+        turns = [("system", text())] * int(rng.integers(0, 2))
+        for _ in range(rng.integers(1, 7)):
+            turns.append(("user", text()))
+            for _ in range(rng.integers(0, 3)):
+                turns += [("assistant", text()), ("tool", text())]
+            turns.append(("assistant", text()))
+        whole = chat(*turns)
+        pack_size = int(rng.integers(40, 200))
+        fitted = fit(tokenizer, whole, pack_size)
+        answers = [f"{text}<|im_end|>" for role, text in turns if role == "assistant"]
+        if not fitted.is_cut and fitted.pieces:
+            assert trained(tokenizer, fitted) == answers
             assert fitted.num_lost == 0
-        for piece, ids in zip(fitted.pieces, pieces, strict=True):
-            assert len(ids) <= pack_size
-            assert ids[:head] == list(range(head))
-            assert ids[head] in turns
+        (view,) = tokenizer.encode([whole])
+        kept = sum(int(piece.loss_mask.sum()) for piece in fitted.pieces)
+        assert kept + fitted.num_lost == int(view.loss_mask.sum())
+        for piece in fitted.pieces:
+            assert isinstance(piece, SequenceView)
+            assert len(piece) <= pack_size
             assert piece.loss_mask.any()
             assert piece.loss_mask[-1] == 0
+            if turns[0][0] == "system":
+                assert tokenizer.decode(piece.input_ids.tolist()).startswith(f"<|im_start|>system\n{turns[0][1]}")
