@@ -249,7 +249,7 @@ SAMPLES = {
         _preference,
         lambda record: {**record, "chosen": []},
         BadReason.NO_MESSAGES,
-        frozenset(("rejected", "score_chosen")),
+        frozenset(("score_chosen",)),
         {"schema": "preference"},
     ),
 }

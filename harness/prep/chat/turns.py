@@ -35,11 +35,9 @@ MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos
 _MEDIA_PART = re.compile(r"image|audio|video|file|media", re.IGNORECASE)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = frozenset(ROLES)
+_REASONING, _CALLS, _WEIGHTS = map(frozenset, (REASONING_FIELDS, ("tool_calls", "function_call"), WEIGHT_FIELDS))
 # Fields that turns of one role only may have.
-_OWNED_FIELDS = (
-    *((field, "assistant") for field in ("tool_calls", "function_call", *REASONING_FIELDS)),
-    ("tool_call_id", "tool"),
-)
+_OWNED_FIELDS = (("assistant", _REASONING | _CALLS), ("tool", frozenset(("tool_call_id",))))
 
 
 def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conversation:
@@ -125,19 +123,23 @@ def parse_turn(turn: object, number: int) -> Message:
             detail += "; source.schema=sharegpt reads such roles"
         raise BadRecordError(BadReason.UNKNOWN_ROLE, detail)
     what = f"{what} ({role})"
-    _refuse_unknown(turn, what)
-    for field, owner in _OWNED_FIELDS:
-        if role != owner and not is_empty(turn.get(field)):
-            detail = f"{what} has the field {field!r}, which belongs to turns of role {owner!r}"
+    held = {key: value for key, value in turn.items() if not is_empty(value) and key not in ("role", "content")}
+    if not TURN_FIELDS.issuperset(held):
+        _refuse_unknown(held, what)
+    for owner, fields in _OWNED_FIELDS:
+        if role != owner and not fields.isdisjoint(held):
+            detail = (
+                f"{what} has the field {first_name(fields & held.keys())}, which belongs to turns of role {owner!r}"
+            )
             raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
     message = Message(
         role,
-        _parse_content(content, what),
-        reasoning=_parse_reasoning(turn, what),
-        tool_calls=_parse_tool_calls(turn, what),
-        tool_call_id=optional_text(turn.get("tool_call_id"), f"the tool_call_id of {what}"),
-        name=optional_text(turn.get("name"), f"the name of {what}"),
-        trained=_parse_weight(turn, what),
+        content if type(content) is str and content.isascii() else _parse_content(content, what),
+        reasoning="" if _REASONING.isdisjoint(held) else _parse_reasoning(held, what),
+        tool_calls=() if _CALLS.isdisjoint(held) else _parse_tool_calls(held, what),
+        tool_call_id=check_text(held["tool_call_id"], f"the id of {what}") if "tool_call_id" in held else "",
+        name=check_text(held["name"], f"the name of {what}") if "name" in held else "",
+        trained=None if _WEIGHTS.isdisjoint(held) else _parse_weight(held, what),
     )
     # A tool may return nothing, and records of some sources have a system turn even where they have no system prompt.
     if role in ("tool", "system", "developer"):
@@ -147,13 +149,10 @@ def parse_turn(turn: object, number: int) -> Message:
     raise BadRecordError(BadReason.EMPTY_TURN, f"{what} {'has no content' if content is None else 'is empty'}")
 
 
-def _refuse_unknown(turn: Mapping[str, Any], what: str) -> None:
-    unknown = [key for key in turn.keys() - TURN_FIELDS if not is_empty(turn[key])]
-    if not unknown:
-        return
-    if media := sorted(MEDIA_FIELDS.intersection(unknown)):
+def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
+    if media := sorted(MEDIA_FIELDS.intersection(held)):
         raise BadRecordError(BadReason.MEDIA, f"{what} has {media[0]}; only text can be trained on")
-    name = first_name(unknown)
+    name = first_name(held.keys() - TURN_FIELDS)
     detail = f"{what} has the field {name}, which is not read; source.ignore_fields=[{name}] leaves it out"
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
@@ -185,11 +184,7 @@ def _parse_part(part: object, what: str) -> str:
 
 
 def _parse_reasoning(turn: Mapping[str, Any], what: str) -> str:
-    found = {
-        field: text
-        for field in REASONING_FIELDS
-        if (text := optional_text(turn.get(field), f"the {field} of {what}")).strip()
-    }
+    found = {field: check_text(turn[field], f"the {field} of {what}") for field in REASONING_FIELDS if field in turn}
     if len(set(found.values())) > 1:
         detail = f"{what} has different texts in {' and '.join(found)}"
         raise BadRecordError(BadReason.BAD_TURN, detail)

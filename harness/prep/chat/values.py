@@ -14,6 +14,9 @@ from harness.prep.chat.records import BadReason, ToolCall
 # JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_DEPTH = 64
+# Python converts integers of up to 4,300 digits to text.
+_MAX_BITS = 14_000
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 # What a chat template gets from elsewhere, or what decides how it is run.
 _RESERVED_KWARGS = frozenset(
     (
@@ -29,6 +32,8 @@ _RESERVED_KWARGS = frozenset(
         "return_assistant_tokens_mask",
     )
 )
+
+_CALL_FIELDS, _FUNCTION_FIELDS = frozenset(("id", "type", "function")), frozenset(("name", "arguments"))
 
 
 class BadRecordError(Exception):
@@ -50,7 +55,7 @@ def show(value: object) -> str:
 
 def is_empty(value: object) -> bool:
     """Return True for null and for an empty text, list or object; Parquet gives all rows the same fields."""
-    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
+    return value is None or (not value and not isinstance(value, (int, float)))
 
 
 def first_name(names: Iterable[object]) -> str:
@@ -94,29 +99,36 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
         raise BadRecordError(reason, f"{what} is a str that is not JSON: {error}") from None
 
 
-def check_json(value: object, what: str, reason: BadReason, depth: int = 0) -> None:
+def check_json(value: object, what: str, reason: BadReason) -> None:
     """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
+    try:
+        text = _ENCODER.encode(value)
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    # Nearly every value is simple enough to pass without a walk through it.
+    is_shallow = bool(text) and text.count("{") + text.count("[") <= _MAX_DEPTH
+    if not is_shallow or (not text.isascii() and _SURROGATE.search(text)):
+        _walk(value, what, reason, 0)
+
+
+def _walk(value: object, what: str, reason: BadReason, depth: int) -> None:
     if isinstance(value, str):
         if not value.isascii() and _SURROGATE.search(value):
             raise BadRecordError(reason, f"{what} holds half a surrogate pair")
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (Mapping, list)):
         if depth == _MAX_DEPTH:
             raise BadRecordError(reason, f"{what} is nested too deeply")
-        for key, item in value.items():
+        for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str):
                 raise BadRecordError(reason, f"{what} has a key of type {type(key).__name__}")
-            check_json(key, what, reason)
-            check_json(item, what, reason, depth + 1)
-    elif isinstance(value, list):
-        if depth == _MAX_DEPTH:
-            raise BadRecordError(reason, f"{what} is nested too deeply")
-        for item in value:
-            check_json(item, what, reason, depth + 1)
+            _walk(key, what, reason, depth)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _walk(item, what, reason, depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise BadRecordError(reason, f"{what} holds the number {value}, which JSON cannot hold")
     elif isinstance(value, int):
-        if value.bit_length() > 1024:
+        if value.bit_length() > _MAX_BITS:
             raise BadRecordError(reason, f"{what} holds an integer of {value.bit_length():,} bits")
     elif value is not None:
         raise BadRecordError(reason, f"{what} holds a value of type {type(value).__name__}")
@@ -182,8 +194,8 @@ def parse_call(value: object, what: str) -> ToolCall:
         call = {key: call.get(key) for key in ("id", "type")}
     if not isinstance(function, Mapping):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has a function of type {type(function).__name__}")
-    _refuse_others(call, ("id", "type", "function"), what)
-    _refuse_others(function, ("name", "arguments"), what)
+    _refuse_others(call, _CALL_FIELDS, what)
+    _refuse_others(function, _FUNCTION_FIELDS, what)
     if call.get("type") not in (None, "", "function"):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(call['type'])}, expected 'function'")
     name, id_ = function.get("name"), call.get("id")
@@ -209,7 +221,9 @@ def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
     return value if isinstance(value, str) else arguments
 
 
-def _refuse_others(item: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+def _refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str) -> None:
+    if item.keys() <= known:
+        return
     if unknown := [key for key, value in item.items() if key not in known and not is_empty(value)]:
         raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {first_name(unknown)}")
 
@@ -225,7 +239,7 @@ def parse_template_kwargs(value: object) -> Mapping[str, Any]:
         raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, f"{what} is of type {kind}, expected an object")
     check_json(kwargs, what, BadReason.BAD_TEMPLATE_KWARGS)
     for name in kwargs:
-        if not name.isidentifier() or name in _RESERVED_KWARGS:
+        if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED_KWARGS:
             detail = f"{what} sets {show(name)}, which a record cannot set"
             raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, detail)
     return kwargs

@@ -544,6 +544,11 @@ def test_a_reader_goes_to_workers_and_knows_its_columns():
     assert copy.columns_to_read(["chat", "score", "id", "images", "tools"]) == ["chat", "images", "tools"]
 
 
+def test_the_columns_that_show_the_schema_are_read():
+    names = ["prompt", "chosen", "rejected", "id"]
+    assert RecordReader().columns_to_read(names) == ["prompt", "chosen", "rejected"]
+
+
 def test_rows_of_a_table_are_read_without_fields_that_only_other_rows_have():
     arguments = {"x": 1, "y": None}
     call = {"name": "f", "arguments": arguments}

@@ -28,7 +28,8 @@ def _begins_with(chosen: list[Any], prompt: list[Any]) -> bool:
 
 
 PREFERENCE = Schema(
-    fields=frozenset(("prompt", "chosen")) | CHAT_FIELDS,
+    # `rejected` shows what the records are.
+    fields=frozenset(("prompt", "chosen", "rejected")) | CHAT_FIELDS,
     fits=lambda record: record.get("chosen") is not None and record.get("rejected") is not None,
     parse=_parse,
     use="asked",
