@@ -10,8 +10,9 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
@@ -23,11 +24,14 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+))?"
 _URI = re.compile(rf"hf://datasets/(?P<name>{_PART}(?:/{_PART})?){_REVISION}(?:/(?P<inner>.*))?")
 _ID = re.compile(rf"(?P<name>{_PART}/{_PART}){_REVISION}(?P<inner>)")
-_QUIET = {"disable": True}
 _ANSWER_S = 10
 _LISTING_S = 120
+# A slow network takes this long for the 10 MB after which a download shows progress.
+_STALL_S = 180
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
 _FIX_OFFLINE += "and name the folder in source.path"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,17 +157,18 @@ def fetch(
     unread = tuple(name for name in data if name not in set(chosen))
     paths = []
     for name in chosen:
+        moved: list[None] = []
+        download = partial(
+            huggingface_hub.hf_hub_download,
+            place.name,
+            name,
+            repo_type="dataset",
+            revision=revision,
+            endpoint=endpoint,
+            tqdm_class=_quiet_progress(moved),
+        )
         with _Errors(place, name):
-            path = huggingface_hub.hf_hub_download(
-                place.name,
-                name,
-                repo_type="dataset",
-                revision=revision,
-                endpoint=endpoint,
-                etag_timeout=_ANSWER_S,
-                tqdm_class=_quiet_progress(),
-            )
-        paths.append(Path(path))
+            paths.append(Path(_within(_STALL_S, download, moved)))
     return HubFiles(tuple(paths), tuple(chosen), facts, unread)
 
 
@@ -172,11 +177,16 @@ def _list(api: Any, name: str, revision: str) -> dict[str, int]:
     return {entry.path: int(entry.size) for entry in entries if getattr(entry, "size", None) is not None}
 
 
-def _quiet_progress() -> Any:
-    """Return a progress bar that shows nothing: the stage's own lines say what is downloaded."""
+def _quiet_progress(moved: list[None]) -> Any:
+    """Return a progress bar that shows nothing, as the stage's own lines do, and appends to `moved` as bytes arrive."""
     from tqdm import tqdm
 
-    return type("Quiet", (tqdm,), {"__init__": lambda self, *args, **kw: tqdm.__init__(self, *args, **kw | _QUIET)})
+    def start(self: Any, *args: Any, **settings: Any) -> None:
+        tqdm.__init__(self, *args, **{**settings, "disable": True})
+
+    # Without an interval there is no thread that watches the bar.
+    parts = {"__init__": start, "update": lambda self, n=1: moved.append(None), "monitor_interval": 0}
+    return type("QuietProgress", (tqdm,), parts)
 
 
 def _card_configs(info: Any) -> list[dict[str, Any]]:
@@ -298,9 +308,12 @@ class _Errors:
         raise PrepError(what, where=self._where, fix=fix) from error
 
 
-def _within(seconds: float, work: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """Return the result of `work`, or raise TimeoutError: the client waits without limit for a page of a listing."""
-    done: list[dict[str, int]] = []
+def _within(seconds: float, work: Callable[[], T], moved: Sequence[None] = ()) -> T:
+    """Return the result of `work`, or raise TimeoutError if nothing was appended to `moved` for so long.
+
+    The client waits without limit for a page of a listing, and tries for minutes where a server is silent.
+    """
+    done: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -311,7 +324,10 @@ def _within(seconds: float, work: Callable[[], dict[str, int]]) -> dict[str, int
 
     thread = threading.Thread(target=run, name="hub", daemon=True)
     thread.start()
-    thread.join(seconds)
+    before = -1
+    while thread.is_alive() and before != len(moved):
+        before = len(moved)
+        thread.join(seconds)
     if failed:
         raise failed[0]
     if not done:

@@ -168,7 +168,7 @@ def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
     with open_stream(file) as source:
         for number, items in read_items(file, source, 0):
             for at, (offset, _) in enumerate(items, start=number):
-                if offset - start >= shard_bytes:
+                if at > first and offset - start >= shard_bytes:
                     yield Shard(str(file), first, start, offset, ITEM)
                     start, first = offset, at
     yield Shard(str(file), first, start, size, ITEM)

@@ -117,7 +117,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
                 raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
         if left is not None:
             left -= len(data)
-        lines = data.split(b"\n")
+        lines = (data.removeprefix(_BOM) if first == 1 else data).split(b"\n")
         if not lines[-1]:
             lines.pop()
         yield first, lines
@@ -172,6 +172,7 @@ class _ItemScanner:
                 raise self._broken("no list begins here")
             self._at += 1
             if self._next() == "]":
+                self._at += 1
                 self._finish()
                 return
         while True:
@@ -199,9 +200,10 @@ class _ItemScanner:
             try:
                 _, stop = self._decode(self._window, self._at)
             except json.JSONDecodeError as error:
+                place = self._base + error.pos
                 at_end = error.pos >= len(self._window) - _MARGIN or error.msg.startswith("Unterminated string")
                 if not at_end or not self._fill():
-                    raise self._broken(error.msg, error.pos) from None
+                    raise self._broken(error.msg, place) from None
                 continue
             except RecursionError:
                 raise self._broken("nested too deeply") from None
@@ -222,8 +224,6 @@ class _ItemScanner:
                 return ""
 
     def _finish(self) -> None:
-        if self._window[self._at : self._at + 1] == "]":
-            self._at += 1
         if self._next():
             raise self._broken("text follows the end of the list")
 
@@ -240,9 +240,9 @@ class _ItemScanner:
         self._is_whole = not block
         return bool(block)
 
-    def _broken(self, why: str, at: int | None = None) -> PrepError:
-        place = self._base + (self._at if at is None else at)
-        cut = self._is_whole and (self._at if at is None else at) >= len(self._window) - _MARGIN
+    def _broken(self, why: str, place: int | None = None) -> PrepError:
+        place = self._base + self._at if place is None else place
+        cut = self._is_whole and place >= self._base + len(self._window) - _MARGIN
         what = f"the JSON list is {'cut short' if cut else 'broken'} in item {self._number:,}, byte {place:,}: {why}"
         fix = "write the file again; in JSONL, one record a line, a broken record can be skipped"
         return PrepError(what, where=f"{self._place}, {ITEM} {self._number}", fix=fix)

@@ -1,0 +1,215 @@
+"""Datasets of the hub: one split is chosen by name, downloaded into the hub's cache, and read as local files."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from loopback_hub import LoopbackHub
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.sources import SourceConfig, find_files, find_schema, hub, read_chunks
+
+constants = pytest.importorskip("huggingface_hub.constants")
+
+
+def chat(question):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Yes"}]}
+
+
+def jsonl(*questions):
+    return "".join(json.dumps(chat(question)) + "\n" for question in questions).encode()
+
+
+def parquet(*questions):
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([chat(question) for question in questions]), file)
+    return file.getvalue()
+
+
+CARD = b"""---
+license: mit
+configs:
+- config_name: all
+  data_files:
+  - split: train
+    path: data/all/train-*
+  - split: test
+    path: data/all/test-*
+- config_name: short
+  data_files:
+  - split: train
+    path: [data/short/*.parquet]
+---
+# Chats
+"""
+DATASETS = {
+    "org/plain": {"README.md": b"# Chats", "chats.jsonl": jsonl("a", "b"), "dataset_infos.json": b"{}"},
+    "org/splits": {
+        "data/train-00000-of-00002.parquet": parquet("a", "b"),
+        "data/train-00001-of-00002.parquet": parquet("c"),
+        "data/test-00000-of-00001.parquet": parquet("t"),
+        "README.md": b"",
+    },
+    "org/named": {
+        "data/train_sft-00000-of-00001.parquet": parquet("s"),
+        "data/train_gen-00000-of-00001.parquet": parquet("g"),
+    },
+    "org/card": {
+        "README.md": CARD,
+        "data/all/train-00000-of-00001.parquet": parquet("a1", "a2"),
+        "data/all/test-00000-of-00001.parquet": parquet("a3"),
+        "data/short/train-00000-of-00001.parquet": parquet("s"),
+    },
+    "org/twice": {"chats.jsonl": jsonl("a"), "chats.parquet": parquet("a")},
+    "org/scripts": {"chats.py": b"", "README.md": b""},
+    "squad": {"train/a.json": json.dumps([chat("q")]).encode(), "test/a.json": b"[]"},
+}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A hub with DATASETS, and an empty cache."""
+    server = LoopbackHub(DATASETS, page=2)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.close()
+
+
+def questions(path, **settings):
+    source = SourceConfig(path=path, **settings)
+    files = find_files(source).files
+    chunks = read_chunks(files, reader=find_schema(files, source).reader)
+    return [record.messages[0].content for chunk in chunks for record in chunk.parse()]
+
+
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/org/plain", "org/plain", "org/plain@main", "hf://datasets/org/plain@v1"]
+)
+def test_a_dataset_is_downloaded_once_and_its_commit_recorded(server, path):
+    lines = []
+    found = find_files(SourceConfig(path=path), show=lines.append)
+    assert found.facts == {"dataset": "org/plain", "revision": server.commit("org/plain")}
+    assert lines[0].startswith(f"dataset org/plain of the hub at {server.commit('org/plain')[:12]}: 1 files")
+    assert questions(path) == ["a", "b"]
+    assert server.downloaded() == ["chats.jsonl"]
+    assert found.digest == find_files(SourceConfig(path=path)).digest
+
+
+def test_a_new_commit_gives_another_digest(server, monkeypatch):
+    before = find_files(SourceConfig(path="org/plain")).digest
+    monkeypatch.setitem(server.datasets, "org/plain", {"chats.jsonl": jsonl("other")})
+    after = find_files(SourceConfig(path="org/plain"))
+    assert after.digest != before
+    assert questions("org/plain") == ["other"]
+
+
+def test_the_training_split_is_read_and_named_and_the_other_files_are_listed(server):
+    lines = []
+    found = find_files(SourceConfig(path="org/splits"), show=lines.append)
+    assert questions("org/splits") == ["a", "b", "c"]
+    assert found.facts["split"] == "train"
+    assert "split train: 2 files" in lines[0]
+    assert found.skipped == ("hf://datasets/org/splits/data/test-00000-of-00001.parquet",)
+    assert "data/test-00000-of-00001.parquet" not in server.downloaded()
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "expected"),
+    [
+        ("org/splits", {"split": "test"}, ["t"]),
+        ("hf://datasets/org/splits/test", {}, ["t"]),
+        ("hf://datasets/org/splits/data", {}, ["a", "b", "c"]),
+        ("hf://datasets/org/splits/data/train-00001-of-00002.parquet", {}, ["c"]),
+        ("hf://datasets/org/splits/data/*-00000-*.parquet", {}, ["t", "a", "b"]),
+        ("hf://datasets/org/splits/**/test*", {}, ["t"]),
+        ("org/named", {"split": "train_gen"}, ["g"]),
+        ("org/card", {"subset": "all"}, ["a1", "a2"]),
+        ("org/card", {"subset": "all", "split": "test"}, ["a3"]),
+        ("org/card", {"subset": "short"}, ["s"]),
+        ("hf://datasets/squad", {}, ["q"]),
+    ],
+)
+def test_splits_subsets_and_files_are_chosen_by_setting_or_path(server, path, settings, expected):
+    assert questions(path, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "words", "fix"),
+    [
+        ("org/named", {}, "several splits: train_gen, train_sft", "source.split=train_gen"),
+        ("org/card", {}, "has the subsets all, short", "source.subset=all"),
+        ("org/card", {"subset": "long"}, "no subset 'long', only all, short", "source.subset"),
+        ("org/card", {"subset": "short", "split": "test"}, "no split 'test', only train", "source.split"),
+        ("org/splits", {"split": "dev"}, "no split 'dev', only test, train", "source.split"),
+        ("org/splits", {"subset": "x"}, "defines no subsets", "source.subset"),
+        ("hf://datasets/org/splits/data/*.jsonl", {}, r"no file of the dataset matches data/\*.jsonl", "address"),
+        ("org/twice", {}, r"several kinds \(.jsonl .parquet\)", "hf://datasets/org/twice/**/*.jsonl"),
+        ("org/scripts", {}, "no files that end in", "Parquet"),
+        ("org/missing", {}, "there is no such local path, and the hub has no dataset org/missing", "HF_TOKEN"),
+        ("hf://datasets/org/missing", {}, "the hub has no dataset org/missing", "HF_TOKEN"),
+        ("org/plain@nowhere", {}, "no revision 'nowhere'", "branch"),
+    ],
+)
+def test_what_is_missing_or_ambiguous_is_refused_with_the_choice(server, path, settings, words, fix):
+    with pytest.raises(PrepError, match=words) as error:
+        find_files(SourceConfig(path=path, **settings))
+    assert "org/" in error.value.where
+    assert fix in error.value.fix
+    assert server.downloaded() == []
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://hub.invalid"])
+def test_without_a_network_the_fix_says_how_to_download(server, monkeypatch, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    for path in ("hf://datasets/org/plain", "org/plain"):
+        with pytest.raises(PrepError, match="the hub cannot be reached") as error:
+            find_files(SourceConfig(path=path))
+        assert "hf download org/plain --repo-type dataset" in error.value.fix
+
+
+def test_offline_mode_is_respected(server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PrepError, match="the hub cannot be reached"):
+        find_files(SourceConfig(path="org/plain"))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("path", ["/api/datasets/org/plain$", "/tree/", "/resolve/"])
+def test_a_hub_that_is_silent_is_given_up(server, monkeypatch, path):
+    monkeypatch.setattr(hub, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(hub, "_LISTING_S", 0.2)
+    monkeypatch.setattr(hub, "_STALL_S", 0.2)
+    server.hang = path
+    with pytest.raises(PrepError, match="the hub cannot be reached"):
+        find_files(SourceConfig(path="org/plain"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+def test_a_hub_that_refuses_is_named(server, status):
+    server.faults = {"/api/datasets/org/plain": status}
+    with pytest.raises(PrepError, match="the hub") as error:
+        find_files(SourceConfig(path="hf://datasets/org/plain"))
+    assert error.value.fix
+
+
+def test_local_paths_are_never_looked_up_on_the_hub(server, tmp_path):
+    (tmp_path / "org").mkdir()
+    for path in ("org/plain", "org/chats.jsonl", "./org/x", "other/chats.jsonl", "a/b/c", "*/x"):
+        with pytest.raises(PrepError, match="there are no chat files"):
+            find_files(SourceConfig(path=path))
+    (tmp_path / "org" / "plain").mkdir()
+    (tmp_path / "org" / "plain" / "a.jsonl").write_bytes(jsonl("local"))
+    assert questions("org/plain") == ["local"]
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("path", ["hf://org/plain", "hf://datasets/", "hf://models/org/name", "hf://datasets/*/x"])
+def test_other_addresses_are_refused(path):
+    with pytest.raises(ConfigError, match="not the address of a dataset of the hub"):
+        find_files(SourceConfig(path=path))

@@ -1,0 +1,227 @@
+"""JSON files hold one record a line or one list; lists are cut at items, and broken text is refused with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+
+import pyarrow as pa
+import pytest
+
+from harness.errors import PrepError
+from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.prep.sources import SourceConfig, cut_shards, find_files, list_files, read_chunks, read_shard, text
+
+
+def chat(question):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Yes"}]}
+
+
+def read_all(path, limit=0):
+    return [record for chunk in read_chunks(list_files(str(path)), limit=limit) for record in chunk.parse()]
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2"])
+def test_a_json_list_gives_its_items_with_their_numbers(tmp_path, layout, suffix):
+    questions = ["Hi", 'a "quoted" \\ [text], {with} marks', "größer 😀 \u2028", "5"]
+    data = json.dumps([chat(question) for question in questions], **layout).encode()
+    codec = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(suffix)
+    file = tmp_path / f"chats.json{suffix}"
+    file.write_bytes(pa.compress(data, codec=codec, asbytes=True) if codec in ("zstd", "gzip") else data)
+    if codec == "bz2":
+        with pa.CompressedOutputStream(str(file), codec) as stream:
+            stream.write(data)
+    records = read_all(file)
+    assert [record.messages[0].content for record in records] == questions
+    assert [record.where for record in records] == [f"{file}, item {number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n \r\n\t", "\ufeff\n"])
+@pytest.mark.parametrize("end", ["", "\n", " \n\n"])
+def test_a_json_list_may_have_a_mark_and_white_space_around_it(tmp_path, start, end):
+    (tmp_path / "a.json").write_text(start + json.dumps([chat("Hi")]) + end)
+    (record,) = read_all(tmp_path / "a.json")
+    assert isinstance(record, Conversation)
+
+
+def test_empty_lists_and_files_have_no_records(tmp_path):
+    for name, content in {
+        "a.json": "[]",
+        "b.json": " [ \n ] ",
+        "c.json": "",
+        "d.jsonl": "",
+        "e.json": "\ufeff",
+    }.items():
+        (tmp_path / name).write_text(content)
+        assert read_all(tmp_path / name) == []
+
+
+def test_a_json_file_with_a_record_on_each_line_is_read_line_by_line(tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text("\n".join(["", json.dumps(chat("1")), "broken", json.dumps(chat("2"))]))
+    one, broken, two = read_all(file)
+    assert (one.where, two.where) == (f"{file}, line 2", f"{file}, line 4")
+    assert (broken.where, broken.reason) == (f"{file}, line 3", BadReason.NOT_JSON)
+
+
+@pytest.mark.parametrize("window", [64, 1000, 1 << 20])
+def test_shards_of_a_list_hold_every_item_once_with_its_number(tmp_path, monkeypatch, window):
+    monkeypatch.setattr(text, "_WINDOW_BYTES", window)
+    items = [chat("x" * (1 + number % 311)) if number % 7 else number * 11 for number in range(700)]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps(items, indent=1))
+    expected = [f"{file}, item {number}" for number in range(700)]
+    for size in (1, 5000, 40_000, 1 << 30):
+        shards = cut_shards([file], shard_bytes=size)
+        records = [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
+        assert [one.where for one in records] == expected
+        assert [number for number, one in enumerate(records) if isinstance(one, BadRecord)] == list(range(0, 700, 7))
+        assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
+        assert sum(chunk.num_bytes for shard in shards for chunk in read_shard(shard)) == file.stat().st_size
+    assert len(cut_shards([file], shard_bytes=5000)) > 10
+    limited = cut_shards([file], shard_bytes=5000, limit=333)
+    assert [one.where for s in limited for c in read_shard(s) for one in c.parse()] == expected[:333]
+
+
+BAD_LISTS = {
+    "no comma": ('[{"a": 1}, {"a": 2} {"a": 3}]', "broken in item 1", "item 1"),
+    "broken in the middle": (
+        '[{"a": 1}, {"a": 2}, {"a": oops}, {"a": 4}' + " " * 99 + "]",
+        "broken in item 2",
+        "item 2",
+    ),
+    "cut in an item": ('[{"a": 1}, {"a": 2}, {"a": "thr', "cut short in item 2", "item 2"),
+    "cut after an item": ('[{"a": 1}, {"a": 2}', "cut short in item 1", "item 1"),
+    "cut after a comma": ('[{"a": 1}, {"a": 2},', "cut short in item 2", "item 2"),
+    "comma at the end": ('[{"a": 1}, {"a": 2}, ]', "a comma follows the last item", "item 2"),
+    "text after it": ('[{"a": 1}]\n{"a": 2}', "text follows the end of the list", "item 1"),
+    "closed twice": ('[{"a": 1}]]', "text follows the end of the list", "item 1"),
+    "nested too deeply": ('[{"a": 1}, ' + "[" * 200_000, "broken in item 1", "item 1"),
+    "NUL bytes": ('[{"a": 1}, \0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0]', "broken in item 1", "item 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LISTS)
+def test_a_broken_list_is_refused_with_its_item_and_byte(tmp_path, case):
+    content, words, place = BAD_LISTS[case]
+    file = tmp_path / "chats.json"
+    file.write_text(content)
+    with pytest.raises(PrepError, match=words) as error:
+        read_all(file)
+    assert error.value.where == f"{file}, {place}"
+    assert "byte" in error.value.what
+    assert error.value.fix
+
+
+def test_text_that_is_not_utf8_makes_one_item_bad_and_not_the_list(tmp_path):
+    file = tmp_path / "chats.json"
+    data = json.dumps([chat("one"), chat("two"), chat("three")]).encode()
+    file.write_bytes(data.replace(b"two", b"t\xffo"))
+    one, two, three = read_all(file)
+    assert isinstance(one, Conversation)
+    assert (two.where, two.reason) == (f"{file}, item 1", BadReason.NOT_UTF8)
+    assert isinstance(three, Conversation)
+
+
+def test_long_integers_do_not_end_the_reading(tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text(f'[{{"id": {"9" * 5000}}}, {json.dumps(chat("Hi"))}]')
+    first, second = read_all(file)
+    assert isinstance(first, BadRecord)
+    assert isinstance(second, Conversation)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words", "fix"),
+    [
+        ("a.json", json.dumps({"data": [chat("Hi")]}, indent=1), "one JSON object over several lines", "jq -c"),
+        ("a.jsonl", json.dumps([chat("Hi")], indent=1), "one JSON list, its name says one record a line", ".json"),
+        ("a.jsonl", "PAR1" + "x" * 99, "the file is Parquet", "rename"),
+        ("a.jsonl", gzip.compress(b"{}").decode("latin-1"), "the file is gzip", "rename"),
+        ("a.json", "\xff\xfe{\0}\0", "UTF-16", "iconv"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused_with_the_fix(tmp_path, name, content, words, fix):
+    file = tmp_path / name
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(PrepError, match=words) as error:
+        read_all(file)
+    assert error.value.where == str(file)
+    assert fix in error.value.fix
+
+
+def test_marks_line_ends_of_windows_and_nul_bytes_in_jsonl(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(chat("1")).encode() + b"\r\n\r\n\0\0\0\n" + json.dumps(chat("2")).encode()
+    )
+    one, nul, two = read_all(file)
+    assert (one.where, two.where) == (f"{file}, line 1", f"{file}, line 4")
+    assert (nul.where, nul.reason) == (f"{file}, line 3", BadReason.NOT_JSON)
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_a_record_without_an_end_is_refused_before_memory_is_full(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(text, "MAX_RECORD_BYTES", 1 << 20)
+    file = tmp_path / name
+    good = json.dumps(chat("Hi"))
+    head = good + "\n" if name.endswith("l") else f"[{good}, "
+    file.write_text(head + '{"messages": "' + "x" * (20 << 20))
+    tracemalloc.start()
+    with pytest.raises(PrepError, match=r"the (line|item) is longer|longer than 1 MiB") as error:
+        read_all(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert error.value.where == f"{file}, {'line 2' if name.endswith('l') else 'item 1'}"
+    assert peak < 16 << 20
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_a_record_of_20_mb_is_read_whole(tmp_path, name):
+    records = [chat("before"), chat("x" * (20 << 20)), chat("after")]
+    lines = [json.dumps(record) for record in records]
+    file = tmp_path / name
+    file.write_text("\n".join(lines) if name.endswith("l") else f"[{', '.join(lines)}]")
+    assert [len(record.messages[0].content) for record in read_all(file)] == [6, 20 << 20, 5]
+
+
+def test_reading_a_long_list_takes_memory_for_its_window_only(tmp_path):
+    file = tmp_path / "chats.json"
+    file.write_text("[" + ",\n".join([json.dumps(chat("x" * 1000))] * 30_000) + "]")
+    tracemalloc.start()
+    assert sum(len(chunk.records) for chunk in read_chunks([file])) == 30_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert file.stat().st_size > 30 << 20
+    assert peak < 16 << 20
+
+
+def test_a_truncated_compressed_file_names_the_last_line_that_was_read(tmp_path):
+    data = pa.compress(
+        "".join(json.dumps(chat(str(n) * 400)) + "\n" for n in range(5000)).encode(), "gzip", asbytes=True
+    )
+    file = tmp_path / "chats.jsonl.gz"
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(PrepError, match="cannot be read") as error:
+        read_all(file)
+    assert error.value.where.startswith(f"{file}, after line ")
+
+
+def test_json_files_of_a_folder_count_only_if_they_hold_chats(tmp_path):
+    contents = {
+        "a.json": json.dumps([chat("Hi")]),
+        "b.json": json.dumps(chat("Hi")) + "\n" + json.dumps(chat("Ho")),
+        "config.json": json.dumps({"model": "x"}),
+        "pretty.json": json.dumps({"version": 1, "files": []}, indent=2),
+        "numbers.json": "[1, 2, 3]",
+        "dataset_infos.json": json.dumps({"text": "about"}),
+        "empty.json": "",
+        "broken.json": "[{oops",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    found = find_files(SourceConfig(path=str(tmp_path)))
+    assert [file.name for file in found.files] == ["a.json", "b.json", "broken.json"]
+    assert len(found.skipped) == 5
