@@ -28,6 +28,8 @@ MAX_STEPS = 5_000_000
 MAX_CHARACTERS = 64 << 20
 # Text methods and filters whose result can be far longer than their input.
 _GROWING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "format_map"}
+_DICT_METHODS = frozenset(dir(dict))
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _TICK, _CONCATENATE = "count_a_pass", "bounded_concatenation"
 _DIGITS = re.compile(r"\d{6,}")
 
@@ -47,8 +49,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.marked: list[Span] | None = None
         self.written = 0
         self.now: datetime | None = None
+        # Of each tool of the conversation in hand, by identity: its JSON once it was written.
+        self.tool_texts: dict[int, str] = {}
         self.filters.update(
-            tojson=_to_json,
+            tojson=self._to_json,
             # Filters, because calls go through the sandbox, which takes longer than the work itself.
             **{_TICK: self._count_pass(), _CONCATENATE: self.concatenate},
             join=self._limited_join(self.filters["join"]),
@@ -114,6 +118,31 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _format_now(self, form: str) -> str:
         return (self.now or datetime.now()).strftime(form)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # The turns of a conversation, of which everything is asked again and again.
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML.
+        if ensure_ascii or sort_keys or indent is not None or separators is not None:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+        # Each tool is written in every rendering of a conversation.
+        if id(value) not in self.tool_texts:
+            return _JSON.encode(value)
+        self.tool_texts[id(value)] = text = self.tool_texts[id(value)] or _JSON.encode(value)
+        return text
 
     def _range(self, *args: int) -> range:
         numbers = range(*args)
@@ -208,17 +237,6 @@ class _Generation(jinja2.ext.Extension):
         return text
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -245,6 +263,7 @@ class Template:
         self.reads = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
         self._compiled = self._environment.from_string(text)
+        self._tools: Sequence[Any] = ()
 
     @cached_property
     def hash(self) -> str:
@@ -293,6 +312,9 @@ class Template:
     ) -> Iterator[str]:
         environment = self._environment
         environment.steps = environment.written = 0
+        if tools is not self._tools:
+            self._tools = tools
+            environment.tool_texts = {id(tool): "" for tool in tools}
         for piece in self._compiled.generate(
             **{
                 **self._variables,
