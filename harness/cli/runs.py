@@ -116,7 +116,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, as peft loads them")] = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers loads: weights, config.json, and the tokenizer of the data."""
+    """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
     from harness.megatron import prepare_process
 
     prepare_process()
@@ -124,8 +124,10 @@ def export(
 
     done = export_checkpoint(source, out, adapters_only=adapter)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
-    if not done.has_tokenizer:
-        print("  without a tokenizer: the data of the run does not name one, or it is not on this machine")
+    if done.end_tokens:
+        print(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
+    for line in done.missing:
+        print(f"  not written: {line}")
 
 
 @runs_app.command(cls=class_of(ChatSettings))

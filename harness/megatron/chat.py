@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from harness.errors import ConfigError
 from harness.megatron.export import export_checkpoint
 from harness.prep import end_tokens
 
-_MODEL_FILE = "config.json"
+# Of whole models, and of LoRA adapters, which transformers loads with their base model.
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 class Chat:
@@ -41,6 +42,7 @@ class Chat:
                 fix="`harness export` the run, add the tokenizer of its data to that folder, and name the folder",
             ) from None
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self._ends = self._find_ends(folder)
         self._room = int(self._model.config.max_position_embeddings) - max_tokens
         if self._room < 1:
             raise ConfigError(
@@ -76,14 +78,26 @@ class Chat:
         output = self._model.generate(
             **prompt,
             **self._draw,
+            **self._ends,
             max_new_tokens=self._max_tokens,
-            eos_token_id=end_tokens(self._tokenizer),
-            pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
             streamer=streamer,
         )
         answer = str(self._tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
         self._messages.append({"role": "assistant", "content": answer})
         return answer
+
+    def _find_ends(self, folder: Path) -> dict[str, Any]:
+        """Return the tokens that end and pad an answer: those that the folder names, and those of its template."""
+        from transformers import GenerationConfig
+
+        settings = self._model.generation_config
+        # For adapters the model's own settings are those of the base model.
+        with suppress(OSError):
+            settings = GenerationConfig.from_pretrained(folder)
+        named = settings.eos_token_id
+        ends = {*end_tokens(self._tokenizer), *(named if isinstance(named, list) else [named])} - {None}
+        pads = (settings.pad_token_id, self._tokenizer.pad_token_id, min(ends, default=None))
+        return {"eos_token_id": sorted(ends) or None, "pad_token_id": next((id for id in pads if id is not None), None)}
 
     def _encode(self) -> Any:
         return self._tokenizer.apply_chat_template(
@@ -94,7 +108,7 @@ class Chat:
 @contextmanager
 def exported(source: Path) -> Iterator[Path]:
     """Yield a folder with the weights of a run, of one of its checkpoints, or of an exported model."""
-    if (source / _MODEL_FILE).is_file():
+    if any((source / name).is_file() for name in _MODEL_FILES):
         yield source
         return
     with tempfile.TemporaryDirectory() as place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.chat import Chat, exported
-from harness.prep import train_bpe
+from harness.prep import end_tokens, train_bpe
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 
@@ -46,6 +48,30 @@ def test_the_most_likely_tokens_are_the_answer_every_time(model: Path, capsys) -
     assert Chat(model, max_tokens=12).answer("jumps") == text
     # The conversation so far is part of the next question.
     assert first.answer("fox") != Chat(model, max_tokens=12).answer("fox")
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_an_answer_ends_at_every_token_that_the_folder_names(model: Path, tmp_path: Path, is_list: bool) -> None:
+    chat = Chat(model, max_tokens=12)
+    chat.answer("jumps")
+    prompt = chat._tokenizer.apply_chat_template(chat._messages[:1], add_generation_prompt=True)
+    answer = chat._tokenizer.apply_chat_template(chat._messages, tokenize=False).split("assistant\n")[1]
+    tokens = chat._model.generate(
+        **chat._tokenizer(chat._tokenizer.decode(prompt["input_ids"]), return_tensors="pt"),
+        max_new_tokens=12,
+        eos_token_id=None,
+    )[0, len(prompt["input_ids"]) :].tolist()
+    end = tokens[3]
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    settings = {"eos_token_id": [end, 277] if is_list else end, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    ended = Chat(folder, max_tokens=12)
+    # The ends that the template writes count too.
+    assert ended._ends["eos_token_id"] == sorted({*([277] if is_list else []), end, *end_tokens(ended._tokenizer)})
+    text = ended.answer("jumps")
+    assert answer.startswith(text)
+    assert text == chat._tokenizer.decode(tokens[: tokens.index(end) + 1], skip_special_tokens=True)
 
 
 def test_a_seed_determines_the_samples(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a folder that transformers loads: config.json, safetensors, and the tokenizer of the data."""
+"""Write the folder of an exported checkpoint: config, safetensors, settings of generation, tokenizer, and card."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, ConfigError, HarnessError
-from harness.formats import find_datasets, find_tokenizer_folder, open_dataset
+from harness.errors import CheckpointError, ConfigError
+from harness.megatron.export.card import CARD_FILE, model_card
+from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_newest, read_progress
@@ -27,24 +28,39 @@ from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_conf
 from harness.train import CHECKPOINTS, RUN_FILE
 
 SHARD_BYTES = 5 * 10**9
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export: the checkpoint's step, the weights and bytes written, and if a tokenizer is included."""
+    """Summary of an export.
+
+    Attributes:
+        step: of the checkpoint.
+        num_weights, num_bytes: written.
+        has_tokenizer: True if the tokenizer of the data is included.
+        end_tokens: texts of the tokens that end an answer.
+        pad_token: text of the token that fills a batch; None if there is none.
+        missing: sentences about what could not be written, and why.
+    """
 
     step: int
     num_weights: int
     num_bytes: int
     has_tokenizer: bool
+    end_tokens: tuple[str, ...] = ()
+    pad_token: str | None = None
+    missing: tuple[str, ...] = ()
 
 
 def export_checkpoint(
     source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write a checkpoint as Hugging Face weights. Needs memory for one copy of the weights, on the CPU.
+    """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
 
-    LoRA adapters are merged into the weights of their layers.
+    Beside the weights it has config.json and generation_config.json with every token that ends an answer, the tokenizer
+    and the chat template of the data, and a model card. LoRA adapters are merged into the weights of their layers.
+    Data that is no longer there does not prevent an export; `Exported.missing` names what could not be written.
 
     Args:
         source: a run's folder (its newest whole checkpoint), or one of its checkpoints.
@@ -60,6 +76,7 @@ def export_checkpoint(
         raise ConfigError("the folder exists already", where=str(out), fix="name a new folder")
     path, settings = _find_checkpoint(source)
     progress = read_progress(path)
+    data = find_data(settings, progress.loader)
     model = ModelConfig(**settings["model"])
     vocab_size = model.vocab_size
     if vocab_size is None:
@@ -97,14 +114,35 @@ def export_checkpoint(
                     for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
                 )
                 num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
-                (writing / "config.json").write_text(json.dumps(_config(model, vocab_size), indent=2) + "\n")
-            has_tokenizer = _copy_tokenizer(settings, writing)
+            tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
+            ids = _token_ids(tokens, data.eod)
+            base = _base_settings(model)
+            if "eos_token_id" not in ids:
+                of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
+                instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
+                data.missing.append(f"end tokens of the data: {instead}")
+            generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": model.max_sequence_length}
+            generation.pop("_from_model_config", None)
+            _write_json(writing / GENERATION_FILE, generation)
+            if not adapters_only:
+                config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+                _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
+            card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
+            (writing / CARD_FILE).write_text(card)
             if out.exists():
                 out.rmdir()
             writing.rename(out)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
-    return Exported(progress.step, num_weights, num_bytes, has_tokenizer)
+    return Exported(
+        progress.step,
+        num_weights,
+        num_bytes,
+        has_tokenizer=tokens is not None,
+        end_tokens=tuple(tokens.texts[token] for token in tokens.ends) if tokens is not None else (),
+        pad_token=tokens.texts[tokens.pad] if tokens is not None and tokens.pad is not None else None,
+        missing=tuple(data.missing),
+    )
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -123,14 +161,45 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     return path, yaml.safe_load(config.read_text())
 
 
-def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the config of the initial weights if they still exist, as it has more than this project needs."""
-    if model.init_from is not None:
-        with suppress(ConfigError):
-            folder = find_weights(model.init_from)
-            read_hf_config(folder)
-            return dict(json.loads((folder / "config.json").read_text()))
-    return to_hf_config(model, vocab_size=vocab_size)
+def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Return the config of the initial weights and of their generation, which have more than this project needs.
+
+    Empty where there are none any more.
+    """
+    if model.init_from is None:
+        return {}
+    found = {}
+    with suppress(ConfigError):
+        folder = find_weights(model.init_from)
+        read_hf_config(folder)
+        for name in (CONFIG_FILE, GENERATION_FILE):
+            with suppress(OSError, ValueError):
+                found[name] = dict(json.loads((folder / name).read_text()))
+    return found
+
+
+def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int | list[int]]:
+    """Return the ids of special tokens by their names in generation_config.json, without those that are not known."""
+    known: dict[str, int | list[int] | None] = {
+        "bos_token_id": tokens.begin if tokens is not None else None,
+        "eos_token_id": sorted({*(tokens.ends if tokens is not None else ()), *([] if eod is None else [eod])}) or None,
+        "pad_token_id": tokens.pad if tokens is not None else None,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _of_config(ids: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
+    """Return the ids for config.json, where many programs read a list of one as no number."""
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}
+
+
+def _dtype(model: ModelConfig) -> dict[str, str]:
+    # transformers 5 writes the first name, and versions before 4.56 read the second alone.
+    return {"dtype": model.dtype, "torch_dtype": model.dtype}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int]:
@@ -161,7 +230,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
     if len(files) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        _write_json(folder / INDEX_FILE, index)
     return weights, total
 
 
@@ -170,23 +239,5 @@ def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[
 
     tensors = lora.peft_tensors(chunk, model)
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(lora.peft_config(model), indent=2) + "\n")
+    _write_json(folder / "adapter_config.json", lora.peft_config(model))
     return sum(t.numel() for t in tensors.values()), sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> bool:
-    """Copy the tokenizer of the data beside the weights; return False if it is not on this machine."""
-    data = settings["data"]
-    live = data.get("live") or {}
-    path = data["blend"][0]["path"] if data.get("blend") else data["path"]
-    try:
-        if live.get("path"):
-            tokenizer = Path(live["tokenizer"]["name"] or data["tokenizer"])
-        else:
-            tokenizer = find_tokenizer_folder(open_dataset(find_datasets(path)[0]))
-        for file in tokenizer.iterdir():
-            if file.is_file():
-                shutil.copy(file, folder / file.name)
-    except (HarnessError, OSError):  # data that has moved does not prevent the export
-        return False
-    return (folder / "tokenizer.json").is_file()

@@ -1,0 +1,10 @@
+"""Export a checkpoint as a folder that serves: weights, settings of generation, tokenizer, chat template, model card.
+
+Read `folder` first: it writes the folder. `data` finds what the run was trained on, and `card` writes the card.
+"""
+
+from __future__ import annotations
+
+from harness.megatron.export.folder import Exported, export_checkpoint
+
+__all__ = ["Exported", "export_checkpoint"]

@@ -1,0 +1,211 @@
+"""Find the data that a run was trained on, and its tokenizer: by fingerprint and hashes, never by name alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError, HarnessError
+from harness.formats import Manifest, PackReader, find_tokenizer_folder, holds_manifest
+from harness.loader import JoinedReader, LoaderState, corpus_paths, open_train
+from harness.prep import ChatTokenizer, TokenizerConfig, end_tokens, tokenizer_hash
+from harness.storage import join_path
+
+# Beside these, the folder of a tokenizer may hold a whole model.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass
+class TrainedData:
+    """Data of a run, as far as it is on this machine.
+
+    Attributes:
+        names: paths, as the run's settings have them.
+        manifests: of the datasets that were read, by path.
+        tokenizer: folder or hub id; empty if there is none that is known to be the right one.
+        template: a file or name that replaces the tokenizer's own template.
+        eod: id of the token that ends a document of a pretraining corpus.
+        missing: sentences about what was not found.
+    """
+
+    names: list[str]
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    tokenizer: str = ""
+    template: str = ""
+    eod: int | None = None
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def masks(self) -> list[Mapping[str, str]]:
+        """Facts about the masks of the datasets; one without facts if none was read."""
+        return [manifest.provenance.mask for manifest in self.manifests.values()] or [{}]
+
+
+def find_data(settings: Mapping[str, Any], state: LoaderState) -> TrainedData:
+    """Find the data of a run; what is missing does not raise.
+
+    Args:
+        settings: the run's config.yaml.
+        state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
+    """
+    data = settings["data"]
+    live = data.get("live") or {}
+    if live.get("path"):
+        tokenizer = live["tokenizer"]
+        found = TrainedData([live["path"]], template=tokenizer.get("chat_template", ""))
+        found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
+        if not found.tokenizer:
+            found.missing.append(f"tokenizer and chat template: {live['path']} holds packs, which name none")
+        return found
+    is_corpus = "sequence_length" in data
+    names = corpus_paths(data) if is_corpus else [source["path"] for source in data.get("blend") or [data]]
+    found = TrainedData(names, eod=data.get("eod"))
+    try:
+        # A corpus may have packed datasets among its sources.
+        readers = [open_train(path)[0] for path in names if not is_corpus or _is_packed(path)]
+        if not is_corpus:
+            now = (JoinedReader(readers) if data.get("blend") else readers[0]).fingerprint
+            if state.fingerprint not in ("", now):
+                what = f"has the fingerprint {now}, and the run was trained on {state.fingerprint}"
+                raise ConfigError(what, where=", ".join(names), fix="restore the data that was trained")
+    except (HarnessError, OSError) as error:
+        where = f"{error.where}: {error.what}" if isinstance(error, HarnessError) else str(error)
+        found.missing.append(f"facts of the data, tokenizer and chat template: {where}")
+        return found
+    found.manifests = {reader.path: reader.manifest for reader in readers if reader.manifest is not None}
+    if found.manifests:
+        _find_tokenizer(found, next(reader for reader in readers if reader.manifest is not None), settings)
+    else:
+        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} records none")
+    return found
+
+
+def _is_packed(path: str) -> bool:
+    return holds_manifest(path) or holds_manifest(join_path(path, "train"))
+
+
+def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[str, Any]) -> None:
+    """Set the tokenizer to the first one known that has the hashes in the dataset's manifest."""
+    assert reader.manifest is not None
+    recorded = reader.manifest.provenance
+    reasons = []
+    for name in _candidates(reader, settings):
+        try:
+            tokens, template = _hashes(name)
+        except ConfigError as error:
+            reasons.append(f"{name}: {error.what}")
+            continue
+        wrong = [
+            f"{name} has the {what} {now or 'none'}, and the data was made with {then}"
+            for what, now, then in (
+                ("tokenizer", tokens, recorded.tokenizer_hash),
+                ("chat template", template, recorded.chat_template_hash),
+            )
+            if then and now != then
+        ]
+        if not wrong:
+            found.tokenizer = name
+            return
+        reasons += wrong
+    why = "; ".join(reasons) or f"{reader.path} names none that is on this machine"
+    found.missing.append(f"tokenizer and chat template: {why}")
+
+
+def _candidates(reader: PackReader, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield places where the tokenizer may be: beside the data, and those that the run names."""
+    with suppress(ConfigError):
+        yield str(find_tokenizer_folder(reader))
+    yield from filter(None, (settings["data"].get("tokenizer"), settings["model"].get("init_from")))
+
+
+def _hashes(name: str) -> tuple[str, str]:
+    """Return the hashes of a tokenizer and of its chat template, empty if it has none."""
+    try:
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
+    except ConfigError:
+        return tokenizer_hash(name), ""
+    return tokenizer.tokenizer_hash, tokenizer.chat_template_hash
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens that control generation, as ids; None where there is none.
+
+    Attributes:
+        ends: end an answer; the end token of the tokenizer among them.
+        pad: fills the rows of a batch; another token than those that end an answer, if there is one.
+        begin: starts a text.
+        texts: spelling by id.
+    """
+
+    ends: tuple[int, ...]
+    pad: int | None
+    begin: int | None
+    texts: Mapping[int, str]
+
+
+def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
+    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
+
+    Args:
+        vocab_size: of the model, which has no row for a token beyond.
+
+    Raises:
+        ConfigError: the data records an end token that the tokenizer does not have.
+    """
+    if not found.tokenizer:
+        return None
+    try:
+        source = Path(found.tokenizer)
+        if source.is_dir() and not found.template:
+            copy_tokenizer(source, folder)
+        else:
+            config = TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")
+            ChatTokenizer(config).save(folder)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    # The library raises almost anything for a damaged folder.
+    except Exception as error:
+        what = error.what if isinstance(error, HarnessError) else (str(error).splitlines() or [type(error).__name__])[0]
+        found.missing.append(f"tokenizer and chat template: {found.tokenizer}: {what}")
+        return None
+    if not (tokenizer.chat_template or found.missing):
+        found.missing.append(f"chat template: the tokenizer {found.tokenizer} has none")
+    ends = {token for mask in found.masks for token in end_tokens(tokenizer, mask)}
+    return _special_tokens(tokenizer, ends, vocab_size)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer, byte by byte, and nothing else that lies beside them."""
+    for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}:
+        shutil.copy(file, folder / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+
+
+def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialTokens:
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = [id for id, text in sorted(added.items()) if "pad" in text.lower()]
+    known = [
+        id for id in (tokenizer.pad_token_id, *named, tokenizer.unk_token_id) if id is not None and id < vocab_size
+    ]
+    # A trainer that masks the padding must not mask the end of an answer too.
+    pad = next((id for id in known if id not in ends), next(iter(known), min(ends, default=None)))
+    used = {*ends, *(id for id in (pad, tokenizer.bos_token_id) if id is not None)}
+    texts = dict(zip(used, tokenizer.convert_ids_to_tokens(list(used)), strict=True))
+    return SpecialTokens(tuple(sorted(ends)), pad, tokenizer.bos_token_id, texts)
