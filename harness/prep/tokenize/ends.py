@@ -21,14 +21,13 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
 
     Args:
         tokenizer: of transformers.
-        mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any. Data that does not record
-            them was made without tools; there the template is asked what it writes after an answer.
+        mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any; otherwise the template is
+            asked what it writes after an answer. (Data that records none was made without tools.)
 
     Raises:
         ConfigError: a recorded token is not one token of this tokenizer.
     """
-    recorded = (mask or {}).get("end_tokens")
-    texts = _template_ends(tokenizer) if recorded is None else _read_list(recorded)
+    texts = _read_list((mask or {}).get("end_tokens", "[]")) or _template_ends(tokenizer)
     ids = {_token_id(tokenizer, text) for text in texts}
     return sorted(ids | ({tokenizer.eos_token_id} - {None}))
 

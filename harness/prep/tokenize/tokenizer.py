@@ -155,7 +155,7 @@ class ChatTokenizer:
     @property
     def ends(self) -> list[int]:
         """Ids of the tokens that end an answer."""
-        return self.ends_of({})
+        return self.ends_of(self.mask_facts())
 
     def ends_of(self, mask: Mapping[str, str]) -> list[int]:
         """Return the ids that end an answer of a model trained on data with this `Provenance.mask`."""
