@@ -287,9 +287,32 @@ class Masker:
         config = self._config
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        if plain and not chat.has_reasoning:
+        if plain and not chat.has_reasoning and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
+
+    @cached_property
+    def _keeps_turns(self) -> bool:
+        """A turn without reasoning is marked and written alike at the end of a conversation and inside it."""
+        call = (ToolCall("f", {"a": "b"}, id="call00001"),)
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+        ask, answer = Message("user", "a"), Message("assistant", "b")
+        called = Message("assistant", "", tool_calls=call)
+        result = Message("tool", "c", tool_call_id=call[0].id, name="f")
+        probes = [Conversation((ask, answer, ask, answer), "")]
+        probes.append(Conversation((ask, called, result, answer, ask, answer), "", tools=(tool,)))
+        for probe in probes:
+            chat = _Chat(self._template, probe, _FORMS[0], {})
+            turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
+            try:
+                whole, marks = chat.marked(len(probe.messages))
+                alone = [chat.marked(number + 1) for number in turns]
+            except RefusedError:
+                continue
+            for text, spans in alone:
+                if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
+                    return False
+        return True
 
     def _served_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
         return self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
@@ -549,11 +572,12 @@ def _message_of(error: Exception) -> str:
 
 
 def _is_plain(conversation: Conversation) -> bool:
-    """Return whether a conversation has nothing but roles and texts."""
+    """Return whether a conversation has nothing but roles and texts, and no reasoning in these."""
     if conversation.tools or conversation.template_kwargs:
         return False
     return all(
-        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
+        type(turn.content) is str and not turn.reasoning and not turn.tool_calls and "</think>" not in turn.content
+        for turn in conversation.messages
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StockRule:
-    """What is trained in the turns of one published template.
+    """Trained parts of the turns of one published template.
 
     Attributes:
         name: of the model family.

@@ -48,11 +48,13 @@ def trained_text(tokenizer, sequence) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_built_in_template_trains_the_answers_and_the_end_of_each_turn(tokenizers, name):
     end = template_tokens(name).ends[0]
-    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
-    (sequence,) = tokenizers[name].encode(
-        [chat(("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "So long"))]
-    )
-    assert trained_text(tokenizers[name], sequence) == f"Hello{end}{thought}So long{end}"
+    turns = chat(("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "So long"))
+    texts = [trained_text(tokenizers[name], sequence) for sequence in tokenizers[name].encode([turns])]
+    if name == "qwen3":
+        # A server writes no reasoning in the first answer once the second is generated, so each is a sequence.
+        assert texts == [f"<think>\n\n</think>\n\n{text}{end}" for text in ("Hello", "So long")]
+    else:
+        assert texts == [f"Hello{end}So long{end}"]
 
 
 @pytest.mark.parametrize("name", NAMES)
