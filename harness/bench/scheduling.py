@@ -77,7 +77,7 @@ class ScheduleSettings:
         require_numbers(self, "", "median", lowest=2)
 
     @property
-    def row_tokens(self) -> int:
+    def max_tokens_per_row(self) -> int:
         return self.max_tokens_per_rank * self.cp_size
 
     @property
@@ -151,13 +151,13 @@ def bench_schedule(settings: ScheduleSettings, workspace: Workspace, progress: P
 
 def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
     """Yield batches of lognormal sequences, cut at the length of a row, packed by best-fit decreasing."""
-    multiple = padding_multiple(cp_size=settings.cp_size)
-    longest = settings.row_tokens // multiple * multiple
+    pad_to_multiple = padding_multiple(cp_size=settings.cp_size)
+    longest = settings.max_tokens_per_row // pad_to_multiple * pad_to_multiple
     for number in range(settings.batches):
         sizes = {"median": settings.median, "sigma": settings.sigma}
         lengths = lognormal_lengths(settings.global_batch, **sizes, longest=longest, seed=settings.seed + number)
-        lengths = padded_lengths(lengths + 1, multiple)
-        plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.row_tokens, seed=number)
+        lengths = padded_lengths(lengths + 1, pad_to_multiple)
+        plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.max_tokens_per_row, seed=number)
         yield Batch(lengths, plan.sequence_ids, plan.pack_offsets)
 
 
@@ -189,7 +189,7 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
 
 def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
     lengths = batch.lengths_for(name)
-    offsets = _next_fit_offsets(lengths, settings.row_tokens) if name == NEXT_FIT else batch.pack_offsets
+    offsets = _next_fit_offsets(lengths, settings.max_tokens_per_row) if name == NEXT_FIT else batch.pack_offsets
     placed = schedule(
         "as_packed" if name == NEXT_FIT else name,
         lengths,
@@ -200,14 +200,14 @@ def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
         pack_offsets=offsets,
         cost=settings.cost,
     )
-    return measure_imbalance(placed, lengths, row_tokens=settings.row_tokens, cost=settings.cost)
+    return measure_imbalance(placed, lengths, max_tokens_per_row=settings.max_tokens_per_row, cost=settings.cost)
 
 
-def _next_fit_offsets(lengths: Int64Array, row_tokens: int) -> Int64Array:
+def _next_fit_offsets(lengths: Int64Array, max_tokens_per_row: int) -> Int64Array:
     """Fill rows in order, a new one where the next sequence does not fit; return their offsets, int64 [rows + 1]."""
     starts, used = [0], 0
     for at, length in enumerate(lengths.tolist()):
-        if used + length > row_tokens:
+        if used + length > max_tokens_per_row:
             starts.append(at)
             used = 0
         used += length
@@ -233,7 +233,7 @@ def _add_placement(
 
         def best_fit(batch: Batch) -> int:
             lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
-            packs = plan_packs(lengths, pack_size=settings.row_tokens).num_packs
+            packs = plan_packs(lengths, pack_size=settings.max_tokens_per_row).num_packs
             return settings.group_size * -(-packs // multiple)
 
         over = max(count - best_fit(batch) for count, batch in zip(rows, batches, strict=True))

@@ -13,13 +13,28 @@ from typing import Annotated
 import typer
 
 from harness.checks import require_choice, require_numbers
-from harness.cli.settings import class_of
+from harness.cli.settings import class_of, complete_keys
 from harness.errors import ConfigError, HarnessError
 
 runs_app = typer.Typer()
 
 _FORWARDED = {"ignore_unknown_options": True}
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe")]
+
+
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete settings of the recipe that the command runs, without torch."""
+    from harness.plan import PretrainConfig, SftConfig
+    from harness.prep import PrepareConfig
+
+    recipes = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig}
+    schema = recipes.get(str(ctx.params.get("recipe", ctx.info_name)))
+    return complete_keys(schema, incomplete) if schema is not None else []
+
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete),
+]
 
 
 @dataclass

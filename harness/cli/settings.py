@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
 from harness.errors import ConfigError
-from harness.settings import REQUIRED, explain_settings, nearest_name
+from harness.mistakes import KnownSettings
+from harness.settings import CONFIGS, REQUIRED, explain_settings, nearest_name
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
@@ -65,7 +67,7 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, settings, recipe = self._divide(args)
         # A recipe prints its settings itself, together with those of the command.
-        if "--cfg" in own or ("--cfg" in recipe and not _names(own)):
+        if not ctx.resilient_parsing and ("--cfg" in own or ("--cfg" in recipe and not _names(own))):
             Console(soft_wrap=True).print(self._settings_table(settings))
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, own)
@@ -117,6 +119,10 @@ class SettingsCommand(TyperCommand):
             own.insert(place if place >= 0 else len(own), value)
         return own, settings, recipe
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        keys = complete_keys(self.schema, incomplete)
+        return [*super().shell_complete(ctx, incomplete), *map(CompletionItem, keys)]
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[KEY=VALUE]..."]
 
@@ -134,6 +140,13 @@ class SettingsCommand(TyperCommand):
                 shown = "null" if default is None else json.dumps(default) if kind == "bool" else str(default)
                 table.add_row(key, values.get(key, shown), text)
         return table
+
+
+def complete_keys(schema: type[Any], incomplete: str) -> list[str]:
+    """Return the settings and groups of files that begin with `incomplete`, for the completion of the shell."""
+    known = KnownSettings("", schema, [CONFIGS])
+    names = {key for key in known.types if "[]" not in key} | known.groups
+    return sorted(f"{name}=" for name in names if name.startswith(incomplete))
 
 
 def class_of(

@@ -125,26 +125,26 @@ class BatchReader:
         return {**self.__dict__, "_epoch_order": None}
 
     @property
-    def row_tokens(self) -> int:
+    def max_tokens_per_row(self) -> int:
         """Tokens that one row holds."""
         return self._schedule.max_tokens_per_rank * self._layout.cp_size
 
     def check(self) -> None:
         """Raise ScheduleError if a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
-        layout, offsets, row_tokens = self._layout, self._source.pack_offsets, self.row_tokens
+        layout, offsets, max_tokens_per_row = self._layout, self._source.pack_offsets, self.max_tokens_per_row
         lengths = padded_lengths(self._source.sequence_lengths, layout.pad_to_multiple)
 
         def place(sequence: int) -> str:
             pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
             return f"pack {pack}, its sequence {sequence - int(offsets[pack])}"
 
-        if lengths.max() > row_tokens:
-            sequence = int(np.argmax(lengths > row_tokens))
+        if lengths.max() > max_tokens_per_row:
+            sequence = int(np.argmax(lengths > max_tokens_per_row))
             raise ScheduleError(
                 f"sequence {sequence} of the dataset has {lengths[sequence]:,} model tokens after padding to "
-                f"{layout.pad_to_multiple}, more than the {row_tokens:,} of a row "
+                f"{layout.pad_to_multiple}, more than the {max_tokens_per_row:,} of a row "
                 f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {layout.cp_size}); "
-                f"{np.count_nonzero(lengths > row_tokens):,} of {lengths.shape[0]:,} sequences are that long",
+                f"{np.count_nonzero(lengths > max_tokens_per_row):,} of {lengths.shape[0]:,} sequences are that long",
                 where=place(sequence),
                 fix=f"set schedule.max_tokens_per_rank to at least {-(-int(lengths.max()) // layout.cp_size):,}, "
                 "or prepare the data with a smaller limit",
@@ -157,12 +157,12 @@ class BatchReader:
                 fix="prepare the dataset again; sequences of one token are refused there",
             )
         tokens = np.add.reduceat(lengths, offsets[:-1])
-        if self._schedule.name == "as_packed" and tokens.max() > row_tokens:
-            pack = int(np.argmax(tokens > row_tokens))
+        if self._schedule.name == "as_packed" and tokens.max() > max_tokens_per_row:
+            pack = int(np.argmax(tokens > max_tokens_per_row))
             raise ScheduleError(
                 f"pack {pack} of the dataset takes {tokens[pack]:,} tokens with its sequences padded to "
-                f"{layout.pad_to_multiple}, more than the {row_tokens:,} of a row; "
-                f"{np.count_nonzero(tokens > row_tokens):,} of {tokens.shape[0]:,} packs do",
+                f"{layout.pad_to_multiple}, more than the {max_tokens_per_row:,} of a row; "
+                f"{np.count_nonzero(tokens > max_tokens_per_row):,} of {tokens.shape[0]:,} packs do",
                 where="schedule.max_tokens_per_rank",
                 fix=f"set it to at least {-(-int(tokens.max()) // layout.cp_size):,}, prepare smaller packs, "
                 "or choose the dp_balanced schedule",
@@ -191,7 +191,12 @@ class BatchReader:
             pack_offsets=offsets,
             cost=self._cost,
         )
-        return packs, sequences, placed, measure_imbalance(placed, lengths, row_tokens=self.row_tokens, cost=self._cost)
+        return (
+            packs,
+            sequences,
+            placed,
+            measure_imbalance(placed, lengths, max_tokens_per_row=self.max_tokens_per_row, cost=self._cost),
+        )
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.

@@ -44,7 +44,7 @@ class MegatronStep:
         chunks: from `build_model`.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: step at which the learning rate reaches `min_lr`.
-        row_tokens: pad every row to this many tokens; None to leave rows as long as they are.
+        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         decay_steps: int,
-        row_tokens: int | None = None,
+        pad_rows_to: int | None = None,
     ) -> None:
         self.chunks, self.layout, self.device = chunks, layout, device
-        self.vocab_size, self.row_tokens, self.group_size = vocab_size, row_tokens, parallel.group_size
+        self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
         self.config = get_model_config(chunks[0])
         self.optimizer: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -131,8 +131,8 @@ class MegatronStep:
         return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens))
 
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
-        if self.row_tokens is not None:
-            rows = [pad_row(row, self.row_tokens) for row in rows]
+        if self.pad_rows_to is not None:
+            rows = [pad_row(row, self.pad_rows_to) for row in rows]
         reports = self.run_rows(rows, self._forward, forward_only=forward_only)
         if not reports:
             return torch.zeros(2, dtype=torch.float64, device=self.device)

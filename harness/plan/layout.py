@@ -82,7 +82,7 @@ class ParallelConfig:
             )
         return world_size // self.model_ranks
 
-    def row_tokens(self, max_tokens_per_rank: int) -> int:
+    def max_tokens_per_row(self, max_tokens_per_rank: int) -> int:
         """Return the tokens of a whole row, over its context-parallel ranks."""
         return max_tokens_per_rank * self.context_parallel_size
 
@@ -107,13 +107,13 @@ class ParallelConfig:
                 where="loader.global_batch_size",
                 fix=f"{dp_size} packs or more, or fewer ranks",
             )
-        row_tokens, multiple = self.row_tokens(max_tokens_per_rank), self.pad_to_multiple
-        if row_tokens % multiple:
+        max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
+        if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(
-                f"a row of {row_tokens:,} tokens ({max_tokens_per_rank:,} a rank * context "
-                f"{self.context_parallel_size}) is not a multiple of {multiple}, to which every sequence is padded "
-                f"(2 * context {self.context_parallel_size} chunks"
+                f"a row of {max_tokens_per_row:,} tokens ({max_tokens_per_rank:,} a rank * context "
+                f"{self.context_parallel_size}) is not a multiple of {pad_to_multiple}, to which every sequence is "
+                f"padded (2 * context {self.context_parallel_size} chunks"
                 + (f", and context * tensor {self.tensor_parallel_size} parts)" if self.sequence_parallel else ")"),
                 where="schedule.max_tokens_per_rank",
-                fix=f"a multiple of {multiple // math.gcd(multiple, self.context_parallel_size)}",
+                fix=f"a multiple of {pad_to_multiple // math.gcd(pad_to_multiple, self.context_parallel_size)}",
             )

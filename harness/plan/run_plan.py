@@ -159,7 +159,7 @@ def plan_run(
             num_packs=stored[0],
             global_batch_size=batch,
             dp_size=dp_size,
-            row_tokens=parallel.row_tokens(max_tokens_per_rank),
+            max_tokens_per_row=parallel.max_tokens_per_row(max_tokens_per_rank),
         )
     memory = plan_memory(
         model,

@@ -79,13 +79,19 @@ class Work:
 
 
 def plan_work(
-    model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int, dp_size: int, row_tokens: int
+    model: ModelConfig,
+    lengths: Int64Array,
+    *,
+    num_packs: int,
+    global_batch_size: int,
+    dp_size: int,
+    max_tokens_per_row: int,
 ) -> Work:
     """Return the work of an epoch.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
-        row_tokens: tokens of a whole row, all ranks of a context-parallel group together.
+        max_tokens_per_row: tokens of a whole row, all ranks of a context-parallel group together.
     """
     steps = math.ceil(num_packs / global_batch_size)
     cost = sequence_cost(model)
@@ -93,7 +99,7 @@ def plan_work(
     tokens = float(wide.sum())
     return Work(
         steps=steps,
-        microbatches=max(1, math.ceil(tokens / steps / (dp_size * row_tokens))),
+        microbatches=max(1, math.ceil(tokens / steps / (dp_size * max_tokens_per_row))),
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
         attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,

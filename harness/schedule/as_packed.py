@@ -22,11 +22,11 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
         )
     counts = np.diff(batch.pack_offsets)
     tokens = np.add.reduceat(batch.lengths, batch.pack_offsets[:-1])
-    if tokens.max() > batch.row_tokens:
+    if tokens.max() > batch.max_tokens_per_row:
         at = int(np.argmax(tokens))
         raise ScheduleError(
             f"pack {at} of the batch takes {tokens[at]:,} tokens with its sequences padded, "
-            f"more than the {batch.row_tokens:,} of a row (max_tokens_per_rank * cp_size)",
+            f"more than the {batch.max_tokens_per_row:,} of a row (max_tokens_per_rank * cp_size)",
             fix="raise max_tokens_per_rank, prepare smaller packs, or choose the dp_balanced schedule",
         )
     return Schedule(

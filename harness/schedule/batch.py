@@ -42,9 +42,9 @@ class GlobalBatch:
     """The sequences of one global batch and the ranks that they are placed on.
 
     Attributes:
-        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `row_tokens`.
+        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `max_tokens_per_row`.
         dp_size: data-parallel ranks.
-        row_tokens: tokens that one row holds: max_tokens_per_rank * cp_size.
+        max_tokens_per_row: tokens that one row holds: max_tokens_per_rank * cp_size.
         group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
         cost: of training a sequence.
@@ -52,7 +52,7 @@ class GlobalBatch:
 
     lengths: Int64Array
     dp_size: int
-    row_tokens: int
+    max_tokens_per_row: int
     group_size: int
     pack_offsets: Int64Array | None
     cost: SequenceCost

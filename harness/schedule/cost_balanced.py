@@ -67,7 +67,7 @@ def _microbatches(rows: int, batch: GlobalBatch) -> int:
 
 
 def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
-    return measure_imbalance(schedule, batch.lengths, row_tokens=batch.row_tokens, cost=batch.cost)
+    return measure_imbalance(schedule, batch.lengths, max_tokens_per_row=batch.max_tokens_per_row, cost=batch.cost)
 
 
 def _excess(measured: Imbalance, good_step: float) -> float:
@@ -79,7 +79,8 @@ def _rows_needed(batch: GlobalBatch) -> int:
     """Return a number of rows below which no placement exists.
 
     Sequences above half a row never share one. For any t up to half a row, those of at least t never share a row with
-    one longer than row_tokens - t, so they fill the room that the others above half leave, and then rows of their own.
+    one longer than max_tokens_per_row - t, so they fill the room that the others above half leave, and then rows of
+    their own.
 
     Source: the lower bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
     problem" (1990).
@@ -87,13 +88,13 @@ def _rows_needed(batch: GlobalBatch) -> int:
     lengths = np.sort(batch.lengths)
     sums = np.concatenate([[0], np.cumsum(lengths)])
     num = lengths.shape[0]
-    halves = int(np.searchsorted(lengths, batch.row_tokens // 2, side="right"))
+    halves = int(np.searchsorted(lengths, batch.max_tokens_per_row // 2, side="right"))
     thresholds = np.unique(lengths[:halves])
     first = np.searchsorted(lengths, thresholds, side="left")
-    alone = np.searchsorted(lengths, batch.row_tokens - thresholds, side="right")
-    room = (alone - halves) * batch.row_tokens - (sums[alone] - sums[halves])
+    alone = np.searchsorted(lengths, batch.max_tokens_per_row - thresholds, side="right")
+    room = (alone - halves) * batch.max_tokens_per_row - (sums[alone] - sums[halves])
     overflow = np.maximum(0, sums[halves] - sums[first] - room)
-    shared = num - halves - (-overflow // batch.row_tokens)
+    shared = num - halves - (-overflow // batch.max_tokens_per_row)
     return int(np.max(shared, initial=max(num - halves, 1)))
 
 
@@ -118,7 +119,7 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
     num = batch.lengths.shape[0]
     order = np.argsort(-batch.lengths, kind="stable")
     row_of = np.empty(num, dtype=np.int64)
-    free = np.full(num_rows, batch.row_tokens, dtype=np.int64)
+    free = np.full(num_rows, batch.max_tokens_per_row, dtype=np.int64)
     missing = targets.copy()
     portion = min(max(-(-num // _PORTIONS), -(-num_rows // _PORTION_OF_ROWS)), num_rows)
     start = 0
@@ -187,7 +188,7 @@ def _best_fit(batch: GlobalBatch) -> Int64Array:
     lengths = batch.lengths.tolist()
     for sequence in np.argsort(-batch.lengths, kind="stable").tolist():
         at = bisect_left(rows, (lengths[sequence], -1))
-        free, row = rows.pop(at) if at < len(rows) else (batch.row_tokens, len(rows))
+        free, row = rows.pop(at) if at < len(rows) else (batch.max_tokens_per_row, len(rows))
         insort(rows, (free - lengths[sequence], row))
         row_of[sequence] = row
     return row_of
@@ -243,7 +244,7 @@ class _Placement:
         num_rows = num_microbatches * batch.dp_size
         self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
         tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
-        self.free = batch.row_tokens - np.rint(tokens).astype(np.int64)
+        self.free = batch.max_tokens_per_row - np.rint(tokens).astype(np.int64)
         by_microbatch = self.row_costs.reshape(num_microbatches, batch.dp_size)
         # Cost that a row can gain before its microbatch takes longer.
         self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)

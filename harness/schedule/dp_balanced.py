@@ -25,7 +25,7 @@ def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     stop = used = 0
     while stop < num_sequences:
         starts.append(stop)
-        stop = bisect_right(ends, used + batch.row_tokens, lo=stop)
+        stop = bisect_right(ends, used + batch.max_tokens_per_row, lo=stop)
         used = ends[stop - 1]
 
     counts = np.diff(starts, append=num_sequences).tolist()

@@ -36,9 +36,9 @@ class Imbalance:
 
 
 def measure_imbalance(
-    schedule: Schedule, lengths: npt.NDArray[np.integer], *, row_tokens: int, cost: SequenceCost | None = None
+    schedule: Schedule, lengths: npt.NDArray[np.integer], *, max_tokens_per_row: int, cost: SequenceCost | None = None
 ) -> Imbalance:
-    """Measure `schedule` of sequences of these padded lengths, in rows of `row_tokens` tokens."""
+    """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens."""
     tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64))
     work = _row_sums(schedule, (cost or SequenceCost()).of(lengths))
     rank_tokens = tokens.sum(axis=0)
@@ -49,7 +49,7 @@ def measure_imbalance(
         token_ratio=float(rank_tokens.max() / rank_tokens.mean()),
         cost_ratio=float(rank_cost.max() / rank_cost.mean()),
         sync_ratio=float(work.max(axis=1).sum() / rank_cost.mean()),
-        fill=float(tokens.sum() / (tokens.size * row_tokens)),
+        fill=float(tokens.sum() / (tokens.size * max_tokens_per_row)),
         num_microbatches=schedule.num_microbatches,
     )
 

@@ -189,7 +189,7 @@ class LiveLoader:
             imbalance=measure_imbalance(
                 placed,
                 padded_lengths(lengths, layout.pad_to_multiple),
-                row_tokens=self._plan.row_tokens,
+                max_tokens_per_row=self._plan.max_tokens_per_row,
                 cost=self._plan.cost,
             ),
             state=self._state,

@@ -36,13 +36,13 @@ class BatchPlan:
     Attributes:
         layout: the place of this rank.
         global_batch_size: packs of a step; where they do not divide evenly, the first ranks take one more.
-        row_tokens: tokens that one row holds.
+        max_tokens_per_row: tokens that one row holds.
         cost: of training a sequence.
     """
 
     layout: RankLayout
     global_batch_size: int
-    row_tokens: int
+    max_tokens_per_row: int
     cost: SequenceCost
 
     @property
@@ -275,10 +275,10 @@ class RankStream:
                 fix="drop such sequences where packs are made",
             )
         tokens = int(padded_lengths(lengths, self._pad_to_multiple).sum())
-        if tokens > self._plan.row_tokens:
+        if tokens > self._plan.max_tokens_per_row:
             raise ScheduleError(
                 f"the pack takes {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
-                f"{self._plan.row_tokens:,} of a row",
+                f"{self._plan.max_tokens_per_row:,} of a row",
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",
             )
@@ -323,8 +323,8 @@ class RankStream:
         self, index: int, row: int, conversation: Conversation, encoded: Sequence[Encoded]
     ) -> list[Member[Place]]:
         # A sequence takes as much of a pack as of a row, where it is padded.
-        multiple = self._pad_to_multiple
-        room = self._config.pack_size // multiple * multiple
+        pad_to_multiple = self._pad_to_multiple
+        room = self._config.pack_size // pad_to_multiple * pad_to_multiple
         assert self._tokenizer is not None
         fitted = fit_conversation(
             conversation, encoded, self._tokenizer, pack_size=room, over_long=self._config.over_long
@@ -332,7 +332,7 @@ class RankStream:
         pieces = fitted.pieces
         if not pieces:
             self._left_out[fitted.reason] += 1
-        sizes = padded_lengths(np.array([len(piece) for piece in pieces], np.int64), multiple).tolist()
+        sizes = padded_lengths(np.array([len(piece) for piece in pieces], np.int64), pad_to_multiple).tolist()
         return [
             Member((index, row, number), piece, max(len(piece), size))
             for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True))

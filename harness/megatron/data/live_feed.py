@@ -68,11 +68,11 @@ class LiveFeed:
         allow_other_data: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        if tokenizer is not None and config.pack_size > plan.row_tokens:
+        if tokenizer is not None and config.pack_size > plan.max_tokens_per_row:
             raise ConfigError(
-                f"packs of {config.pack_size:,} tokens do not fit the {plan.row_tokens:,} of a row",
+                f"packs of {config.pack_size:,} tokens do not fit the {plan.max_tokens_per_row:,} of a row",
                 where="data.live.pack_size",
-                fix=f"set it to {plan.row_tokens:,} or less, or raise schedule.max_tokens_per_rank",
+                fix=f"set it to {plan.max_tokens_per_row:,} or less, or raise schedule.max_tokens_per_rank",
             )
         self._folder = LiveFolder(config.path)
         self._is_rank_0 = torch.distributed.get_rank() == 0

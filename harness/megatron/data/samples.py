@@ -203,7 +203,7 @@ class SampleReader:
         schedule = Schedule(self.layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
         full = padded_lengths(np.asarray([self.sequence_length + 1]), self.layout.pad_to_multiple)
         return measure_imbalance(
-            schedule, np.concatenate(lengths), row_tokens=self.micro_batch_size * int(full[0]), cost=self.cost
+            schedule, np.concatenate(lengths), max_tokens_per_row=self.micro_batch_size * int(full[0]), cost=self.cost
         )
 
 

@@ -47,11 +47,11 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
     data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
-    row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
+    max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
     return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
-        row_tokens=row_tokens if config.parallel.static_rows else None,
+        pad_rows_to=max_tokens_per_row if config.parallel.static_rows else None,
         pretrained=pretrained,
         data_names=[config.data.live.path] if config.data.live.path else _paths(config.data),
         facts={
@@ -165,10 +165,10 @@ def make_feeds(
 
     training: Feed | LiveFeed
     if isinstance(data, LiveData):
-        row_tokens = config.parallel.row_tokens(config.schedule.max_tokens_per_rank)
+        max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
         training = LiveFeed(
             data.train,
-            BatchPlan(layout, config.loader.global_batch_size, row_tokens, cost),
+            BatchPlan(layout, config.loader.global_batch_size, max_tokens_per_row, cost),
             tokenizer=data.tokenizer,
             state=state,
             seed=config.loader.seed,

@@ -48,7 +48,7 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
     return Task(
         feeds=partial(make_feeds, config, packs),
         vocab_size=vocab_size,
-        row_tokens=data.micro_batch_size * row if config.parallel.static_rows else None,
+        pad_rows_to=data.micro_batch_size * row if config.parallel.static_rows else None,
         pretrained=pretrained,
         data_names=sources,
         facts={

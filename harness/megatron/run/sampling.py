@@ -58,8 +58,8 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
     row = build_thd_batch(views, pad_to_multiple=step.layout.pad_to_multiple)
     lasts = row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1
-    if step.row_tokens is not None and len(row) <= step.row_tokens:
-        row = pad_row(row, step.row_tokens)
+    if step.pad_rows_to is not None and len(row) <= step.pad_rows_to:
+        row = pad_row(row, step.pad_rows_to)
     kept: list[torch.Tensor] = []
 
     def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:

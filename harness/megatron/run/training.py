@@ -56,7 +56,7 @@ class Task:
         feeds: returns the training batches after a progress, None for the start, and the validation sets by name, each
             read once per validation; every rank takes part.
         vocab_size: of the model.
-        row_tokens: pad every row to this many tokens; None to leave rows as long as they are.
+        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         pretrained: initial weights.
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
@@ -65,7 +65,7 @@ class Task:
 
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
     vocab_size: int
-    row_tokens: int | None
+    pad_rows_to: int | None
     pretrained: Pretrained | None
     data_names: Sequence[str]
     facts: Mapping[str, str]
@@ -174,7 +174,7 @@ def _open_run(
         device=ranks.device,
         vocab_size=task.vocab_size,
         decay_steps=trainer.steps,
-        row_tokens=task.row_tokens,
+        pad_rows_to=task.pad_rows_to,
     )
     if newest is not None:
         watchdog.at(first_step, "loading the checkpoint")

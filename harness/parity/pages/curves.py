@@ -183,7 +183,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
         title = f"{title}: difference from the reference"  # noqa: PLW2901
         linear = chart(f"{name}-difference", title, note, apart(name), "", "")
         charts.append(replace(linear, layout=linear.layout | _log_axis(report, name), is_log=True))
-    note = "Share of the rows' capacity that holds tokens, per step."
+    note = "Share of the rows that holds tokens, per step."
     charts.append(chart("fill", "Fill", note, column("fill"), "fill", ".2%"))
     note = "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
     traces = column("imbalance_cost") + dotted("imbalance_tokens", "tokens")

@@ -282,10 +282,24 @@ def test_both_modules_run_the_command_and_print_its_version(module):
     assert (done.returncode, done.stdout) == (0, f"harness {installed_version()}\n")
 
 
-def test_shell_completion_completes_the_commands(monkeypatch):
-    environment = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": "harness in", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("harness in", ["inspect", "indexed"]),
+        ("harness repack STORE DST data.s", ["data.seed="]),
+        ("harness train sft trainer.st", ["trainer.steps="]),
+        ("harness train sft loader.seed=1 mo", ["model="]),
+        ("harness prepare source.o", ["source.on_bad="]),
+        ("harness plan sft_tiny pac", ["packs="]),
+    ],
+)
+def test_the_shell_completes_commands_and_settings_without_torch(monkeypatch, words, expected):
+    environment = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    program = "import sys; sys.argv[0] = 'harness'; from harness.cli import main; main()"
+    program = "import sys; sys.argv[0] = 'harness'; sys.modules['torch'] = sys.modules['megatron'] = None; "
+    program += "from harness.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["inspect", "indexed"]
+    completed = done.stdout.split()
+    assert [word for word in completed if word.startswith(words.split()[-1])] == completed
+    assert set(expected) <= set(completed), done.stderr

@@ -31,7 +31,9 @@ def seconds(parallel: ParallelConfig | None = None, *, ranks: int = 1, model: Mo
 
 
 def test_an_epochs_work_is_the_sum_over_its_sequences() -> None:
-    work = plan_work(MODEL, np.array([100, 300, 50, 50]), num_packs=5, global_batch_size=2, dp_size=2, row_tokens=60)
+    work = plan_work(
+        MODEL, np.array([100, 300, 50, 50]), num_packs=5, global_batch_size=2, dp_size=2, max_tokens_per_row=60
+    )
     assert (work.steps, work.tokens) == (3, 500 / 3)
     assert work.microbatches == 2  # 167 tokens per step, 120 of them in a microbatch of both ranks
     assert work.linear_flops == pytest.approx(500 / 3 * LINEAR)

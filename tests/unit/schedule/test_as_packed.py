@@ -8,13 +8,15 @@ from harness.records import Schedule
 from harness.schedule import schedule
 
 
-def place(lengths: list[int], offsets: list[int] | None, *, dp_size: int, capacity: int = 8) -> Schedule:
+def place(lengths: list[int], offsets: list[int] | None, *, dp_size: int, max_tokens_per_rank: int = 8) -> Schedule:
     pack_offsets = None if offsets is None else np.asarray(offsets, dtype=np.int64)
-    return schedule("as_packed", lengths, dp_size=dp_size, max_tokens_per_rank=capacity, pack_offsets=pack_offsets)
+    return schedule(
+        "as_packed", lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank, pack_offsets=pack_offsets
+    )
 
 
 def test_one_pack_is_one_row() -> None:
-    placed = place([1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 6], dp_size=2, capacity=16)
+    placed = place([1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 6], dp_size=2, max_tokens_per_rank=16)
     assert placed.row(0, 0).tolist() == [0]
     assert placed.row(0, 1).tolist() == [1, 2]
     assert placed.row(1, 0).tolist() == [3]

@@ -11,30 +11,32 @@ from harness.records import Int64Array
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
 
 
-def lengths_of(kind: str, count: int, capacity: int, seed: int) -> Int64Array:
+def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
     random = np.random.default_rng(seed)
     drawn = {
         "lognormal": lambda: random.lognormal(np.log(600), 1.0, count),
-        "uniform": lambda: random.uniform(1, capacity, count),
+        "uniform": lambda: random.uniform(1, max_tokens_per_rank, count),
         "two peaks": lambda: np.where(
             random.random(count) < 0.8,
             random.normal(300, 60, count),
-            random.normal(0.7 * capacity, 0.1 * capacity, count),
+            random.normal(0.7 * max_tokens_per_rank, 0.1 * max_tokens_per_rank, count),
         ),
     }[kind]()
-    return np.clip(np.rint(drawn), 1, capacity).astype(np.int64)
+    return np.clip(np.rint(drawn), 1, max_tokens_per_rank).astype(np.int64)
 
 
-def measured(name: str, lengths: Int64Array, *, dp_size: int, capacity: int, group_size: int = 1) -> Imbalance:
-    placed = schedule(name, lengths, dp_size=dp_size, max_tokens_per_rank=capacity, group_size=group_size)
-    return measure_imbalance(placed, lengths, row_tokens=capacity)
+def measured(
+    name: str, lengths: Int64Array, *, dp_size: int, max_tokens_per_rank: int, group_size: int = 1
+) -> Imbalance:
+    placed = schedule(name, lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank, group_size=group_size)
+    return measure_imbalance(placed, lengths, max_tokens_per_row=max_tokens_per_rank)
 
 
-def best_fit_rows(lengths: Int64Array, capacity: int) -> int:
+def best_fit_rows(lengths: Int64Array, max_tokens_per_rank: int) -> int:
     free: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         at = bisect_left(free, length)
-        insort(free, (free.pop(at) if at < len(free) else capacity) - length)
+        insort(free, (free.pop(at) if at < len(free) else max_tokens_per_rank) - length)
     return len(free)
 
 
@@ -50,7 +52,7 @@ def test_attention_counts() -> None:
     cost = SequenceCost(linear=0.0, quadratic=1.0)
     lengths = np.asarray([8, *[4] * 4])
     placed = schedule("cost_balanced", lengths, dp_size=2, max_tokens_per_rank=16, cost=cost)
-    found = measure_imbalance(placed, lengths, row_tokens=16, cost=cost)
+    found = measure_imbalance(placed, lengths, max_tokens_per_row=16, cost=cost)
     assert sorted(found.rank_tokens.tolist()) == [8, 16]
     assert found.cost_ratio == 1.0
 
@@ -59,11 +61,11 @@ def test_forty_global_batches_of_long_tailed_lengths_are_even() -> None:
     ours, in_order = [], []
     for seed in range(40):
         lengths = lengths_of("lognormal", 256, 8192, seed)
-        found = measured("cost_balanced", lengths, dp_size=8, capacity=8192)
+        found = measured("cost_balanced", lengths, dp_size=8, max_tokens_per_rank=8192)
         ours.append((found.cost_ratio, found.sync_ratio))
         assert found.num_microbatches <= -(-best_fit_rows(lengths, 8192) // 8) + 1
         assert found.cost_ratio <= 1.01
-        found = measured("dp_balanced", lengths, dp_size=8, capacity=8192)
+        found = measured("dp_balanced", lengths, dp_size=8, max_tokens_per_rank=8192)
         in_order.append((found.cost_ratio, found.sync_ratio))
     step, sync = np.mean(ours, axis=0)
     assert step <= 1.005
@@ -75,21 +77,26 @@ def test_forty_global_batches_of_long_tailed_lengths_are_even() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform", "two peaks"])
-@pytest.mark.parametrize("capacity", [4096, 8192, 16384])
-def test_it_is_never_worse_than_dp_balanced(kind: str, capacity: int) -> None:
-    mean = lengths_of(kind, 4000, capacity, 0).mean()
+@pytest.mark.parametrize("max_tokens_per_rank", [4096, 8192, 16384])
+def test_it_is_never_worse_than_dp_balanced(kind: str, max_tokens_per_rank: int) -> None:
+    mean = lengths_of(kind, 4000, max_tokens_per_rank, 0).mean()
     for dp_size in (2, 4, 8, 16, 32, 64):
         for rows in (1, 2, 5, 32):
-            lengths = lengths_of(kind, max(1, int(0.9 * dp_size * rows * capacity / mean)), capacity, dp_size + rows)
-            placed = schedule("cost_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=capacity)
+            lengths = lengths_of(
+                kind,
+                max(1, int(0.9 * dp_size * rows * max_tokens_per_rank / mean)),
+                max_tokens_per_rank,
+                dp_size + rows,
+            )
+            placed = schedule("cost_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank)
             used = np.concatenate([[0], np.cumsum(lengths[placed.order])])[placed.row_offsets]
-            assert np.diff(used).max() <= capacity
-            ours = measure_imbalance(placed, lengths, row_tokens=capacity)
-            theirs = measured("dp_balanced", lengths, dp_size=dp_size, capacity=capacity)
+            assert np.diff(used).max() <= max_tokens_per_rank
+            ours = measure_imbalance(placed, lengths, max_tokens_per_row=max_tokens_per_rank)
+            theirs = measured("dp_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank)
             shape = (dp_size, rows)
             assert ours.cost_ratio <= theirs.cost_ratio + 1e-9, shape
             assert ours.sync_ratio <= theirs.sync_ratio + 1e-9, shape
-            assert ours.num_microbatches <= -(-best_fit_rows(lengths, capacity) // dp_size) + 1, shape
+            assert ours.num_microbatches <= -(-best_fit_rows(lengths, max_tokens_per_rank) // dp_size) + 1, shape
 
 
 @settings(deadline=None, max_examples=150)
@@ -106,13 +113,13 @@ def test_no_row_is_too_long_and_no_more_groups_are_needed_than_best_fit_and_one(
     for microbatch in range(placed.num_microbatches):
         for rank in range(dp_size):
             assert sizes[placed.row(microbatch, rank)].sum() <= 20
-    found = measured("cost_balanced", sizes, dp_size=dp_size, capacity=20, group_size=group_size)
+    found = measured("cost_balanced", sizes, dp_size=dp_size, max_tokens_per_rank=20, group_size=group_size)
     groups = -(-best_fit_rows(sizes, 20) // (dp_size * group_size))
     assert found.num_microbatches <= (groups + 1) * group_size
 
 
 def test_sequences_just_above_half_a_row_take_one_each() -> None:
-    found = measured("cost_balanced", np.full(64, 4097), dp_size=8, capacity=8192)
+    found = measured("cost_balanced", np.full(64, 4097), dp_size=8, max_tokens_per_rank=8192)
     assert found.num_microbatches == 8
     assert found.cost_ratio == found.sync_ratio == 1.0
 

@@ -18,15 +18,19 @@ def rows(placed: Schedule) -> list[list[int]]:
     ]
 
 
-def place(lengths: list[int], *, dp_size: int, capacity: int, group_size: int = 1) -> list[list[int]]:
-    return rows(schedule("dp_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=capacity, group_size=group_size))
+def place(lengths: list[int], *, dp_size: int, max_tokens_per_rank: int, group_size: int = 1) -> list[list[int]]:
+    return rows(
+        schedule(
+            "dp_balanced", lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank, group_size=group_size
+        )
+    )
 
 
-def rows_by_the_book(lengths: list[int], capacity: int, multiple: int) -> list[list[int]]:
+def rows_by_the_book(lengths: list[int], max_tokens_per_rank: int, multiple: int) -> list[list[int]]:
     """The rule as one states it, a list at a time."""
     filled: list[list[int]] = [[]]
     for index, length in enumerate(lengths):
-        if sum(lengths[i] for i in filled[-1]) + length > capacity:
+        if sum(lengths[i] for i in filled[-1]) + length > max_tokens_per_rank:
             filled.append([])
         filled[-1].append(index)
     while len(filled) % multiple:
@@ -36,32 +40,32 @@ def rows_by_the_book(lengths: list[int], capacity: int, multiple: int) -> list[l
 
 
 def test_rows_are_filled_in_order_up_to_capacity() -> None:
-    assert place([4, 4, 3, 5, 8, 1], dp_size=1, capacity=8) == [[0, 1], [2, 3], [4], [5]]
+    assert place([4, 4, 3, 5, 8, 1], dp_size=1, max_tokens_per_rank=8) == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_equal_lengths_fill_rows_exactly() -> None:
-    assert place([4] * 8, dp_size=2, capacity=8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert place([4] * 8, dp_size=2, max_tokens_per_rank=8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_the_last_sequence_of_the_last_row_gets_a_row_of_its_own() -> None:
     # Three rows on two ranks: row 2 holds 4, 5 and gives 5 away.
-    assert place([4, 4, 4, 4, 4, 4], dp_size=2, capacity=8) == [[0, 1], [2, 3], [4], [5]]
+    assert place([4, 4, 4, 4, 4, 4], dp_size=2, max_tokens_per_rank=8) == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_rows_with_one_sequence_are_skipped_when_splitting() -> None:
-    assert place([3, 3, 2, 8, 8], dp_size=4, capacity=8) == [[0, 1], [3], [4], [2]]
+    assert place([3, 3, 2, 8, 8], dp_size=4, max_tokens_per_rank=8) == [[0, 1], [3], [4], [2]]
 
 
 def test_the_first_row_gives_sequences_away_too() -> None:
-    assert place([1, 1, 1, 1], dp_size=4, capacity=8) == [[0], [3], [2], [1]]
+    assert place([1, 1, 1, 1], dp_size=4, max_tokens_per_rank=8) == [[0], [3], [2], [1]]
 
 
 def test_fewer_sequences_than_ranks_leave_empty_rows_at_the_end() -> None:
-    assert place([5, 5], dp_size=4, capacity=8) == [[0], [1], [], []]
+    assert place([5, 5], dp_size=4, max_tokens_per_rank=8) == [[0], [1], [], []]
 
 
 def test_one_sequence_on_three_ranks() -> None:
-    assert place([8], dp_size=3, capacity=8) == [[0], [], []]
+    assert place([8], dp_size=3, max_tokens_per_rank=8) == [[0], [], []]
 
 
 def test_the_number_of_microbatches_is_a_multiple_of_the_group() -> None:
@@ -84,14 +88,14 @@ def test_a_sequence_over_capacity_is_refused_by_its_index_and_length() -> None:
 
 def test_a_first_sequence_over_capacity_is_refused_and_leaves_no_empty_row() -> None:
     with pytest.raises(ScheduleError, match="sequence 0 has 10 model tokens"):
-        place([10, 1], dp_size=1, capacity=8)
+        place([10, 1], dp_size=1, max_tokens_per_rank=8)
 
 
 def test_no_sequences_and_empty_sequences_are_refused() -> None:
     with pytest.raises(ScheduleError, match="no sequences"):
-        place([], dp_size=1, capacity=8)
+        place([], dp_size=1, max_tokens_per_rank=8)
     with pytest.raises(ScheduleError, match="sequence 1 has 0 model tokens"):
-        place([3, 0], dp_size=1, capacity=8)
+        place([3, 0], dp_size=1, max_tokens_per_rank=8)
 
 
 @settings(deadline=None, max_examples=300)
@@ -99,12 +103,14 @@ def test_no_sequences_and_empty_sequences_are_refused() -> None:
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60),
     dp_size=st.integers(1, 9),
     group_size=st.integers(1, 3),
-    capacity=st.integers(12, 40),
+    max_tokens_per_rank=st.integers(12, 40),
 )
-def test_the_placement_is_the_stated_rule(lengths: list[int], dp_size: int, group_size: int, capacity: int) -> None:
-    assert place(lengths, dp_size=dp_size, capacity=capacity, group_size=group_size) == rows_by_the_book(
-        lengths, capacity, dp_size * group_size
-    )
+def test_the_placement_is_the_stated_rule(
+    lengths: list[int], dp_size: int, group_size: int, max_tokens_per_rank: int
+) -> None:
+    assert place(
+        lengths, dp_size=dp_size, max_tokens_per_rank=max_tokens_per_rank, group_size=group_size
+    ) == rows_by_the_book(lengths, max_tokens_per_rank, dp_size * group_size)
 
 
 def test_8192_sequences_are_placed_the_same_every_time() -> None:
