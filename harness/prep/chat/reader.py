@@ -14,7 +14,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import MEDIA_FIELDS, TURN_FIELDS
+from harness.prep.chat.turns import CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS
 from harness.prep.chat.values import BadRecordError, decoded, is_empty
 
 # Records that tell the schema of a source.
@@ -22,6 +22,10 @@ NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
+# Schemas that a field of a record may belong to; those of nearly all of them show nothing.
+_SCHEMAS_OF = {
+    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields) for name in _FIELDS - CHAT_FIELDS
+}
 _LISTS_OF_TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen")
 
 
@@ -272,7 +276,10 @@ def _without_nulls(value: Any) -> Any:
 
 def _detect(record: Mapping[str, Any]) -> str:
     """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
-    fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
+    possible = {name for key in record if key in _SCHEMAS_OF for name in _SCHEMAS_OF[key]}
+    fitting = [name for name in possible if SCHEMAS[name].fits(record)]
+    if len(fitting) > 1:
+        fitting = [name for name in SCHEMAS if name in fitting]
     if len(fitting) > 1:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"]
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
