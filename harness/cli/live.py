@@ -76,9 +76,13 @@ class LiveSource:
     """The conversations.
 
     Attributes:
+        schema, columns, ignore_fields: of the records, as in `harness prepare`; an empty schema is detected in each.
         on_bad: conversations that cannot be used: refuse or skip.
     """
 
+    schema: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    ignore_fields: list[str] = field(default_factory=list)
     on_bad: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -120,9 +124,11 @@ def produce(
     _check_order(source, folder)
     from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
     from harness.prep import ChatTokenizer
+    from harness.prep.chat import RecordReader
 
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
+    reader = RecordReader(settings.source.schema, settings.source.columns, settings.source.ignore_fields)
     if settings.tokenizer.name:
         tokenizer = ChatTokenizer(settings.tokenizer)
         packing = Packing(tokenizer, **vars(settings.data), block=1 if source == STDIN else 64)
@@ -139,7 +145,7 @@ def produce(
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
             _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
-        items = read_conversations(source) if chunks.kind == "chat" else read_packs(source)
+        items = read_conversations(source, reader) if chunks.kind == "chat" else read_packs(source)
         produce_chunks(
             producer,
             items,

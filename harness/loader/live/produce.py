@@ -16,22 +16,35 @@ from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, fit_conversation, list_files, pack_of, read_chunks
-from harness.prep.chat import BadRecord, Conversation, RecordReader, parse_line, record_of_row
+from harness.prep.chat import BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.tokenize import Encoded
 from harness.records import Pack
 
 STDIN = "-"
+_ANY_SCHEMA = RecordReader()
 # Item of the input, and sequence of the item.
 _Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of the input: bytes that identify it, its place for messages, and the pack if it is one."""
+    """One item of the input.
+
+    Attributes:
+        line: bytes that identify it; JSON for a conversation.
+        where: its place, for messages.
+        pack: the pack if it is one.
+        reader: parser of the conversation.
+    """
 
     line: bytes
     where: str
     pack: Pack | None = None
+    reader: RecordReader = _ANY_SCHEMA
+
+    def parse(self) -> Conversation | BadRecord:
+        """Return the conversation, or the reason why it cannot be used."""
+        return self.reader.parse_line(self.line, self.where)
 
 
 @dataclass(frozen=True)
@@ -49,24 +62,24 @@ class Packing:
     block: int = 64
 
 
-def read_conversations(source: str) -> Iterator[Item]:
-    """Yield lines of JSON from files (`list_files`), or from standard input for `-`, without blank ones."""
+def read_conversations(source: str, reader: RecordReader = _ANY_SCHEMA) -> Iterator[Item]:
+    """Yield records of chats from files (`list_files`), or lines from standard input for `-`, without blank ones."""
     if source == STDIN:
-        lines = enumerate(sys.stdin.buffer, start=1)
-        yield from (Item(line, f"standard input, line {number}") for number, line in lines if line.strip())
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            if line.strip():
+                yield Item(line, f"standard input, line {number}", reader=reader)
         return
-    for chunk in read_chunks(list_files(source)):
+    for chunk in read_chunks(list_files(source), reader=reader):
         for number, record in enumerate(chunk.records, start=chunk.first):
             line = record if isinstance(record, bytes) else _line_of_row(record)
             if line.strip():
-                yield Item(line, f"{chunk.path}, {chunk.unit} {number}")
+                yield Item(line, f"{chunk.path}, {chunk.unit} {number}", reader=reader)
 
 
 def _line_of_row(row: Any) -> bytes:
     """Return a row of Parquet or Arrow as JSON; a value that JSON cannot hold becomes an object that is no text."""
-    if isinstance(row, Mapping):
-        row = record_of_row({name: row[name] for name in RecordReader().columns_to_read(row)})
-    return json.dumps(row, default=lambda value: {"type": type(value).__name__}).encode()
+    record = record_of_row(row) if isinstance(row, Mapping) else row
+    return json.dumps(record, default=lambda value: {"type": type(value).__name__}).encode()
 
 
 def read_packs(source: str) -> Iterator[Item]:
@@ -148,8 +161,12 @@ def produce_chunks(
         for item, position in rest:
             if item.pack is not None:
                 producer.add(item.pack, position)
-            elif usable(parse_line(item.line, item.where)):
-                producer.add(item.line, position)
+                continue
+            parsed = item.parse()
+            if usable(parsed) and isinstance(parsed, Conversation):
+                # Those who read the chunks know nothing of other names of columns.
+                is_usual = item.reader == _ANY_SCHEMA
+                producer.add(item.line if is_usual else parsed.as_record(), position)
     if not producer.ended:
         producer.end_input()
     if left_out:
@@ -245,7 +262,7 @@ def _tokenized(
 ) -> Iterator[tuple[int, dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
     """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
-        parsed = [parse_line(item.line, item.where) for item, _ in block]
+        parsed = [item.parse() for item, _ in block]
         encoded = iter(packing.tokenizer.encode_each([item for item in parsed if isinstance(item, Conversation)]))
         for item, (_, position) in zip(parsed, block, strict=True):
             yield position["items"] - 1, position, item, next(encoded) if isinstance(item, Conversation) else item

@@ -51,6 +51,9 @@ class RecordReader:
     ignore_fields: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        # Plain values, so that readers with the same settings are equal and go to workers.
+        object.__setattr__(self, "columns", dict(self.columns))
+        object.__setattr__(self, "ignore_fields", tuple(self.ignore_fields))
         if self.schema:
             require_choice(self.schema, SCHEMAS, setting="source.schema")
         known = TURN_FIELDS | {"from", "value"} | (SCHEMAS[self.schema].fields if self.schema else _FIELDS)

@@ -26,7 +26,7 @@ from harness.loader.live import LiveFolder, LiveProducer, chunk_name
 from harness.loader.live.folder import LiveChunk
 from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.chat import parse_record
+from harness.prep.chat import RecordReader, parse_record
 from harness.storage import folders
 
 
@@ -104,6 +104,21 @@ def test_a_parquet_chunk_of_another_program_may_have_any_schema(tmp_path: Path) 
     pq.write_table(pa.table({"id": [1]}), tmp_path / chunk_name(1, ".parquet"))
     with pytest.raises(FormatError, match="neither conversations of any schema"):
         LiveChunk(tmp_path / chunk_name(1, ".parquet"), None)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_records_with_names_of_their_own_are_stored_with_the_usual_ones(tmp_path: Path, suffix: str) -> None:
+    reader = RecordReader("alpaca", {"instruction": "question", "output": "answer"}, ["functions"])
+    record = {"question": "Hi", "answer": "Hello", "functions": [{"name": "f"}], "system": "Be short."}
+    given = [
+        Item(json.dumps(record).encode(), "line 1", reader=reader),
+        Item(b'{"question": 1}', "line 2", reader=reader),
+    ]
+    with LiveProducer(tmp_path, suffix=suffix) as producer:
+        assert produce_chunks(producer, given, on_bad="skip") == {"not_text": 1}
+        producer.end()
+    chunk = LiveChunk(tmp_path / chunk_name(0, suffix), None)
+    assert replace(chunk.conversation(0), where="line 1") == reader.parse(record, "line 1")
 
 
 def test_rows_of_parquet_become_records_without_fields_that_only_other_rows_have(tmp_path: Path) -> None:
