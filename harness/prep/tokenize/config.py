@@ -62,3 +62,14 @@ class TokenizerConfig:
         require_choice(self.history, HISTORY_RULES, setting="tokenizer.history")
         require_choice(self.train_on, TRAINED_TURNS, setting="tokenizer.train_on")
         require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")
+        if self.mask in ("assistant_turns", "all"):
+            defaults = TokenizerConfig()
+            names = ["train_reasoning", "train_tool_calls", "train_end_of_turn", "history"]
+            names += ["train_on"] if self.mask == "all" else []
+            unused = [name for name in names if getattr(self, name) != getattr(defaults, name)]
+            if unused:
+                raise ConfigError(
+                    f"tokenizer.{unused[0]}={getattr(self, unused[0])} does nothing with tokenizer.mask={self.mask}",
+                    where=f"tokenizer.{unused[0]}",
+                    fix="set tokenizer.mask=auto, or omit the other setting",
+                )

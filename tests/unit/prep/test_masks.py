@@ -328,3 +328,13 @@ def test_a_control_token_in_arguments_or_reasoning_is_refused(tokenizer: Any) ->
         bad = refused(tokenizer(TOOLS), chat("Hi", "Hello", **fields))
         assert bad.reason == BadReason.CONTROL_TOKEN
         assert "turn 2 (assistant)" in bad.detail
+
+
+@pytest.mark.parametrize(
+    ("mask", "setting", "value"),
+    [("all", "train_on", "last_turn"), ("all", "history", "kept"), ("assistant_turns", "train_reasoning", False)],
+)
+def test_a_setting_that_a_rule_does_not_use_is_refused(mask: str, setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"tokenizer.{setting}={value} does nothing") as caught:
+        TokenizerConfig(mask=mask, **{setting: value})
+    assert caught.value.where == f"tokenizer.{setting}"
