@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -29,7 +29,7 @@ from harness.prep.report import PrepareReport, SplitReport, Stages, render_repor
 from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.storage import stamp_of, write_atomically
+from harness.storage import Place, Stamp, stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -115,6 +115,17 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
     settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
     return settings
+
+
+def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
+    """Return the stamps of files; None for one that is not there."""
+    stamps: list[Stamp | None] = []
+    for file in files:
+        try:
+            stamps.append(stamp_of(file))
+        except OSError:
+            stamps.append(None)
+    return stamps
 
 
 @dataclass
@@ -210,6 +221,7 @@ class _Preparation:
         )
         with self.stages.stage("tokens", "tokenizing", total=self.source.num_bytes) as stage:
             shard_bytes = max(source.shard_bytes, -(-self.source.num_bytes // _MAX_SHARDS))
+            stamps = _stamps(self.source.files)
             shards = cut_shards(self.source.files, shard_bytes=shard_bytes, limit=source.limit, reader=self.reader)
             folders = [job.shard_folder(number) for number in range(len(shards))]
             # Delete shards of other settings and remains of killed attempts.
@@ -223,6 +235,11 @@ class _Preparation:
             for receipt, shard in zip(made, shards, strict=True):
                 receipts.append(receipt)
                 stage.advance(shard.num_bytes)
+            # Between the cutting and the reading of a shard, too.
+            for place, before, after in zip(self.source.files, stamps, _stamps(self.source.files), strict=True):
+                if before != after:
+                    fix = "prepare it once nothing writes to it"
+                    raise PrepError("the file changed while it was read", where=str(place), fix=fix)
             for receipt, folder, shard in zip(receipts, folders, shards, strict=True):
                 report.add_shard(shard.path, receipt)
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():

@@ -116,7 +116,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
                 fix = "write one record a line; a JSON list belongs in a file whose name ends in .json"
                 raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
         if left is not None:
-            left -= len(data)
+            left = max(0, left - len(data))  # of a file that changed, a line may end elsewhere
         lines = (data.removeprefix(_BOM) if first == 1 else data).split(b"\n")
         if not lines[-1]:
             lines.pop()

@@ -174,11 +174,95 @@ def test_blank_lines_do_not_count_toward_the_limit(tmp_path):
     assert [len(read_all(tmp_path, limit)) for limit in (1, 2, 3, 4)] == [1, 2, 3, 3]
 
 
+@pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("train/a.jsonl", "validation/a.jsonl")])
+def test_a_folder_of_several_splits_is_refused_until_one_is_named(tmp_path, names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(GOOD))
+    with pytest.raises(PrepError, match="holds files of the splits") as error:
+        list_files(str(tmp_path))
+    assert "source.split=train" in error.value.fix
+    found = find_files(SourceConfig(path=str(tmp_path), split="train"))
+    assert found.files == (tmp_path / names[0],)
+    assert (found.skipped, found.facts) == ((str(tmp_path / names[1]),), {"split": "train"})
+    assert len(list_files(str(tmp_path / "**/*.jsonl"))) == 2
+    with pytest.raises(PrepError, match="no split 'other'"):
+        find_files(SourceConfig(path=str(tmp_path), split="other"))
+
+
+@pytest.mark.parametrize(
+    "names", [("train.jsonl", "more.jsonl"), ("chat-test.jsonl", "chat-train.jsonl"), ("dev.jsonl",)]
+)
+def test_other_names_of_files_are_no_splits(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text(json.dumps(GOOD))
+    assert len(list_files(str(tmp_path))) == len(names)
+
+
+@pytest.mark.parametrize(("path", "setting"), [("a.jsonl", "split"), ("*.jsonl", "split"), (".", "subset")])
+def test_a_split_or_subset_that_would_not_be_used_is_refused(tmp_path, path, setting):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    with pytest.raises(ConfigError) as error:
+        find_files(SourceConfig(path=str(tmp_path / path), **{setting: "train"}))
+    assert error.value.where == f"source.{setting}"
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text("")
+    assert list_files("~/a.jsonl") == list_files("~/*.jsonl") == [tmp_path / "a.jsonl"]
+
+
+def test_files_of_two_schemas_are_refused_with_a_place_of_each(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    (tmp_path / "b.jsonl").write_text("\n" + json.dumps({"instruction": "Hi", "output": "Hello"}))
+    files = list_files(str(tmp_path))
+    with pytest.raises(PrepError, match="two schemas, messages and alpaca") as error:
+        find_schema(files, SourceConfig(path=str(tmp_path)))
+    assert f"{files[0]}, line 1" in error.value.where
+    assert f"{files[1]}, line 1" in error.value.where
+
+
+def test_the_schema_and_unused_fields_are_found_in_the_first_records(tmp_path):
+    (tmp_path / "a.jsonl").write_text("broken\n" + json.dumps({**GOOD, "id": 1, "score": None}))
+    (tmp_path / "b.jsonl").write_text(json.dumps({**GOOD, "source": "web", "chat_template_kwargs": {}}))
+    (tmp_path / "c.jsonl").write_text("")
+    found = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path)))
+    assert (found.reader.schema, found.is_detected, found.unused) == ("messages", True, ("id", "source"))
+    given = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path), schema="sharegpt"))
+    assert (given.reader.schema, given.is_detected) == ("sharegpt", False)
+
+
+def test_the_digest_of_a_source_changes_with_its_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text("1")
+    first = find_files(SourceConfig(path=str(tmp_path))).digest
+    assert find_files(SourceConfig(path=str(tmp_path))).digest == first
+    (tmp_path / "b.jsonl").write_text("")
+    second = find_files(SourceConfig(path=str(tmp_path))).digest
+    (tmp_path / "a.jsonl").write_text("12")
+    assert len({first, second, find_files(SourceConfig(path=str(tmp_path))).digest}) == 3
+
+
+@pytest.mark.parametrize(
+    "path", ["https://hub.example/a.jsonl", "file:///tmp/a.jsonl", "s3://", "s3://key:word@bucket/a"]
+)
+def test_addresses_that_cannot_be_read_are_refused(path):
+    with pytest.raises(ConfigError) as error:
+        find_files(SourceConfig(path=path))
+    assert error.value.fix
+    assert "word" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
         ({"kind": "http"}, "source.kind"),
         ({"kind": "files"}, "source.path"),
+        ({"path": ""}, "source.path"),
+        ({"path": " "}, "source.path"),
+        ({"kind": "pydoc", "path": "chats.jsonl"}, "source.path"),
+        ({"split": "train"}, "source.split"),
+        ({"kind": "pydoc", "subset": "all"}, "source.subset"),
         ({"on_bad": "ignore"}, "source.on_bad"),
         ({"limit": -1}, "source.limit"),
     ],

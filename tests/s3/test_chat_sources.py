@@ -1,0 +1,180 @@
+"""Chats in a real S3 server: found by file, folder and glob, cut into exact shards, and refused if they change."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from harness.errors import FormatError, HarnessError, PrepError
+from harness.formats import open_dataset
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare, shards
+from harness.prep.sources import cut_shards, find_files, find_schema, read_chunks, read_shard
+from harness.storage import parse_place, stamp_of
+
+pytestmark = pytest.mark.s3
+
+
+def chat(number: int, words: int = 8) -> dict[str, Any]:
+    text = " ".join(f"w{(number * 7 + word) % 50}" for word in range(words))
+    turns = [{"role": "user", "content": f"{number} {text}"}, {"role": "assistant", "content": f"yes {text}"}]
+    return {"messages": turns}
+
+
+def contents(first: int, count: int, words: int = 8) -> dict[str, bytes]:
+    """The same chats in every kind of file."""
+    chats = [chat(number, words) for number in range(first, first + count)]
+    lines = "".join(json.dumps(one) + "\n" for one in chats).encode()
+    parquet, arrow = io.BytesIO(), io.BytesIO()
+    table = pa.Table.from_pylist(chats)
+    pq.write_table(table, parquet, row_group_size=50)
+    with pa.ipc.new_stream(arrow, table.schema) as writer:
+        writer.write_table(table)
+    return {
+        "a.jsonl": lines,
+        "a.json": json.dumps(chats).encode(),
+        "a.parquet": parquet.getvalue(),
+        "a.arrow": arrow.getvalue(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.json.bz2": bz2.compress(json.dumps(chats).encode()),
+        "a.jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True),
+    }
+
+
+def put(bucket: Any, place: str, files: dict[str, bytes]) -> str:
+    for name, data in files.items():
+        with bucket.open_output_stream(f"{place.removeprefix('s3://')}/{name}", compression=None) as stream:
+            stream.write(data)
+    return place
+
+
+def read(path: str, **settings: Any) -> list[Any]:
+    source = SourceConfig(path=path, **settings)
+    files = find_files(source).files
+    reader = find_schema(files, source).reader
+    return [record for chunk in read_chunks(files, reader=reader) for record in chunk.parse()]
+
+
+@pytest.mark.parametrize("name", contents(0, 1))
+def test_every_kind_of_file_gives_the_same_records(proxy: Any, bucket: Any, place: str, name: str) -> None:
+    put(bucket, place, {name: contents(0, 300)[name]})
+    records = read(f"{place}/{name}")
+    assert [record.as_dicts() for record in records] == [chat(number)["messages"] for number in range(300)]
+    unit = "item" if ".json" in name and ".jsonl" not in name else "line" if ".jsonl" in name else "row"
+    assert records[-1].where == f"{place}/{name}, {unit} {300 if unit == 'line' else 299}"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_shards_of_an_object_hold_every_record_once(proxy: Any, bucket: Any, place: str, name: str) -> None:
+    put(bucket, place, {name: contents(0, 900, 200)[name]})
+    files = find_files(SourceConfig(path=place)).files
+    expected = [one.where for chunk in read_chunks(files) for one in chunk.parse()]
+    cut = cut_shards(files, shard_bytes=100_000)
+    assert len(cut) > 1
+    assert [one.where for shard in cut for chunk in read_shard(shard) for one in chunk.parse()] == expected
+
+
+def test_files_are_found_by_folder_and_glob_in_natural_order(proxy: Any, bucket: Any, place: str) -> None:
+    line = json.dumps(chat(1)).encode()
+    names = ["part-10.jsonl", "part-2.jsonl", "deep/part-1.jsonl", "README.md", "_SUCCESS", "config.json"]
+    put(bucket, place, dict.fromkeys(names, line) | {"config.json": b'{"model": 1}'})
+
+    def found(path: str) -> list[str]:
+        return [str(file).removeprefix(f"{place}/") for file in find_files(SourceConfig(path=path)).files]
+
+    assert found(place) == found(f"{place}/") == ["deep/part-1.jsonl", "part-2.jsonl", "part-10.jsonl"]
+    assert found(f"{place}/*.jsonl") == ["part-2.jsonl", "part-10.jsonl"]
+    assert found(f"{place}/**/*.jsonl") == ["deep/part-1.jsonl", "part-2.jsonl", "part-10.jsonl"]
+    assert found(f"{place}/part-?.jsonl") == ["part-2.jsonl"]
+    assert found(f"{place}/deep/part-1.jsonl") == ["deep/part-1.jsonl"]
+    skipped = find_files(SourceConfig(path=place)).skipped
+    assert [name.removeprefix(f"{place}/") for name in skipped] == ["README.md", "_SUCCESS", "config.json"]
+
+
+def test_splits_of_a_bucket_are_chosen_by_setting(proxy: Any, bucket: Any, place: str) -> None:
+    put(bucket, place, {"train.jsonl": json.dumps(chat(1)).encode(), "test.jsonl": json.dumps(chat(2)).encode()})
+    with pytest.raises(PrepError, match="holds files of the splits test, train"):
+        find_files(SourceConfig(path=place))
+    assert [record.as_dicts() for record in read(place, split="test")] == [chat(2)["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("{}/nothing.jsonl", "no such object"),
+        ("{}/*.jsonl", "no chat files"),
+        ("s3://no-such-bucket-1/x", "no such bucket"),
+    ],
+)
+def test_what_is_not_there_is_named(proxy: Any, place: str, path: str, words: str) -> None:
+    with pytest.raises(HarnessError, match=words) as error:
+        find_files(SourceConfig(path=path.format(place)))
+    assert error.value.fix
+
+
+def test_a_server_that_refuses_ends_in_an_error_and_not_in_fewer_records(proxy: Any, bucket: Any, place: str) -> None:
+    put(bucket, place, {"a.jsonl": contents(0, 300)["a.jsonl"]})
+    files = find_files(SourceConfig(path=place)).files
+    proxy.faults.append(sys.modules["s3_faulty_proxy"].Fault("status", path="a.jsonl", times=999, code=403))
+    with pytest.raises(FormatError, match="denies access"):
+        list(read_chunks(files))
+
+
+def prepared(path: Path, source: str, **data: Any) -> Any:
+    config = PrepareConfig(
+        source=SourceConfig(path=source, shard_bytes=20_000),
+        tokenizer=TokenizerConfig(vocab_size=400),
+        data=PackingConfig(path=str(path), pack_size=256, num_workers=0, **data),
+    )
+    return prepare(config, console=Console(quiet=True))
+
+
+def test_a_preparation_from_a_bucket_equals_one_from_a_disk(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path
+) -> None:
+    data = contents(0, 400)["a.jsonl"]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(data)
+    local = prepared(tmp_path / "local", str(tmp_path / "chats"))
+    remote = prepared(tmp_path / "remote", put(bucket, place, {"a.jsonl": data}))
+    assert remote.splits["train"].fingerprint == local.splits["train"].fingerprint
+    assert len(open_dataset(tmp_path / "remote" / "train")) == local.splits["train"].packs
+    before = len(proxy.requests)
+    prepared(tmp_path / "remote", place)
+    assert all(one.method != "GET" or "a.jsonl" not in one.path for one in proxy.requests[before:]), "already prepared"
+
+
+def test_an_object_that_changes_while_it_is_read_is_refused(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(bucket, place, {"a.jsonl": contents(0, 400)["a.jsonl"]})
+    reading = shards.read_shard
+
+    def change(shard: Any) -> Any:
+        put(bucket, place, {"a.jsonl": contents(1, 400)["a.jsonl"]})
+        return reading(shard)
+
+    monkeypatch.setattr(shards, "read_shard", change)
+    with pytest.raises(PrepError, match="changed while it was read"):
+        prepared(tmp_path / "data", place)
+
+
+def test_the_stamp_of_an_object_changes_with_its_bytes_alone(proxy: Any, bucket: Any, place: str) -> None:
+    object_ = parse_place(f"{place}/a.jsonl")
+    put(bucket, place, {"a.jsonl": b"one"})
+    first = stamp_of(object_)
+    put(bucket, place, {"a.jsonl": b"two"})
+    second = stamp_of(object_)
+    put(bucket, place, {"a.jsonl": b"one"})
+    assert first.num_bytes == second.num_bytes == 3
+    assert first.version != second.version
+    assert stamp_of(object_) == first
