@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+# Packs that a small model trains on a CPU in minutes.
+PREPARE ?= data=pack_1k
 
 .PHONY: setup setup-ray sft prepare test test-install test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help

@@ -82,6 +82,8 @@ class Options:
                 flags += [name, value if equals else rest.pop(0)]
             elif name == "--overwrite":
                 overrides.append("data.overwrite=true")
+            elif name == "--preview" and (equals or rest):
+                overrides.append(f"preview={value if equals else rest.pop(0)}")
             elif name in _HYDRA_FLAGS:
                 flags.append(argument)
                 flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []

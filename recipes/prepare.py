@@ -1,5 +1,6 @@
 """Turn chat data into packed datasets.
 
+    harness prepare source.path=chats/ --preview 3             # shows what would be trained, writes nothing
     harness prepare source.path=chats/ data.path=data/chats
 
 Without arguments it prepares questions and answers about Python's standard library, made from its documentation.
@@ -8,12 +9,15 @@ Without arguments it prepares questions and answers about Python's standard libr
 from __future__ import annotations
 
 from harness.config import hydra_entry
-from harness.prep import PrepareConfig, prepare
+from harness.prep import PrepareConfig, prepare, show_preview
 
 
 @hydra_entry("prepare", PrepareConfig)
 def main(config: PrepareConfig) -> None:
-    prepare(config)
+    if config.preview:
+        show_preview(config)
+    else:
+        prepare(config)
 
 
 if __name__ == "__main__":

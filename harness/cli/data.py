@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from harness.checks import require_numbers
 from harness.cli.indexed import find_check
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
+from harness.errors import ConfigError
 from harness.formats import (
     CONVENTIONS,
     FORMATS,
@@ -26,6 +28,7 @@ from harness.formats import (
     verify_dataset,
 )
 from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
+from harness.prep import PackingConfig, SourceConfig, TokenizerConfig
 from harness.storage import is_uri
 
 data_app = typer.Typer()
@@ -91,21 +94,20 @@ class RepackSettings:
 
 
 @dataclass
-class StoredTokenizer:
-    """The tokenizer that made the data.
+class InspectSettings:
+    """Settings of `harness inspect`: the tokenizer of a dataset, if it names none; with --raw, those of a preparation.
 
     Attributes:
-        name: tokenizer folder; empty for the one that the dataset names.
+        preview: records of raw chats that are shown.
     """
 
-    name: str = ""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
+    data: PackingConfig = field(default_factory=PackingConfig)
+    preview: int = 3
 
-
-@dataclass
-class InspectSettings:
-    """Settings of `harness inspect`."""
-
-    tokenizer: StoredTokenizer = field(default_factory=StoredTokenizer)
+    def __post_init__(self) -> None:
+        require_numbers(self, "", "preview", lowest=1)
 
 
 @data_app.command(cls=class_of(InspectSettings, {"--tokenizer": "tokenizer.name"}))
@@ -113,9 +115,19 @@ def inspect(
     context: typer.Context,
     path: DatasetPath,
     pack: Annotated[int | None, typer.Option(min=0, help="print this pack's text, trained tokens in color")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="PATH is chats: show the first as they would be trained")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the counts of a dataset, the text of one pack, or the blend that a YAML file configures."""
+    """Show a dataset's counts, the text of one pack, the blend that a YAML file configures, or chats with --raw."""
+    settings: InspectSettings = context.obj
+    if raw:
+        from harness.prep import PrepareConfig, show_preview
+
+        show_preview(PrepareConfig(**{**vars(settings), "source": replace(settings.source, kind="files", path=path)}))
+        return
+    if settings != InspectSettings(TokenizerConfig(name=settings.tokenizer.name)):
+        what = "of these settings a dataset only takes tokenizer.name"
+        raise ConfigError(what, where=path, fix="add --raw to show chats as `harness prepare` would train them")
     console = stdout_console()
     if path.endswith(BLEND_SUFFIXES):
         blend = summarize_blend(path)
@@ -131,7 +143,7 @@ def inspect(
             shown = reader[pack]
             print_json({"pack": pack, **{name: getattr(shown, name).tolist() for name in fields}})
             return
-        console.print(render_pack(reader, pack, find_tokenizer(reader, context.obj.tokenizer.name)))
+        console.print(render_pack(reader, pack, find_tokenizer(reader, settings.tokenizer.name)))
         return
     summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
     if as_json:

@@ -35,14 +35,9 @@ from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, to
 
 if TYPE_CHECKING:
     from harness.prep.pipeline import PrepareConfig, prepare, repack_store
+    from harness.prep.preview import show_preview
     from harness.prep.shards import Receipt, ShardJob, do_shard
-    from harness.prep.sources import (
-        SourceConfig,
-        cut_shards,
-        list_files,
-        read_chunks,
-        read_shard,
-    )
+    from harness.prep.sources import SourceConfig, cut_shards, list_files, read_chunks, read_shard
 
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
@@ -72,6 +67,7 @@ __all__ = [
     "read_chunks",
     "read_shard",
     "repack_store",
+    "show_preview",
     "tokenizer_hash",
     "train_bpe",
 ]
@@ -81,6 +77,7 @@ __getattr__ = names_on_first_use(
     __name__,
     {
         **dict.fromkeys(("PrepareConfig", "prepare", "repack_store"), "pipeline"),
+        "show_preview": "preview",
         **dict.fromkeys(("Receipt", "ShardJob", "do_shard"), "shards"),
         **dict.fromkeys(
             ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from harness.checks import require_choice
+from harness.checks import require_choice, require_numbers
 from harness.errors import PrepError
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
@@ -28,7 +28,7 @@ from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.storage import Place, Stamp, stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -46,14 +46,18 @@ class PrepareConfig:
         tokenizer: tokenizer, chat template and masking rule.
         data: packing and storage.
         engine: `local` tokenizes in processes of this machine; `ray` on the cluster at RAY_ADDRESS.
+        preview: show this many of the first records as they will be trained, and write nothing (`--preview N`); 0
+            prepares.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
     engine: str = "local"
+    preview: int = 0
 
     def __post_init__(self) -> None:
+        require_numbers(self, "", "preview", lowest=0)
         require_choice(self.engine, ENGINES, setting="engine")
 
 
@@ -198,9 +202,9 @@ class _Preparation:
                 if isinstance(record, BadRecord):
                     bad.append(record)
                     continue
-                for message in record.messages:
-                    left -= len(message.text)
-                    yield message.text
+                for _, text in texts_of(record):
+                    left -= len(text)
+                    yield text
             if self.config.source.on_bad == "refuse":
                 refuse(bad)
             advance(chunk.num_bytes)

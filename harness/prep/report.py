@@ -207,6 +207,8 @@ def render_report(report: PrepareReport) -> RenderableType:
     for title, values in report.split_rows().items():
         table.add_row(title, *values)
     below = Table.grid(padding=(0, 2))
+    below.add_column()
+    below.add_column(overflow="fold")
     below.add_row("records read", f"{report.records:,}")
     for kind, _, number, places in report.findings():
         name, _, reason = kind.partition(" ")

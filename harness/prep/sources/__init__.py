@@ -6,10 +6,15 @@ files.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from harness.doors import names_on_first_use
 from harness.prep.sources.config import SOURCE_KINDS, SourceConfig
-from harness.prep.sources.finding import SourceFiles, find_files, list_files
-from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
-from harness.prep.sources.schema import SourceSchema, find_schema
+
+if TYPE_CHECKING:
+    from harness.prep.sources.finding import SourceFiles, find_files, list_files
+    from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
+    from harness.prep.sources.schema import SourceSchema, find_schema
 
 __all__ = [
     "SOURCE_KINDS",
@@ -25,3 +30,13 @@ __all__ = [
     "read_chunks",
     "read_shard",
 ]
+
+# The settings are part of every command line, which must not wait for pyarrow.
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        **dict.fromkeys(("SourceFiles", "find_files", "list_files"), "finding"),
+        **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
+        **dict.fromkeys(("SourceSchema", "find_schema"), "schema"),
+    },
+)

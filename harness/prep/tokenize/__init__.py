@@ -13,7 +13,7 @@ from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
-from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, tokenizer_hash
+from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, texts_of, tokenizer_hash
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -22,6 +22,7 @@ __all__ = [
     "TokenizerConfig",
     "end_tokens",
     "mask_of_encoding",
+    "texts_of",
     "token_mask",
     "tokenizer_hash",
     "train_bpe",

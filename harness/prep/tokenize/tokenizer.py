@@ -229,15 +229,15 @@ class ChatTokenizer:
     def _spelled_control_token(self, conversation: Conversation) -> str:
         """Return where a text of the conversation spells a control token; empty if none does."""
         assert self._control is not None
-        for place, text in _texts_of(conversation):
+        for place, text in texts_of(conversation):
             begins = any(character in text for character in self._control_begins)
             if begins and (match := self._control.search(text)):
                 return f"{place} spells the control token {match.group()!r}"
         return ""
 
 
-def _texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield every text that a template may write, with its place in words."""
+def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield every text of a conversation that a template may write, with its place in words."""
     if conversation.text is not None:
         yield "the text", conversation.text
     for number, message in enumerate(conversation.messages, start=1):

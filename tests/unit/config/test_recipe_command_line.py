@@ -138,7 +138,7 @@ def test_the_file_of_another_recipe_is_refused(own, name):
 
 def test_help_names_only_groups_and_files_of_the_command():
     printed = run("--help", recipe="prepare").stdout
-    assert "  data=  pack, pack_4k, train\n" in printed
+    assert "  data=  pack, pack_1k, pack_4k, train\n" in printed
     assert "harness prepare --cfg" in printed
     for other in ("experiment=", "cluster=", "model=", "recipes.prepare"):
         assert other not in printed

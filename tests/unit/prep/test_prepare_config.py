@@ -24,7 +24,7 @@ def test_the_defaults_prepare_the_built_in_corpus():
     config = compose_config("prepare", PrepareConfig)
     assert isinstance(config, PrepareConfig)
     assert (config.source.resolve().kind, config.tokenizer.name, config.tokenizer.vocab_size) == ("pydoc", "", 8192)
-    assert (config.data.path, config.data.pack_size) == ("data/pydoc", 1024)
+    assert (config.data.path, config.data.pack_size) == ("data/pydoc", 4096)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

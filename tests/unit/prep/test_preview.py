@@ -1,0 +1,102 @@
+"""A preview shows records as they will be trained, marks what is trained, and writes nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.cli import app as cli
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, show_preview, train_bpe
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CHATS = [
+    {"messages": [turn("user", "Is [b]2[/b] even?"), turn("assistant", "Yes, it is.")], "id": 7},
+    {"messages": [turn("user", "Look"), {**turn("assistant", "I do."), "images": ["x.png"]}]},
+    {"messages": [turn("user", "Hi"), turn("assistant", "Hello"), turn("user", "\x1b[2Jbye")]},
+    {"messages": [turn("user", "Count"), turn("assistant", "one two three " * 40)]},
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    return str(path)
+
+
+def shown(source: str, *, color: bool = False, count: int = 4, tokenizer: TokenizerConfig | None = None, **data) -> str:
+    console = Console(file=io.StringIO(), width=80, force_terminal=color, color_system="standard" if color else None)
+    config = PrepareConfig(SourceConfig(path=source), tokenizer or TokenizerConfig(), PackingConfig(**data))
+    config.preview = count
+    show_preview(config, console=console)
+    return console.file.getvalue()
+
+
+def test_trained_text_is_in_brackets_where_there_are_no_colors(source):
+    page = shown(source)
+    assert "<|im_start|>assistant\n[[Yes, it is.<|im_end|>]]\n" in page
+    assert "Is [b]2[/b] even?" in page
+    assert max(map(len, page.splitlines())) <= 80
+    assert "schema     messages, detected" in page
+    assert "not read   id" in page
+    assert "mask       marks, because" in page
+    assert "trained for this preview on the first 3 conversations" in page
+
+
+def test_trained_text_is_in_color_on_a_terminal(source):
+    page = shown(source, color=True)
+    assert "\x1b[1;32mYes, it is.<|im_end|>" in page
+    assert "[[Yes" not in page
+
+
+def test_refused_records_and_over_long_conversations_are_named(source):
+    page = shown(source, pack_size=300)
+    assert f"{source}, line 2" in page.replace("\n", "")
+    assert "refused, media: turn 2 (assistant) has images" in page.replace("\n", " ").replace("  ", " ")
+    assert "ends with a user turn" in page
+    assert "left out, over_long" in shown(source, pack_size=20)
+    assert "longer than a pack, cut" in shown(source, pack_size=40, over_long="split")
+    # Text of a record does not control the terminal.
+    assert "\x1b[2J" not in page
+
+
+def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
+    train_bpe(["packs hold turns"] * 9, tmp_path / "tokenizer", vocab_size=300, chat_template="qwen3")
+    chat = [turn("user", "a"), {**turn("assistant", "b"), "reasoning_content": "think"}] * 2
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": chat}) + "\n")
+    page = shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer")))
+    assert "4 turns, 2 sequences" in page
+    assert "sequence 2 of 2" in page
+
+
+def test_a_preview_writes_nothing(source, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    shown(source)
+    assert os.listdir() == []  # noqa: PTH208 - the folder itself
+
+
+@pytest.mark.parametrize("command", [["prepare", "--preview", "2"], ["prepare", "--preview=2"], ["inspect", "--raw"]])
+def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    path = [source] if command[0] == "inspect" else [f"source.path={source}"]
+    settings = ["tokenizer.vocab_size=300", "data.pack_size=64"]
+    settings += ["preview=2"] if command[0] == "inspect" else []
+    monkeypatch.setattr("sys.argv", ["harness", *command, *path, *settings])
+    with pytest.raises(SystemExit) as ended:
+        cli.app()
+    assert not ended.value.code
+    page = capsys.readouterr().out
+    assert "pack size  64 tokens" in page
+    assert "The first 2 records" in page
+    assert not (tmp_path / "data").exists()
