@@ -163,7 +163,7 @@ def compose_config(
         with initialize_config_dir(config_dir=str(first), version_base="1.3"):
             for text in overrides:
                 _check_override(text, known)
-            composed = compose(root, overrides=[*search, *overrides])
+            composed = compose(root, overrides=[*search, *map(known.as_hydra, overrides)])
             config = OmegaConf.to_object(composed)
     except yaml.YAMLError as error:
         what = "; ".join(line.strip() for line in str(error).splitlines())
@@ -278,7 +278,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     flags = [*options.hydra_flags]
     flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
     flags += [] if options.config_name is None else ["--config-name", options.config_name]
-    sys.argv[1:] = [*options.overrides, f"hydra.job.name={name}", *flags]
+    sys.argv[1:] = [*map(known.as_hydra, options.overrides), f"hydra.job.name={name}", *flags]
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 

@@ -105,6 +105,19 @@ class KnownSettings:
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
 
+    def as_hydra(self, text: str) -> str:
+        """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
+        match = _OVERRIDE.fullmatch(text)
+        if match is None or match[1]:
+            return text
+        _, key, _, value = match.groups()
+        for name in (name for name, kind in self.types.items() if kind.startswith("map of ")):
+            if key.startswith(f"{name}.") and "." in key.removeprefix(f"{name}."):
+                return f"++{name}={{{key.removeprefix(f'{name}.')}:{value}}}"
+            if key.startswith(f"{name}.") or (key == name and value.strip("{} ")):
+                return f"++{text}"
+        return text
+
     def check_file(self, name: str, *, where: str) -> None:
         """Raise ConfigError unless there is a file of this name, such as `model/tiny`."""
         if self.find(name) is None:

@@ -60,7 +60,8 @@ class RecordReader:
         for name, column in self.columns.items():
             if (_turn_field(name) or name) not in known:
                 what = f"there is no field {name!r}" + (f" in the schema {self.schema}" if self.schema else "")
-                fix = f"name one of: {', '.join(sorted(known))}"
+                fix = f"source.columns.{column}={name}, or " if column in known else ""
+                fix += f"name one of: {', '.join(sorted(known))}"
                 raise ConfigError(what, where="source.columns", fix=fix)
             if not isinstance(column, str) or not column:
                 what = f"the name of the column is {column!r}"

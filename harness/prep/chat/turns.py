@@ -153,7 +153,8 @@ def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
     if media := sorted(MEDIA_FIELDS.intersection(held)):
         raise BadRecordError(BadReason.MEDIA, f"{what} has {media[0]}; only text can be trained on")
     name = first_name(held.keys() - TURN_FIELDS)
-    detail = f"{what} has the field {name}, which is not read; source.ignore_fields=[{name}] leaves it out"
+    ignored = name.strip("'") if name.strip("'").isidentifier() else name
+    detail = f"{what} has the field {name}, which is not read; source.ignore_fields=[{ignored}] leaves it out"
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
 

@@ -274,7 +274,7 @@ def test_an_unknown_field_of_a_turn_is_refused_unless_it_is_ignored():
     record = answer_with(refusal="no", annotations=[], audio=None)
     assert refusal(record) == (
         BadReason.UNKNOWN_FIELD,
-        "turn 2 (assistant) has the field 'refusal', which is not read; source.ignore_fields=['refusal'] leaves it out",
+        "turn 2 (assistant) has the field 'refusal', which is not read; source.ignore_fields=[refusal] leaves it out",
     )
     assert turns_of(record, ignore_fields=["refusal"]) == PLAIN
 
@@ -491,6 +491,12 @@ def test_a_refusal_names_the_column_that_a_field_was_read_from():
 def test_settings_that_name_nothing_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         RecordReader(**settings)
+
+
+def test_a_mapping_in_the_wrong_direction_is_turned_around():
+    with pytest.raises(ConfigError) as caught:
+        RecordReader(columns={"chat": "messages"})
+    assert caught.value.fix.startswith("source.columns.messages=chat, or name one of: ")
 
 
 @pytest.mark.parametrize(

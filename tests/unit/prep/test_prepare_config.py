@@ -63,3 +63,26 @@ def test_a_path_alone_names_files_and_contradicts_the_built_in_corpus():
 def test_a_choice_that_needs_a_name_is_refused_without_one(choice):
     with pytest.raises(ConfigError, match=r"named|no path is given"):
         compose_config("prepare", PrepareConfig, [choice])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        (["source.columns.messages=chat", "source.columns.role=who"], {"messages": "chat", "role": "who"}),
+        (["+source.columns.messages=chat"], {"messages": "chat"}),
+        (["source.columns.messages.role=who"], {"messages.role": "who"}),
+        (["source.columns={messages:chat,messages.role:who}"], {"messages": "chat", "messages.role": "who"}),
+        (["source.columns.output='my answer'"], {"output": "my answer"}),
+        (["source.columns={}"], {}),
+    ],
+)
+def test_columns_are_named_without_any_mark_of_hydra(overrides, columns):
+    assert compose_config("prepare", PrepareConfig, overrides).source.columns == columns
+
+
+def test_columns_may_stand_in_a_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [prepare, _self_]\nsource: {columns: {messages: chat}}\n")
+    config = compose_config(
+        "prepare", PrepareConfig, ["source.columns.role=who"], config_dir=tmp_path, config_name="mine"
+    )
+    assert config.source.columns == {"messages": "chat", "role": "who"}
