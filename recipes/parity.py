@@ -31,7 +31,6 @@ from harness.parity import (
     IDENTICAL,
     ISOLATION,
     ISOLATION_TURNS,
-    REPORT_FILE,
     VERSION,
     Cell,
     CellResult,
@@ -46,11 +45,9 @@ from harness.parity import (
     parse_case,
     plan_check,
     run_cells,
-    show,
     skipped,
-    write_report,
 )
-from harness.parity.pages import HTML_FILE, render_all
+from harness.parity.pages import publish
 from harness.records import Pack
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "isolation", "versions")
@@ -178,10 +175,7 @@ def main(config: ParityConfig) -> int:
         environment={**environment(device), "settings": " ".join([*config.sft, *config.sft_more])},
         cells=[*results, *left_out],
     )
-    write_report(report, folder / REPORT_FILE)
-    render_all(report, folder)
-    show(report, console)
-    console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)
+    publish(report, console, folder)
     return 0 if report.verdict == "same" else 1
 
 

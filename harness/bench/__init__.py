@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """One bench: its module in this package, and what that names the quick settings and the function that measures.
+    """One bench: a module of this package with the function that measures, and the name of its quick settings.
 
     `measure(settings, workspace, progress)` returns a `BenchReport`; the settings are of `type(quick)`.
     """
 
+    place: str
     about: str
-    module: str
-    measure_name: str
     quick_name: str = "QUICK"
     uses_megatron: bool = False
 
@@ -40,7 +39,7 @@ class Bench:
 
     @property
     def measure(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(self._load(), self.measure_name)
+        function: Callable[..., Any] = getattr(self._load(), self.place.partition(":")[2])
         return function
 
     def _load(self) -> Any:
@@ -48,37 +47,32 @@ class Bench:
             from harness.megatron import prepare_process
 
             prepare_process()
-        return importlib.import_module(f"harness.bench.{self.module}")
+        return importlib.import_module(f"harness.bench.{self.place.partition(':')[0]}")
 
 
 BENCHES = {
     "all": Bench(
+        "everything:bench_everything",
         "every bench in a process of its own, and BENCHMARKS.md from them; takes half an hour",
-        "everything",
-        "bench_everything",
     ),
-    "formats": Bench("read, open and write each format, against plain numpy arrays", "formats", "bench_formats"),
-    "pack": Bench("plan packs of 13 million sequences, against plain best fit and trl", "packing", "bench_packing"),
+    "formats": Bench("formats:bench_formats", "read, open and write each format, against plain numpy arrays"),
+    "pack": Bench("packing:bench_packing", "plan packs of 13 million sequences, against plain best fit and trl"),
     "repack": Bench(
+        "packing:bench_repacking",
         "plan again over 13 million stored sequences, and read through a plan",
-        "packing",
-        "bench_repacking",
         "QUICK_REPACK",
     ),
     "prepare": Bench(
-        "tokenize, against the tokenizers library alone; memory as the input grows", "preparing", "bench_preparing"
+        "preparing:bench_preparing", "tokenize, against the tokenizers library alone; memory as the input grows"
     ),
-    "tokens": Bench("token shards to .bin and .idx, against Megatron-Core's builder", "tokens", "bench_tokens"),
-    "schedule": Bench("balance of the schedulers on a dataset or simulated lengths", "scheduling", "bench_schedule"),
-    "loader": Bench("THD batches a second, shares of a step, wait for the first batch", "loading", "bench_loader"),
+    "tokens": Bench("tokens:bench_tokens", "token shards to .bin and .idx, against Megatron-Core's builder"),
+    "schedule": Bench("scheduling:bench_schedule", "balance of the schedulers on a dataset or simulated lengths"),
+    "loader": Bench("loading:bench_loader", "THD batches a second, shares of a step, wait for the first batch"),
     "step": Bench(
-        "the training loop against Megatron's bare step, and the wait for data",
-        "step",
-        "bench_step",
-        uses_megatron=True,
+        "step:bench_step", "the training loop against Megatron's bare step, and the wait for data", uses_megatron=True
     ),
     "corpus": Bench(
-        "start of pretraining on a blend of many .bin and .idx pairs", "corpus", "bench_corpus", uses_megatron=True
+        "corpus:bench_corpus", "start of pretraining on a blend of many .bin and .idx pairs", uses_megatron=True
     ),
 }
 

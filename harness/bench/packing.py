@@ -50,7 +50,7 @@ class PackSettings:
 
 
 @dataclass(frozen=True)
-class RepackSettings:
+class BenchRepackSettings:
     """Sizes of the bench.
 
     Attributes:
@@ -74,7 +74,7 @@ class RepackSettings:
 
 
 QUICK = PackSettings(sequences=500_000, compared=50_000)
-QUICK_REPACK = RepackSettings(packs=20_000, shard_packs=2000, read_packs=500, rounds=1)
+QUICK_REPACK = BenchRepackSettings(packs=20_000, shard_packs=2000, read_packs=500, rounds=1)
 
 
 def bench_packing(settings: PackSettings, workspace: Workspace, progress: Progress) -> BenchReport:
@@ -191,7 +191,7 @@ def trl_packer(lengths: Int64Array, pack_size: int) -> Callable[[], int] | None:
     return run
 
 
-def bench_repacking(settings: RepackSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_repacking(settings: BenchRepackSettings, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure seconds on the clock of planning and writing a plan, and packs a second of processor time through one."""
     report = BenchReport("repack", asdict(settings))
     progress("making a sequence store")
@@ -208,7 +208,7 @@ def bench_repacking(settings: RepackSettings, workspace: Workspace, progress: Pr
             repack_store(str(store), str(plan), pack_size=pack_size, seed=seed, overwrite=True)
             seconds.append(time.perf_counter() - start)
         # The target is for 13 million sequences.
-        target = 10 if settings.packs >= RepackSettings.packs else None
+        target = 10 if settings.packs >= BenchRepackSettings.packs else None
         report.add_samples(f"{sequences:,} in {pack_size:,}, planned and written", seconds, "s", at_most=target)
     written = sum(path.stat().st_size for path in plan.rglob("*.*"))
     report.add(Figure("written, a sequence", written / sequences, "bytes"))
@@ -218,7 +218,7 @@ def bench_repacking(settings: RepackSettings, workspace: Workspace, progress: Pr
     return report
 
 
-def _measure_reading(settings: RepackSettings, workspace: Workspace, report: BenchReport) -> None:
+def _measure_reading(settings: BenchRepackSettings, workspace: Workspace, report: BenchReport) -> None:
     memmap, store = (
         workspace.dataset(name, packs=settings.read_packs, pack_size=settings.store_pack_size)
         for name in ("memmap", "virtual")

@@ -95,7 +95,7 @@ QUICK = ScheduleSettings(batches=5, rounds=3)
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class SimulatedBatch:
     """The sequences of one global batch.
 
     Attributes:
@@ -149,7 +149,7 @@ def bench_schedule(settings: ScheduleSettings, workspace: Workspace, progress: P
     return report
 
 
-def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
+def simulate_batches(settings: ScheduleSettings) -> Iterator[SimulatedBatch]:
     """Yield batches of lognormal sequences, cut at the length of a row, packed by best-fit decreasing."""
     pad_to_multiple = padding_multiple(cp_size=settings.cp_size)
     longest = settings.max_tokens_per_row // pad_to_multiple * pad_to_multiple
@@ -158,10 +158,10 @@ def simulate_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         lengths = lognormal_lengths(settings.global_batch, **sizes, longest=longest, seed=settings.seed + number)
         lengths = padded_lengths(lengths + 1, pad_to_multiple)
         plan = plan_packs(np.maximum(lengths, MIN_SEQUENCE_TOKENS), pack_size=settings.max_tokens_per_row, seed=number)
-        yield Batch(lengths, plan.sequence_ids, plan.pack_offsets)
+        yield SimulatedBatch(lengths, plan.sequence_ids, plan.pack_offsets)
 
 
-def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
+def read_batches(settings: ScheduleSettings) -> Iterator[SimulatedBatch]:
     """Yield global batches of a dataset in the loader's order, from its index alone.
 
     Raises:
@@ -184,10 +184,10 @@ def read_batches(settings: ScheduleSettings) -> Iterator[Batch]:
         starts, ends = reader.pack_offsets[packs], reader.pack_offsets[packs + 1]
         stored = [reader.sequence_lengths[start:end] for start, end in zip(starts, ends, strict=True)]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
-        yield Batch(padded_lengths(np.concatenate(stored), multiple), np.arange(offsets[-1]), offsets)
+        yield SimulatedBatch(padded_lengths(np.concatenate(stored), multiple), np.arange(offsets[-1]), offsets)
 
 
-def _place(name: str, batch: Batch, settings: ScheduleSettings) -> Imbalance:
+def _place(name: str, batch: SimulatedBatch, settings: ScheduleSettings) -> Imbalance:
     lengths = batch.lengths_for(name)
     offsets = _next_fit_offsets(lengths, settings.max_tokens_per_row) if name == NEXT_FIT else batch.pack_offsets
     placed = schedule(
@@ -215,7 +215,7 @@ def _next_fit_offsets(lengths: Int64Array, max_tokens_per_row: int) -> Int64Arra
 
 
 def _add_placement(
-    name: str, placed: list[Imbalance], batches: list[Batch], settings: ScheduleSettings, report: BenchReport
+    name: str, placed: list[Imbalance], batches: list[SimulatedBatch], settings: ScheduleSettings, report: BenchReport
 ) -> None:
     targeted = settings.is_reference and name == "cost_balanced"
     for what, ratio, target in (
@@ -231,7 +231,7 @@ def _add_placement(
     if name == "cost_balanced":
         multiple = settings.dp_size * settings.group_size
 
-        def best_fit(batch: Batch) -> int:
+        def best_fit(batch: SimulatedBatch) -> int:
             lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
             packs = plan_packs(lengths, pack_size=settings.max_tokens_per_row).num_packs
             return settings.group_size * -(-packs // multiple)

@@ -185,22 +185,6 @@ def summarize(
 
 
 def _show(report: ParityReport, out: str | None) -> None:
-    """Print the report, and write it with its pages to `out`."""
-    from harness.errors import ConfigError
-    from harness.parity import REPORT_FILE, show, write_report
-    from harness.parity.pages import HTML_FILE, render_all
+    from harness.parity.pages import publish
 
-    console = stdout_console(width=200)
-    show(report, console)
-    if out is None:
-        return
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_report(report, folder / REPORT_FILE)
-        render_all(report, folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written: {error.strerror}", where=str(folder), fix="name another folder: out=DIR"
-        ) from error
-    console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)
+    publish(report, stdout_console(width=200), None if out is None else Path(out))

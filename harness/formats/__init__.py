@@ -36,7 +36,7 @@ from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import Difference, diff_datasets, verify_dataset
+from harness.formats.verify import PackDifference, diff_datasets, verify_dataset
 from harness.formats.virtual import open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
@@ -48,11 +48,11 @@ __all__ = [
     "MANIFEST_NAME",
     "TRAINED_STYLE",
     "Decoder",
-    "Difference",
     "Format",
     "IndexPart",
     "JsonlShard",
     "Manifest",
+    "PackDifference",
     "PackReader",
     "PackWriter",
     "Provenance",

@@ -20,7 +20,7 @@ from harness.storage import Folder, LocalFolder, open_folder
 
 
 @dataclass(frozen=True)
-class Difference:
+class PackDifference:
     """The first difference between two datasets.
 
     Attributes:
@@ -132,7 +132,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
 
 
-def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference | None:
+def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:
     """Return the first difference between two datasets, or None. Reads every pack of both up to there.
 
     Raises:
@@ -142,7 +142,7 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> Difference 
         return diff_readers(first, second)
 
 
-def diff_readers(a: PackReader, b: PackReader) -> Difference | None:
+def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
     """Return the first difference between open datasets, or None."""
     for pack_id, packs in enumerate(zip(a, b, strict=False)):
         for field in FIELDS:
@@ -151,9 +151,9 @@ def diff_readers(a: PackReader, b: PackReader) -> Difference | None:
             differs = one[:count] != other[:count]
             if differs.any():
                 at = int(np.argmax(differs))
-                return Difference(pack_id, field, at, int(one[at]), int(other[at]))
+                return PackDifference(pack_id, field, at, int(one[at]), int(other[at]))
             if one.shape[0] != other.shape[0]:
-                return Difference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
+                return PackDifference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
     if len(a) != len(b):
-        return Difference(None, "num_packs", None, len(a), len(b))
+        return PackDifference(None, "num_packs", None, len(a), len(b))
     return None

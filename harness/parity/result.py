@@ -163,9 +163,14 @@ class ParityReport:
         return "same" if compared else "failed"
 
 
+def to_json(report: ParityReport) -> str:
+    """Return `report` as JSON; numbers that are not finite become null."""
+    return json.dumps(_finite(asdict(report)), indent=1) + "\n"
+
+
 def write_report(report: ParityReport, path: Path) -> None:
-    """Write `report` as JSON (numbers that are not finite become null), whole or not at all."""
-    write_atomically(path, (json.dumps(_finite(asdict(report)), indent=1) + "\n").encode())
+    """Write `report` as JSON, whole or not at all."""
+    write_atomically(path, to_json(report).encode())
 
 
 def read_report(path: Path) -> ParityReport:

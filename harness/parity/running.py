@@ -63,7 +63,7 @@ class Finished:
 
 
 @dataclass
-class Progress:
+class MatrixProgress:
     """State of a matrix: steps made by each running cell, and the finished cells."""
 
     steps: dict[str, int]
@@ -71,7 +71,7 @@ class Progress:
 
 
 def run_cells(
-    cells: Sequence[Cell], folder: Path, *, slots: int, timeout_s: float, watch: Callable[[Progress], None]
+    cells: Sequence[Cell], folder: Path, *, slots: int, timeout_s: float, watch: Callable[[MatrixProgress], None]
 ) -> dict[str, Finished]:
     """Run all of `cells` that are not finished already.
 
@@ -91,13 +91,13 @@ def run_cells(
     with _lock(folder):
         known = {cell.name: cell for cell in cells}
         prints = fingerprints(cells)
-        progress = Progress({}, {})
+        progress = MatrixProgress({}, {})
         for cell in cells:
             if (kept := _read_finished(folder, cell, prints[cell.name])) is not None:
                 progress.finished[cell.name] = kept
         batches = [[cell for cell in batch if cell.name not in progress.finished] for batch in _batches(cells)]
         waiting = list(filter(None, batches))
-        running: list[Batch] = []
+        running: list[CellBatch] = []
         try:
             while waiting or running:
                 _start_batches(waiting, running, folder, slots, known, progress)
@@ -153,11 +153,11 @@ def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
 
 def _start_batches(
     waiting: list[list[Cell]],
-    running: list[Batch],
+    running: list[CellBatch],
     folder: Path,
     slots: int,
     known: dict[str, Cell],
-    progress: Progress,
+    progress: MatrixProgress,
 ) -> None:
     """Start the waiting batches that fit into the free slots."""
     for cells in list(waiting):
@@ -178,10 +178,10 @@ def _start_batches(
             shutil.rmtree(cell.folder(folder), ignore_errors=True)
             cell.folder(folder).mkdir(parents=True)
             progress.steps[cell.name] = 0
-        running.append(Batch(folder, cells, starts))
+        running.append(CellBatch(folder, cells, starts))
 
 
-def _update(batch: Batch, folder: Path, prints: dict[str, str], progress: Progress, timeout_s: float) -> bool:
+def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: MatrixProgress, timeout_s: float) -> bool:
     """Record the progress of a batch; return True where it has ended."""
     now = time.monotonic()
     # The kernel walks every page for it: a twentieth of the time at most.
@@ -259,7 +259,7 @@ def default_slots() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-class Batch:
+class CellBatch:
     """Cells of one number of ranks that run one after another in the same processes; mostly one cell.
 
     Args:

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from harness.parity.cells import Cell
 from harness.parity.result import CellResult, ParityReport
-from harness.parity.running import Progress
+from harness.parity.running import MatrixProgress
 
 _STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
 _SIZES = ("loss", "validation_loss", "grad_norm")
 
 
 @contextmanager
-def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Progress], None]]:
+def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[MatrixProgress], None]]:
     """Show the progress of `cells`; yields a function that takes each state."""
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as live:
@@ -27,7 +27,7 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Pr
         return
     printed: set[str] = set()
 
-    def log(progress: Progress) -> None:
+    def log(progress: MatrixProgress) -> None:
         for name, finished in progress.finished.items():
             if name not in printed:
                 printed.add(name)
@@ -37,7 +37,7 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Pr
     yield log
 
 
-def _draw(cells: Sequence[Cell], progress: Progress) -> Table:
+def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Table:
     done = sum(cell.name in progress.finished for cell in cells)
     table = Table("cell", title=f"{done} of {len(cells)} cells", title_justify="left", box=None)
     table.add_column("steps", justify="right")

@@ -13,16 +13,16 @@ import torch
 from harness.errors import HarnessError
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_chunks
-from harness.megatron.weights.mapping import (
+from harness.megatron.weights import (
     HfWeights,
-    Shard,
+    TensorShard,
     check_weights,
     expected_shapes,
     fill_model,
+    find_pretrained,
     global_parameters,
     to_hf,
 )
-from harness.megatron.weights.pretrained import find_pretrained
 from harness.parity.running import free_ports
 from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import ParallelConfig
@@ -134,7 +134,7 @@ def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
     with runtime.start("cpu"), HfWeights(models[name]) as weights:
         join(ParallelConfig(), 1)
         chunks = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
-        fill_model(chunks, weights, model, Shard())
+        fill_model(chunks, weights, model, TensorShard())
         parameters = dict(global_parameters(chunks[0]))
         back = {k: v for ours, p in parameters.items() for k, v in to_hf(ours, p.detach(), model, 300).items()}
         # No row of another tensor, and no token: the padding of the vocabulary is zero.

@@ -23,7 +23,7 @@ from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.model.attention import RMSNorm, VarlenAttention
 from harness.megatron.model.lora import add_adapters
-from harness.megatron.weights import Shard
+from harness.megatron.weights import TensorShard
 from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
 
 
@@ -151,7 +151,7 @@ def build_chunks(
         for chunk in chunks:
             _hide_padding(chunk, vocab_size)
     if model.lora_rank:
-        shard = Shard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
         for chunk in chunks:
             add_adapters(chunk, model, shard, device)
     return [chunk.bfloat16() for chunk in chunks] if config.bf16 else chunks

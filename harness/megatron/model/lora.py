@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 from harness.errors import ConfigError
-from harness.megatron.weights import ADAPTER, Shard, to_hf
+from harness.megatron.weights import ADAPTER, TensorShard, to_hf
 from harness.plan import DIVIDED_BY_COLUMNS, ModelConfig
 
 # Parent module of each linear layer, by its name in `model.lora_targets`.
@@ -60,7 +60,7 @@ class Adapter(torch.nn.Module):
         model: ModelConfig,
         target: str,
         *,
-        shard: Shard,
+        shard: TensorShard,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -110,7 +110,7 @@ class Adapter(torch.nn.Module):
         return dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
 
 
-def add_adapters(chunk: GPTModel, model: ModelConfig, shard: Shard, device: torch.device) -> None:
+def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device: torch.device) -> None:
     """Freeze a chunk's weights and add adapters to its linear layers."""
     config = chunk.config
     for parameter in chunk.parameters():

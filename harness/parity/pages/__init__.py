@@ -1,6 +1,6 @@
 """Pages of a parity report: one HTML file, a chat message and JUnit XML, all made from `ParityReport`.
 
-`render_all` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
+`publish` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
 (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this folder
 describes. `render_history` writes `history.html`. Pages need the extra `report` (Jinja and Plotly); they only render,
 and compute nothing that the report does not hold. Read `page` first.
@@ -9,19 +9,37 @@ and compute nothing that the report does not hold. Read `page` first.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError
 from harness.parity.history import History
 from harness.parity.pages.junit import render_junit
 from harness.parity.pages.message import render_message
 from harness.parity.pages.page import render_nights, render_page
-from harness.parity.result import ParityReport
+from harness.parity.result import REPORT_FILE, ParityReport, to_json
+from harness.parity.table import show
 from harness.storage import write_atomically
 
-__all__ = ["HTML_FILE", "render_all", "render_history"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["HTML_FILE", "publish", "render_all", "render_history"]
 
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
 HISTORY_FILE = "history.html"
+
+
+def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
+    """Print the report, and write it with its pages to `folder`; None writes nothing.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+    """
+    show(report, console)
+    if folder is not None:
+        _write_files({REPORT_FILE: to_json(report)}, folder)
+        render_all(report, folder)
+        console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
@@ -51,4 +69,4 @@ def _write_files(files: dict[str, str], folder: Path) -> None:
             write_atomically(folder / name, text.encode(errors="replace"))
     except OSError as error:
         what = f"the report cannot be written: {error.strerror}"
-        raise ConfigError(what, where=str(folder), fix="name another folder") from error
+        raise ConfigError(what, where=str(folder), fix="name another folder, such as with out=DIR") from error

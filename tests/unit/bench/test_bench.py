@@ -24,8 +24,8 @@ from harness.bench.formats import (
 )
 from harness.bench.loading import LoaderSettings, bench_loader
 from harness.bench.packing import (
+    BenchRepackSettings,
     PackSettings,
-    RepackSettings,
     bench_packing,
     bench_repacking,
     lower_bound,
@@ -253,7 +253,7 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
 
 
 def test_planning_again_is_measured_over_links_to_one_shard(tmp_path):
-    settings = RepackSettings(
+    settings = BenchRepackSettings(
         packs=400, shard_packs=40, store_pack_size=64, pack_sizes=(64, 128), read_packs=20, rounds=2
     )
     with Workspace(tmp_path) as workspace:

@@ -11,7 +11,7 @@ import xxhash
 
 from harness.errors import Problem
 from harness.formats import FORMATS, open_dataset, open_writer
-from harness.formats.verify import Difference, diff_datasets, verify_dataset
+from harness.formats.verify import PackDifference, diff_datasets, verify_dataset
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
@@ -118,24 +118,32 @@ def test_equal_datasets_of_two_formats_have_no_difference(tmp_path: Path) -> Non
     [
         (
             Pack([5, 2, 8, 4], [1, 0, 1, 0], [0, 2]),
-            Difference(4, "input_ids", 2, 3, 8),
+            PackDifference(4, "input_ids", 2, 3, 8),
             "4, input_ids[2]: 3 and 8",
         ),
         (
             Pack([5, 2, 3, 4], [0, 0, 1, 0], [0, 2]),
-            Difference(4, "loss_mask", 0, 1, 0),
+            PackDifference(4, "loss_mask", 0, 1, 0),
             "4, loss_mask[0]: 1 and 0",
         ),
-        (Pack([5, 2, 3, 4], [1, 0, 1, 0], [0, 1]), Difference(4, "seq_start_id", 1, 2, 1), "seq_start_id[1]: 2 and 1"),
-        (Pack([5, 2, 3, 4], [1, 0, 1, 0], [0]), Difference(4, "seq_start_id.length", None, 2, 1), "length: 2 and 1"),
+        (
+            Pack([5, 2, 3, 4], [1, 0, 1, 0], [0, 1]),
+            PackDifference(4, "seq_start_id", 1, 2, 1),
+            "seq_start_id[1]: 2 and 1",
+        ),
+        (
+            Pack([5, 2, 3, 4], [1, 0, 1, 0], [0]),
+            PackDifference(4, "seq_start_id.length", None, 2, 1),
+            "length: 2 and 1",
+        ),
         (
             Pack([5, 2, 3], [1, 0, 0], [0, 2]),
-            Difference(4, "input_ids.length", None, 4, 3),
+            PackDifference(4, "input_ids.length", None, 4, 3),
             "ids.length: 4 and 3",
         ),
     ],
 )
-def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: Difference, text: str) -> None:
+def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: PackDifference, text: str) -> None:
     changed = [*PACKS[:4], other, *PACKS[5:6], PACKS[0]]
     found = diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", format="memmap", packs=changed))
     assert found == expected
@@ -144,5 +152,5 @@ def test_the_first_difference_is_named(tmp_path: Path, other: Pack, expected: Di
 
 def test_a_longer_dataset_differs_in_its_number_of_packs(tmp_path: Path) -> None:
     found = diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", packs=PACKS[:5]))
-    assert found == Difference(None, "num_packs", None, 7, 5)
+    assert found == PackDifference(None, "num_packs", None, 7, 5)
     assert str(found) == "num_packs: 7 and 5"

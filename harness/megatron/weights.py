@@ -1,4 +1,4 @@
-"""Convert Hugging Face weights to Megatron's parameters and back, one tensor at a time.
+"""Find Hugging Face weights, and convert them to Megatron's parameters and back, one tensor at a time.
 
 Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron keeps
 queries, keys and values of a group together, and the two halves of the gated layer one after the other on each rank.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from harness.errors import FormatError
-from harness.plan import ModelConfig
+from harness.errors import ConfigError, FormatError
+from harness.loader import RankLayout
+from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
+from harness.prep import tokenizer_hash
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
 INDEX_FILE = "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # Parameters that are one tensor in Hugging Face weights, by suffix; Transformer Engine has two norms elsewhere.
@@ -43,7 +46,7 @@ _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """A rank's part of every matrix that tensor parallelism divides."""
 
     rank: int = 0
@@ -145,7 +148,7 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int) -> No
         )
 
 
-def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
+def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
     """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero."""
     with torch.no_grad():
         for chunk in chunks:
@@ -166,7 +169,7 @@ def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         yield f"decoder.layers.{number}.{match[2]}", parameter
 
 
-def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: Shard) -> None:
+def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
     """Fill one parameter of this rank, piece by piece: no more memory is needed than for one piece."""
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -200,7 +203,7 @@ def _group_rows(model: ModelConfig) -> int:
     return (model.num_attention_heads // model.num_query_groups + 2) * model.head_size
 
 
-def _qkv_pieces(model: ModelConfig, shard: Shard) -> Iterator[tuple[int, str, int, int, int]]:
+def _qkv_pieces(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[int, str, int, int, int]]:
     """Yield for each group of this rank its place, the tensor and first row of q, k or v, and its own rows' bounds."""
     head = model.head_size
     query = _group_rows(model) - 2 * head
@@ -229,6 +232,73 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
     kind = end.rpartition(".")[2]
     groups = tensor.view(-1, _group_rows(model), *tensor.shape[1:])
     pieces: dict[str, list[torch.Tensor]] = {}
-    for group, other, _, start, stop in _qkv_pieces(model, Shard()):
+    for group, other, _, start, stop in _qkv_pieces(model, TensorShard()):
         pieces.setdefault(f"{layer}{other}.{kind}", []).append(groups[group][start:stop])
     return {other: torch.cat(parts) for other, parts in pieces.items()}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder of Hugging Face weights that fit the model.
+
+    Attributes:
+        vocab_size: rows of its embedding, padding included.
+    """
+
+    folder: Path
+    model: ModelConfig
+    vocab_size: int
+
+    def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
+        """Raise ConfigError, with both values, if the data has another tokenizer.
+
+        Args:
+            vocab_size: of the data's tokenizer; None if unknown.
+            dataset_tokenizer: its hash; empty if unknown.
+        """
+        problem = ""
+        if vocab_size is not None and vocab_size > self.vocab_size:
+            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"
+        elif dataset_tokenizer and any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
+            own = tokenizer_hash(str(self.folder))
+            if own != dataset_tokenizer:
+                problem = (
+                    f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
+                )
+        if problem:
+            raise ConfigError(
+                problem,
+                where=f"{where} and model.init_from={self.model.init_from}",
+                fix="prepare the data with the tokenizer of the weights: "
+                f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
+            )
+
+    def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
+        """Return a function that loads this rank's part of the weights into its chunks."""
+
+        def fill(chunks: list[GPTModel]) -> None:
+            with HfWeights(self.folder) as weights:
+                check_weights(weights, self.model, self.vocab_size)
+                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size))
+
+        return fill
+
+
+def find_pretrained(model: ModelConfig) -> Pretrained | None:
+    """Return the weights that `model.init_from` names, or None.
+
+    Raises:
+        ConfigError: there is no such model, or it does not have the sizes of `model`.
+    """
+    if model.init_from is None:
+        return None
+    folder = find_weights(model.init_from)
+    stored = read_hf_config(folder)
+    check_model(model, stored, where=model.init_from)
+    if model.vocab_size not in (None, stored.vocab_size):
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size:,}, and the weights have {stored.vocab_size:,} rows",
+            where=f"model.init_from={model.init_from}",
+            fix="leave model.vocab_size null",
+        )
+    return Pretrained(folder, model, stored.vocab_size)
