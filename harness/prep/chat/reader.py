@@ -257,7 +257,8 @@ def detect_schema(
         fix += ", or prepare the files of each schema by themselves"
     elif not problem:
         problem = "no schema of chats fits the first records"
-        fix += ", and what its fields are called here with source.columns, as in source.columns.messages=chat"
+        fix += ", and the columns of its fields, as in source.columns.messages=chat or"
+        fix += " source.columns.prompt=question source.columns.completion=answer"
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
 
 
@@ -305,8 +306,10 @@ def _refuse_unread(record: Mapping[str, Any]) -> None:
         detail = f"the record has `{media[0]}`; only text can be trained on"
         raise BadRecordError(BadReason.MEDIA, detail)
     if held:
-        detail = f"the record has `{held[0]}`, which is not read; source.columns.tools={held[0]} reads it as tools"
-        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{detail}, source.ignore_fields=[{held[0]}] leaves it out")
+        detail = (
+            f"the record has `{held[0]}`, which no schema reads; to read it as tools: source.columns.tools={held[0]}"
+        )
+        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{detail}; to leave out: source.ignore_fields=[{held[0]}]")
 
 
 def _turn_field(name: str) -> str:

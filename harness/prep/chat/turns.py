@@ -35,6 +35,7 @@ MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos
 _MEDIA_PART = re.compile(r"image|audio|video|file|media", re.IGNORECASE)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = frozenset(ROLES)
+_SHAREGPT_ROLES = ("human", "gpt", "model", "function_call", "tool_call", "observation", "tool_response")
 _REASONING, _CALLS, _WEIGHTS = map(frozenset, (REASONING_FIELDS, ("tool_calls", "function_call"), WEIGHT_FIELDS))
 # Fields that turns of one role only may have.
 _OWNED_FIELDS = (("assistant", _REASONING | _CALLS), ("tool", frozenset(("tool_call_id",))))
@@ -119,7 +120,7 @@ def parse_turn(turn: object, number: int) -> Message:
         role = "tool"
     if not isinstance(role, str) or role not in _ROLES:
         detail = f"{what} has role {show(role)}, expected one of {', '.join(ROLES)}"
-        if role in ("human", "gpt"):
+        if role in _SHAREGPT_ROLES:
             detail += "; source.schema=sharegpt reads such roles"
         raise BadRecordError(BadReason.UNKNOWN_ROLE, detail)
     what = f"{what} ({role})"
@@ -152,9 +153,10 @@ def parse_turn(turn: object, number: int) -> Message:
 def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
     if media := sorted(MEDIA_FIELDS.intersection(held)):
         raise BadRecordError(BadReason.MEDIA, f"{what} has {media[0]}; only text can be trained on")
-    name = first_name(held.keys() - TURN_FIELDS)
-    ignored = name.strip("'") if name.strip("'").isidentifier() else name
-    detail = f"{what} has the field {name}, which is not read; source.ignore_fields=[{ignored}] leaves it out"
+    names = sorted(map(str, held.keys() - TURN_FIELDS))
+    fields = ("the field " if len(names) == 1 else "the fields ") + ", ".join(map(show, names))
+    ignored = ",".join(name if name.isidentifier() else show(name) for name in names)
+    detail = f"{what} has {fields}, which no schema reads; to leave out: source.ignore_fields=[{ignored}]"
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
 

@@ -56,7 +56,7 @@ def test_two_lists_of_turns_are_a_question_to_the_user():
     record = {"messages": [ASK, ANSWER], "conversation": [ASK, ANSWER]}
     assert refusal(record) == (
         BadReason.UNKNOWN_SCHEMA,
-        "both `messages` and `conversation` hold turns; source.ignore_fields leaves one out",
+        "`messages` and `conversation` hold turns; to leave one out: source.ignore_fields=[conversation]",
     )
     assert turns_of(record, ignore_fields=["conversation"]) == PLAIN
 
@@ -274,8 +274,10 @@ def test_an_unknown_field_of_a_turn_is_refused_unless_it_is_ignored():
     record = answer_with(refusal="no", annotations=[], audio=None)
     assert refusal(record) == (
         BadReason.UNKNOWN_FIELD,
-        "turn 2 (assistant) has the field 'refusal', which is not read; source.ignore_fields=[refusal] leaves it out",
+        "turn 2 (assistant) has the field 'refusal', which no schema reads; "
+        "to leave out: source.ignore_fields=[refusal]",
     )
+    assert refusal(answer_with(toxic=False, language="en"))[1].endswith(": source.ignore_fields=[language,toxic]")
     assert turns_of(record, ignore_fields=["refusal"]) == PLAIN
 
 
@@ -422,6 +424,12 @@ def test_only_the_completion_of_a_prompt_is_trained():
     assert refusal({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"})[0] == BadReason.BAD_WEIGHT
 
 
+def test_a_completion_that_its_label_calls_bad_is_left_out():
+    record = {"prompt": "Hi", "completion": "Go away", "label": False}
+    assert refusal(record)[0] == BadReason.UNWANTED
+    assert turns_of({**record, "label": True}) == turns_of({**record, "label": 0})
+
+
 def test_xlam_answers_are_the_calls_of_one_turn():
     record = {"query": "Hi", "tools": [FUNCTION], "answers": '[{"name": "f", "arguments": {"x": 1}}]'}
     assert parse_record(record, "line 1") == Conversation(
@@ -454,7 +462,8 @@ def test_the_chosen_answer_may_hold_its_prompt(prompt, chosen):
 def test_a_chosen_answer_to_another_prompt_is_refused():
     record = {"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}
     assert refusal(record, schema="preference")[0] == BadReason.BAD_TURN
-    assert refusal({"chosen": "Human: Hi", "rejected": "no"}, schema="preference")[0] == BadReason.NO_MESSAGES
+    reason, detail = refusal({"chosen": "Human: Hi", "rejected": "no"}, schema="preference")
+    assert (reason, detail) == (BadReason.NO_MESSAGES, "`chosen` is a text, and there is no `prompt` that it answers")
 
 
 # Columns, detection and readers

@@ -13,6 +13,8 @@ from harness.prep.chat.values import BadRecordError, is_empty
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if is_empty(record.get("prompt")):
+        if isinstance(record.get("chosen"), str) and not record["chosen"].lstrip().startswith("["):
+            raise BadRecordError(BadReason.NO_MESSAGES, "`chosen` is a text, and there is no `prompt` that it answers")
         return chat(record, list_of_turns(record, "chosen"), where)
     prompt, chosen = turns_or_text(record, "prompt", "user"), turns_or_text(record, "chosen", "assistant")
     if _begins_with(chosen, prompt):

@@ -1,22 +1,30 @@
-"""Records with `prompt` and `completion`, each a text or a list of turns; only the completion is trained."""
+"""Records with `prompt` and `completion`, each a text or a list of turns; only the completion is trained.
+
+Records of unpaired preferences have a `label` too; completions that it calls bad are left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import Conversation
+from harness.prep.chat.records import BadReason, Conversation
 from harness.prep.chat.schemas.base import Schema
 from harness.prep.chat.turns import CHAT_FIELDS, chat, train_only_answer, turns_or_text
+from harness.prep.chat.values import BadRecordError
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+    if record.get("label") is False:
+        raise BadRecordError(
+            BadReason.UNWANTED, "`label` is false: the completion is one that the model should not write"
+        )
     prompt, completion = turns_or_text(record, "prompt", "user"), turns_or_text(record, "completion", "assistant")
     return train_only_answer(chat(record, prompt + completion, where), len(completion))
 
 
 PROMPT_COMPLETION = Schema(
-    fields=frozenset(("prompt", "completion")) | CHAT_FIELDS,
+    fields=frozenset(("prompt", "completion", "label")) | CHAT_FIELDS,
     fits=lambda record: record.get("prompt") is not None and record.get("completion") is not None,
     parse=_parse,
 )
