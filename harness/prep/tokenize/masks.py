@@ -144,8 +144,7 @@ class Masker:
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
-        ending = f"(?:{self._special.pattern}|\\s)*\\Z"
-        self._tail = re.compile(ending)
+        self._special_texts = tuple(special)
         self._forms: dict[Any, _Form | RefusedError] = {}
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
@@ -355,7 +354,7 @@ class Masker:
         # The template continues the turn before, as after the result of a tool: what is new is what it adds.
         before = chat.upto(turn - 1) if turn else ""
         shared = _shared_length(before, text)
-        return shared if self._tail.fullmatch(before, shared) else None
+        return shared if self._core_end(before, shared, len(before)) == shared else None
 
     # ---- sequences ---------------------------------------------------------------------------------------------
 
@@ -389,10 +388,7 @@ class Masker:
             return self._with_stock_end(spans, text)
         *others, (start, end) = spans
         # The end of the last turn may differ: some templates close the conversation after it.
-        tail = self._tail.search(own, start, end)
-        core = tail.start() if tail else end
-        while core > start and own[core - 1].isspace():
-            core -= 1
+        core = self._core_end(own, start, end)
         if not text.startswith(own[:core]):
             return None
         ends = self._special.match(own, core, end), self._special.match(text, core)
@@ -423,14 +419,22 @@ class Masker:
             left_out.append(self._difference(text, chat.upto_with(turn, bare)))
         if not config.train_end_of_turn:
             start, end = spans[-1]
-            tail = self._tail.search(text, start, end)
-            if message.tool_calls and tail:
+            core = self._core_end(text, start, end)
+            if message.tool_calls:
                 # The delimiters of a call may be special tokens too: only the last token ends the turn.
-                last = [match.start() for match in self._special.finditer(text, tail.start(), end)][-1:]
-                left_out.append((last[0] if last else end, end))
-            elif tail:
-                left_out.append((tail.start(), end))
+                core = max((match.start() for match in self._special.finditer(text, core, end)), default=end)
+            left_out.append((core, end))
         return _without(spans, left_out)
+
+    def _core_end(self, text: str, start: int, end: int) -> int:
+        """Return where the special tokens and white space at the end of `text[start:end]` begin."""
+        while True:
+            while end > start and text[end - 1].isspace():
+                end -= 1
+            token = next((token for token in self._special_texts if text.endswith(token, start, end)), None)
+            if token is None:
+                return end
+            end -= len(token)
 
     def _difference(self, text: str, other: str) -> Span:
         """Return the span of `text` that `other` lacks."""
@@ -478,8 +482,7 @@ class Masker:
                 text = _Chat(self._template, probe, self._form_of(probe), self._keeping).whole
             except RefusedError:
                 continue
-            tail = self._tail.search(text)
-            tokens = self._special.findall(text, tail.start()) if tail else []
+            tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         # A template that writes none relies on the header of the next turn.
         return tuple(found) or (self._stock.ends if self._stock else ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cached_property
@@ -50,6 +51,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.written = 0
         self.now: datetime | None = None
         # Of each tool of the conversation in hand, by identity: its JSON once it was written.
+        self.tools: Sequence[Any] = ()
         self.tool_texts: dict[int, str] = {}
         self.filters.update(
             tojson=self._to_json,
@@ -255,15 +257,21 @@ class Template:
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
         self.text = text
-        self._variables = dict(variables)
-        self._environment = _Environment()
-        if today is not None:
-            self._environment.now = datetime(today.year, today.month, today.day)
-        tree = self._environment.parse(text)
-        self.reads = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self._variables, self._today = dict(variables), today
+        # A rendering counts and marks in its environment, so each thread has one.
+        self._of_thread = threading.local()
+        environment, _ = self._environment_and_program()
+        self.reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
-        self._compiled = self._environment.from_string(text)
-        self._tools: Sequence[Any] = ()
+
+    def _environment_and_program(self) -> tuple[_Environment, jinja2.Template]:
+        made: tuple[_Environment, jinja2.Template] | None = getattr(self._of_thread, "made", None)
+        if made is None:
+            environment = _Environment()
+            if self._today is not None:
+                environment.now = datetime(self._today.year, self._today.month, self._today.day)
+            made = self._of_thread.made = environment, environment.from_string(self.text)
+        return made
 
     @cached_property
     def hash(self) -> str:
@@ -297,7 +305,8 @@ class Template:
         Raises:
             jinja2.TemplateError: it marks text that it moves afterwards, for example inside a macro.
         """
-        environment, pieces = self._environment, []
+        environment, _ = self._environment_and_program()
+        pieces = []
         environment.marked = []
         try:
             for piece in self._pieces(messages, tools, variables or {}, False):
@@ -310,12 +319,12 @@ class Template:
     def _pieces(
         self, messages: Sequence[Any], tools: Sequence[Any], variables: Mapping[str, Any], prompt: bool
     ) -> Iterator[str]:
-        environment = self._environment
+        environment, program = self._environment_and_program()
         environment.steps = environment.written = 0
-        if tools is not self._tools:
-            self._tools = tools
+        if tools is not environment.tools:
+            environment.tools = tools
             environment.tool_texts = {id(tool): "" for tool in tools}
-        for piece in self._compiled.generate(
+        for piece in program.generate(
             **{
                 **self._variables,
                 "messages": messages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,14 @@ def test_a_setting_that_a_rule_does_not_use_is_refused(mask: str, setting: str, 
     with pytest.raises(ConfigError, match=f"tokenizer.{setting}={value} does nothing") as caught:
         TokenizerConfig(mask=mask, **{setting: value})
     assert caught.value.where == f"tokenizer.{setting}"
+
+
+def test_threads_render_one_template_at_once(folder: Path) -> None:
+    marked = ChatTokenizer(TokenizerConfig(name=str(folder)))
+    chats = [chat("Hi", "Hello " * number, "Bye", "So long") for number in range(1, 60)]
+    expected = [encode(marked, conversation)[0].spans for conversation in chats]
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda conversation: encode(marked, conversation)[0].spans, chats * 4))
+
+    assert made == expected * 4
