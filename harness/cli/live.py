@@ -123,14 +123,17 @@ def produce(
     """Write live chunks. Started again with the same SRC after a crash, it continues where it stopped."""
     _check_order(source, folder)
     from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
-    from harness.prep import ChatTokenizer
+    from harness.prep import ChatTokenizer, as_prepared
     from harness.prep.chat import RecordReader
 
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
     reader = RecordReader(settings.source.schema, settings.source.columns, settings.source.ignore_fields)
     if settings.tokenizer.name:
-        tokenizer = ChatTokenizer(settings.tokenizer)
+        config, mask_of = as_prepared(settings.tokenizer)
+        tokenizer = ChatTokenizer(config)
+        as_of = f", as of {mask_of}" if mask_of is not None else ""
+        _print_line(f"mask {tokenizer.mask_rule}{as_of}: {tokenizer.mask_facts()['why']}")
         packing = Packing(tokenizer, **vars(settings.data), block=1 if source == STDIN else 64)
     with LiveProducer(
         folder,

@@ -16,7 +16,7 @@ from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
-from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, tokenizer_hash
+from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
 
@@ -56,7 +56,8 @@ class LiveConfig:
     Attributes:
         path: the folder; empty to train on stored datasets.
         pack_size: the most tokens of a pack.
-        tokenizer: for chunks of conversations; chunks of packs need none.
+        tokenizer: for chunks of conversations; chunks of packs need none. With the tokenizer folder of a prepared
+            dataset, and masking settings left at their defaults, conversations are masked as that dataset was.
         over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as `data.over_long` of
             `harness prepare` does.
         on_bad: `refuse` stops at an unusable conversation, `skip` leaves it out and counts it.
@@ -195,12 +196,18 @@ class JoinedReader:
 
 @dataclass(frozen=True)
 class LiveData:
-    """The data of a run on live chunks, as RunData of one on datasets; `tokenizer` is None for chunks of packs."""
+    """The data of a run on live chunks, as RunData of one on datasets.
+
+    Attributes:
+        tokenizer: None for chunks of packs.
+        mask_of: the dataset whose masking settings are taken; None if the run's settings are.
+    """
 
     train: LiveConfig
     tokenizer: ChatTokenizer | None
     validation: PackReader | None
     evaluation: dict[str, PackReader] = field(default_factory=dict)
+    mask_of: Path | None = None
 
     @property
     def vocab_size(self) -> int | None:
@@ -208,7 +215,10 @@ class LiveData:
 
     def describe(self) -> str:
         """Return one line about the training data."""
-        return f"live chunks in {self.train.path}, packs of up to {self.train.pack_size:,} tokens"
+        described = f"live chunks in {self.train.path}, packs of up to {self.train.pack_size:,} tokens"
+        if self.tokenizer is not None:
+            described += f", mask {self.tokenizer.mask_rule}" + (f" as of {self.mask_of}" if self.mask_of else "")
+        return described
 
 
 @dataclass(frozen=True)
@@ -294,13 +304,16 @@ def open_live(config: DataConfig) -> LiveData:
     """
     settings = config.live.tokenizer
     name = settings.name or config.tokenizer
+    mask_of: Path | None = None
+    if name:
+        settings, mask_of = as_prepared(settings, name)
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(config.validation_path) if config.validation_path is not None else None
     evaluation = _open_evaluation(config)
     for reader in (validation, *evaluation.values()):
         if reader is not None and name:
             _check_tokenizer(reader, name)
-    return LiveData(config.live, tokenizer, validation, evaluation)
+    return LiveData(config.live, tokenizer, validation, evaluation, mask_of)
 
 
 def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:

@@ -31,7 +31,7 @@ from harness.prep.packing import (
     pack_of,
     plan_packs,
 )
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, end_tokens, tokenizer_hash, train_bpe
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, as_prepared, end_tokens, tokenizer_hash, train_bpe
 
 if TYPE_CHECKING:
     from harness.prep.pipeline import PrepareConfig, prepare, repack_store
@@ -54,6 +54,7 @@ __all__ = [
     "SourceConfig",
     "StreamPacker",
     "TokenizerConfig",
+    "as_prepared",
     "cut_shards",
     "do_shard",
     "end_tokens",

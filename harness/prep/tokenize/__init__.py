@@ -13,6 +13,7 @@ from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
+from harness.prep.tokenize.recorded import as_prepared
 from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, texts_of, tokenizer_hash
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ChatTokenizer",
     "Encoded",
     "TokenizerConfig",
+    "as_prepared",
     "end_tokens",
     "mask_of_encoding",
     "texts_of",
