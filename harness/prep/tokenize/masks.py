@@ -286,7 +286,7 @@ class Masker:
         config = self._config
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        if plain and not chat.has_reasoning and self._keeps_turns:
+        if plain and not chat.has_reasoning and not chat.has_late_system and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -413,7 +413,7 @@ class Masker:
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
             bare = replace(message, reasoning="", content=_without_reasoning(message.content))
-            left_out.append(self._difference(text, chat.upto_with(turn, bare)))
+            left_out.append(_part_before(text, chat.upto_with(turn, bare), spans[0][0]))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
             left_out.append(self._difference(text, chat.upto_with(turn, bare)))
@@ -423,6 +423,10 @@ class Masker:
             if message.tool_calls:
                 # The delimiters of a call may be special tokens too: only the last token ends the turn.
                 core = max((match.start() for match in self._special.finditer(text, core, end)), default=end)
+            else:
+                # White space and other special tokens before it are the answer's own.
+                found = self._special.finditer(text, core, end)
+                core = next((match.start() for match in found if match.group() in self.end_tokens), core)
             left_out.append((core, end))
         return _without(spans, left_out)
 
@@ -512,6 +516,11 @@ class _Chat:
     @property
     def has_reasoning(self) -> bool:
         return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
+
+    @property
+    def has_late_system(self) -> bool:
+        """A system prompt follows other turns; templates may write it before them."""
+        return any(message.role in ("system", "developer") for message in self.conversation.messages[1:])
 
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""
@@ -671,6 +680,13 @@ def _shared_length(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _part_before(text: str, other: str, start: int) -> Span:
+    """Return the span from `start` on that `other` lacks, where what follows it may begin like it."""
+    back = _shared_length(text[start:][::-1], other[start:][::-1])
+    end = len(text) - back
+    return start + _shared_length(text[start:end], other[start : len(other) - back]), end
 
 
 def _without(spans: list[Span], left_out: list[Span]) -> list[Span]:

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
+import re
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates import template_tokens
+from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import SequenceView
 
 # No text of two white-space characters in a row: no token joins the end of a prompt with the begin of an answer.
@@ -345,3 +347,68 @@ def test_special_tokens_are_found_in_the_descriptions_of_tools(tokenizers):
     (bad,) = tokenizers["qwen3"].encode([conversation])
     assert isinstance(bad, BadRecord)
     assert bad.reason == BadReason.CONTROL_TOKEN
+
+
+# ---- switches, and templates without marks --------------------------------------------------------------------------
+
+SWITCHES = {
+    "train_end_of_turn": lambda message: message,
+    "train_reasoning": lambda message: replace(message, reasoning=""),
+    "train_tool_calls": lambda message: replace(message, tool_calls=()),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "deepseek"])
+def test_what_is_switched_off_is_the_one_part_of_an_answer_that_is_not_trained(folders, name, switch):
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(folders[name]), **{switch: False}))
+    end = template_tokens(name).ends[0]
+
+    @OPTIONS
+    @given(TEXT.filter(lambda text: "think>" not in text), REASONING, st.lists(CALL, max_size=2).map(tuple))
+    @example("[1, 2]", "Think.", ())
+    @example(" ", "Think.", ())
+    @example("<b>bold</b>", "Think.", ())
+    @example("\n newline", "Think.", ())
+    @example("{}>", "", (ToolCall("f", {}),))
+    def run(content, reasoning, calls):
+        # After reasoning the template takes line breaks away from the begin of a content.
+        content = content.lstrip("\n") if name == "deepseek" else content
+        message = Message("assistant", content, reasoning, calls if name != "deepseek" else ())
+        results = tokenizer.encode([Conversation((Message("user", "Hi"), message), "line 1")])
+        written = ANSWER[name](SWITCHES[switch](message), True, True) + (end if switch != "train_end_of_turn" else "")
+        if not written:
+            assert [result.reason for result in results] == [BadReason.NOTHING_TRAINED]
+            return
+        assert "".join(runs(tokenizer, results[0])) == written
+
+    run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_without_its_marks_trains_the_same_tokens(folders, tmp_path, name):
+    template = re.sub(r"\{%-? *(end)?generation *-?%\}", "{#- -#}", load_template(name))
+    (tmp_path / "bare.jinja").write_text(template)
+    bare = ChatTokenizer(TokenizerConfig(name=str(folders[name]), chat_template=str(tmp_path / "bare.jinja")))
+    marked = ChatTokenizer(TokenizerConfig(name=str(folders[name])))
+    assert (bare.mask_rule, marked.mask_rule) == ("served", "marks")
+    chats = {"chatml": CHATS, "llama3": CHATS, "deepseek": THOUGHTS}.get(name, AGENTS)
+
+    @OPTIONS
+    @given(chats)
+    def run(conversation):
+        results = bare.encode([conversation])
+        if isinstance(results[0], BadRecord) and results[0].reason == BadReason.NOT_AS_SERVED:
+            # The prompt of a second answer in a row shows the first as the last turn, with its reasoning.
+            roles = [message.role for message in conversation.messages]
+            assert name == "qwen3"
+            assert ("assistant", "assistant") in pairwise(roles)
+            return
+        for one, other in zip(results, marked.encode([conversation]), strict=True):
+            if isinstance(other, BadRecord):
+                assert one == other
+                continue
+            assert bare.decode(one.input_ids) == bare.decode(other.input_ids)
+            assert runs(bare, one) == runs(bare, other)
+
+    run()
