@@ -36,8 +36,9 @@ class Provenance:
         seed: the packing seed.
         settings_hash: digest of all preparation settings.
         counts: free-form whole numbers, such as conversations read and dropped.
-        mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, and
-            `end_tokens`, the JSON list of the tokens that end a turn. Empty for datasets that do not record it.
+        mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, `end_tokens`,
+            the JSON list of the tokens that end a turn, and `schema`, that of the chats. Empty for datasets that do not
+            record it.
     """
 
     tokenizer: str = ""

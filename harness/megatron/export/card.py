@@ -86,13 +86,13 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
     several = len(data.manifests) > 1
     for path, manifest in data.manifests.items():
         origin, of = manifest.provenance, f" of {path}" if several else ""
-        mask = {name: text for name, text in origin.mask.items() if name != "end_tokens"}
         facts |= {
             f"fingerprint{of}": manifest.fingerprint or "not recorded",
             f"sequences{of}": f"{manifest.num_sequences:,} in {manifest.num_packs:,} packs of up to "
             f"{manifest.pack_size:,} tokens",
             f"tokens{of}": f"{manifest.num_tokens:,}, of them {manifest.num_trained_tokens:,} trained",
-            f"mask{of}": ", ".join(f"{name} {text}" for name, text in mask.items()) or "not recorded",
+            f"schema{of}": origin.mask.get("schema") or "not recorded",
+            f"mask{of}": _mask(origin.mask),
             f"tokenizer hash{of}": origin.tokenizer_hash or "not recorded",
             f"chat template hash{of}": origin.chat_template_hash or "not recorded",
         }
@@ -105,6 +105,16 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
             also = ", which also ends an answer: the tokenizer has no other" if tokens.pad in tokens.ends else ""
             facts["padding"] = f"`{tokens.texts[tokens.pad]}` ({tokens.pad}){also}"
     return facts
+
+
+def _mask(facts: Mapping[str, str]) -> str:
+    """Return how a mask was made, in words."""
+    if not facts:
+        return "not recorded"
+    # These are elsewhere on the card, or say nothing.
+    shown = {name: text for name, text in facts.items() if name not in ("schema", "end_tokens") and text != "[]"}
+    rule, why = shown.pop("rule", "unknown"), shown.pop("why", "")
+    return ", ".join([rule + (f" ({why})" if why else ""), *(f"{name} {text}" for name, text in shown.items())])
 
 
 def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: list[StepMetrics]) -> dict[str, str]:
