@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, FormatError
+from harness.formats.base import load_format
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
 from harness.formats.reader import PackReader
@@ -65,7 +68,7 @@ def convert_dataset(
             destination,
             format=format,
             pack_size=reader.pack_size if pack_size is None else pack_size,
-            provenance=reader.manifest.provenance if reader.manifest is not None else Provenance(),
+            provenance=_provenance(reader, str(destination), format),
             packs_per_shard=packs_per_shard,
             rows_per_group=rows_per_group,
             overwrite=overwrite,
@@ -87,6 +90,20 @@ def convert_dataset(
                     fix="remove the destination and convert again; if it happens again, test the disk and the memory",
                 )
         return writer.manifest
+
+
+def _provenance(reader: PackReader, destination: str, format: str) -> Provenance:
+    """Return the provenance of the source; a tokenizer folder relative to it becomes relative to the destination."""
+    origin = reader.manifest.provenance if reader.manifest is not None else Provenance()
+    if not origin.tokenizer.startswith(".") or is_uri(reader.path) or is_uri(destination):
+        return origin
+    source, target = Path(reader.path), Path(destination)
+    folder = (source if source.is_dir() else source.parent) / origin.tokenizer
+    if not folder.is_dir():
+        return origin
+    suffix = load_format(format).single_file_suffix
+    base = target.parent if suffix and destination.endswith(suffix) else target
+    return replace(origin, tokenizer=Path(os.path.relpath(folder.resolve(), base.resolve())).as_posix())
 
 
 def _real(path: str | PathLike[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import FORMATS, PackReader, Provenance, open_dataset, open_writer
+from harness.formats import FORMATS, PackReader, Provenance, find_tokenizer_folder, open_dataset, open_writer
 from harness.formats.convert import convert_dataset
 from harness.records import Pack
 
@@ -112,3 +112,20 @@ def test_a_dataset_is_not_converted_onto_itself(tmp_path: Path) -> None:
 def test_a_smaller_pack_size_is_an_error_with_the_number_of_the_pack(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="pack 0 has 4 tokens, more than pack_size 3"):
         convert_dataset(write(tmp_path / "a"), tmp_path / "b", format="memmap", pack_size=3)
+
+
+@pytest.mark.parametrize("destination", ["elsewhere/deep/memmap", "elsewhere/one.parquet"])
+def test_the_tokenizer_beside_the_source_is_found_from_the_destination(tmp_path, destination):
+    (tmp_path / "made" / "tokenizer").mkdir(parents=True)
+    source = tmp_path / "made" / "train"
+    with open_writer(source, format="parquet", pack_size=8, provenance=Provenance(tokenizer="../tokenizer")) as writer:
+        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    format = "parquet" if destination.endswith(".parquet") else "memmap"
+    (tmp_path / destination).parent.mkdir(parents=True, exist_ok=True)
+    convert_dataset(source, tmp_path / destination, format=format)
+    folder = find_tokenizer_folder(open_dataset(tmp_path / destination))
+    assert folder.resolve() == tmp_path / "made" / "tokenizer"
+    # One that is not there keeps its name.
+    (tmp_path / "made" / "tokenizer").rmdir()
+    manifest = convert_dataset(source, tmp_path / "copy", format="binidx")
+    assert manifest.provenance.tokenizer == "../tokenizer"
