@@ -60,7 +60,9 @@ class SourceConfig:
             raise ConfigError("the path is empty", where="source.path", fix=fix)
         if not self.path and (self.split or self.subset):
             name = "split" if self.split else "subset"
-            raise ConfigError("the built-in corpus has none", where=f"source.{name}", fix="omit it, or set source.path")
+            raise ConfigError(
+                f"the built-in corpus has no {name}s", where=f"source.{name}", fix="omit it, or set source.path"
+            )
 
     def resolve(self) -> SourceConfig:
         """Return these settings with their `kind`."""

@@ -52,6 +52,8 @@ class HubName:
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
+        if self.is_id:
+            return f"{self.name}{revision}"
         return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
 
 
@@ -305,6 +307,7 @@ class _Errors:
         else:
             reason = redact(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", name)
+            fix = f"check the path; if a dataset of the hub is meant, {fix}" if local else fix
         raise PrepError(what, where=self._where, fix=fix) from error
 
 

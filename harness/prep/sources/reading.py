@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -13,7 +14,7 @@ from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
 from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
-from harness.storage import Place, open_stream, parse_place, stamp_of
+from harness.storage import ObjectPath, Place, open_stream, parse_place, stamp_of
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 # One record a line, or one list of records.
@@ -22,6 +23,23 @@ PARQUET_SUFFIXES = (".parquet",)
 # Written by `save_to_disk` of Hugging Face's datasets.
 ARROW_SUFFIXES = (".arrow",)
 _SCAN_BYTES = 8 << 20
+_THREADS = 16
+
+
+T = TypeVar("T")
+
+
+def for_each_file(work: Callable[[Place], T], files: Iterable[Place]) -> Iterator[T]:
+    """Yield the results of `work` on files in order; for objects, whose requests take time, from several threads."""
+    files = list(files)
+    if not any(isinstance(file, ObjectPath) for file in files):
+        yield from map(work, files)
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            yield from pool.map(work, files)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def suffix_of(file: Place) -> str:
@@ -113,7 +131,8 @@ def cut_shards(
         PrepError: a file cannot be read.
     """
     reader = reader or RecordReader()
-    shards = [replace(shard, reader=reader) for file in files for shard in _cut(file, shard_bytes)]
+    cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
+    shards = [replace(shard, reader=reader) for shards in cut for shard in shards]
     if not limit:
         return shards
     kept, left = [], limit

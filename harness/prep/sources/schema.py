@@ -15,14 +15,12 @@ from harness.prep.sources.reading import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
     Chunk,
+    for_each_file,
     read_chunks,
     suffix_of,
 )
 from harness.prep.sources.tables import read_columns
 from harness.storage import Place
-
-# Of the files after the first: enough to see that they are of the same schema.
-_NUM_RECORDS = 8
 
 
 @dataclass(frozen=True)
@@ -51,23 +49,14 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
     reader = RecordReader(source.schema, source.columns, source.ignore_fields)
     found: dict[str, str] = {}
     unused: dict[str, None] = {}
-    for file in files:
-        first = next(_first_chunks(file, reader, _NUM_RECORDS if found else NUM_DETECTION_RECORDS), None)
-        if first is None:
-            continue
-        records = [record for raw in first.records if (record := _decoded(raw)) is not None]
-        names = _columns(file)
-        if records:
-            # Columns that no schema reads are not in the rows, and belong in the list of what is there.
-            records[0] = {**dict.fromkeys(names), **records[0]} if names else records[0]
-        schema = source.schema or _detect(records, file, reader)
+    for place, schema, records, names in for_each_file(lambda file: _sample(file, reader), files):
         if schema:
-            found.setdefault(schema, f"{file}, {first.unit} {first.first}")
+            found.setdefault(schema, place)
         if len(found) > 1:
-            (one, place), (other, other_place) = found.items()
+            (one, one_place), (other, other_place) = found.items()
             what = f"the files are of two schemas, {one} and {other}"
             fix = "prepare the files of each schema by themselves, or convert some of them"
-            raise PrepError(what, where=f"{place}\n         {other_place}", fix=fix)
+            raise PrepError(what, where=f"{one_place}\n         {other_place}", fix=fix)
         mine = replace(reader, schema=schema)
         for record in records:
             unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
@@ -75,6 +64,20 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
         unused |= dict.fromkeys(name for name in names if name not in used)
     schema = next(iter(found), source.schema)
     return SourceSchema(replace(reader, schema=schema), not source.schema, tuple(unused))
+
+
+def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], list[str]]:
+    """Return place and schema of a file's first records, the records, and the names of its columns if it is a table."""
+    first = next(_first_chunks(file, reader, NUM_DETECTION_RECORDS), None)
+    if first is None:
+        return str(file), "", [], []
+    records = [record for raw in first.records if (record := _decoded(raw)) is not None]
+    names = _columns(file)
+    if records and names:
+        # Columns that no schema reads are not in the rows, and belong in the list of what is there.
+        records[0] = {**dict.fromkeys(names), **records[0]}
+    schema = reader.schema or _detect(records, file, reader)
+    return f"{file}, {first.unit} {first.first}", schema, records, names
 
 
 def holds_chats(file: Place, source: SourceConfig) -> bool:

@@ -1,0 +1,164 @@
+"""Preparations of every kind of source give the same dataset, and record where it came from."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from loopback_hub import LoopbackHub
+from rich.console import Console
+
+from harness.config import compose_config
+from harness.errors import ConfigError, PrepError
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+
+
+def chat(number):
+    turns = [("user", f"question {number}"), ("assistant", f"answer {number} " + "word " * (number % 9))]
+    return {"messages": [{"role": role, "content": content} for role, content in turns], "id": number}
+
+
+CHATS = [chat(number) for number in range(200)]
+LINES = "".join(json.dumps(one) + "\n" for one in CHATS).encode()
+
+
+def parquet(rows):
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=30)
+    return file.getvalue()
+
+
+FILES = {
+    "a.jsonl": LINES,
+    "a.json": json.dumps(CHATS, indent=1).encode(),
+    "a.parquet": parquet(CHATS),
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.json.bz2": bz2.compress(json.dumps(CHATS).encode()),
+    "a.ndjson": LINES.replace(b"\n", b"\r\n\r\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "a.jsonl").write_bytes(LINES)
+    return run(folder / "data", str(folder / "a.jsonl"))[0].splits["train"].fingerprint
+
+
+def run(path, source, **settings):
+    console = Console(file=io.StringIO(), width=160)
+    report = prepare(
+        PrepareConfig(
+            source=SourceConfig(path=source, shard_bytes=3000, **settings),
+            tokenizer=TokenizerConfig(vocab_size=300),
+            data=PackingConfig(path=str(path), pack_size=64, num_workers=0),
+        ),
+        console=console,
+    )
+    return report, console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    report, output = run(tmp_path / "data", str(tmp_path / name))
+    assert report.splits["train"].fingerprint == expected
+    assert report.records == 200
+    assert "schema messages" in output
+    assert "Fields that are not read: id" in output
+
+
+def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expected, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    files = {
+        "data/train-00000-of-00001.parquet": parquet(CHATS),
+        "data/test-00000-of-00001.parquet": parquet(CHATS[:3]),
+    }
+    server = LoopbackHub({"org/chats": files})
+    try:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        report, output = run(tmp_path / "data", "org/chats")
+        assert report.splits["train"].fingerprint == expected
+        stored = json.loads((tmp_path / "data" / "report.json").read_text())["settings"]["source"]
+        assert (stored["dataset"], stored["split"]) == ("org/chats", "train")
+        assert stored["revision"] == server.commit("org/chats")
+        assert "split train: 1 files" in output
+        assert "already prepared" in run(tmp_path / "data", "org/chats")[1]
+        old = server.commit("org/chats")
+        server.datasets["org/chats"] = {**files, "README.md": b"# New"}
+        with pytest.raises(ConfigError, match=f"source.revision was '{old}'"):
+            run(tmp_path / "data", "org/chats")
+    finally:
+        server.close()
+
+
+def test_the_command_downloads_into_the_folder_of_the_environment(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    server = LoopbackHub({"org/chats": {"chats.jsonl": LINES}})
+    settings = ["source.path=org/chats", f"data.path={tmp_path}/data", "data.pack_size=64", "tokenizer.vocab_size=300"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.prepare", *settings],
+            env={**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        server.close()
+    assert done.returncode == 0, done.stderr
+    assert "dataset org/chats of the hub at" in done.stdout
+    assert list((tmp_path / "home" / "hub").glob("datasets--org--chats/snapshots/*/chats.jsonl"))
+    assert (tmp_path / "data" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["source.path="], "the path is empty"),
+        (["source.path=''"], "the path is empty"),
+        (["source=files"], "no path is given"),
+        (["source=files", "source.path="], "no path is given"),
+        (["source=pydoc", "source.path=mine.jsonl"], "mine.jsonl would not be read"),
+        (["source.kind=pydoc", "source.path=mine.jsonl"], "mine.jsonl would not be read"),
+        (["source.split=train"], "no splits"),
+    ],
+)
+def test_a_path_is_never_passed_over_for_the_built_in_corpus(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        compose_config("prepare", PrepareConfig, overrides)
+
+
+@pytest.mark.parametrize("overrides", [["source.path=mine.jsonl"], ["source=files", "source.path=mine.jsonl"]])
+def test_a_path_means_files_however_it_is_given(overrides):
+    source = compose_config("prepare", PrepareConfig, overrides).source.resolve()
+    assert (source.kind, source.path) == ("files", "mine.jsonl")
+
+
+def test_no_path_prepares_the_built_in_corpus_and_the_output_says_so(tmp_path):
+    console = Console(file=io.StringIO(), width=160)
+    config = compose_config(
+        "prepare", PrepareConfig, ["source.limit=60", "tokenizer.vocab_size=300", "data.validation_fraction=0"]
+    )
+    config.data.path, config.data.pack_size, config.data.num_workers = str(tmp_path / "data"), 4096, 0
+    prepare(config, console=console)
+    first = console.file.getvalue().splitlines()[0]
+    assert first == "The source is the built-in corpus, Python's documentation; source.path names chats of your own."
+
+
+def test_files_of_two_schemas_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "chats" / "b.jsonl").write_text(json.dumps({"instruction": "Hi", "output": "Ho"}))
+    with pytest.raises(PrepError, match="two schemas, messages and alpaca"):
+        run(tmp_path / "data", str(tmp_path / "chats"))
+    assert not (tmp_path / "data" / "tokenizer").exists()
