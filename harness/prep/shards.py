@@ -307,8 +307,9 @@ def _decoded(raw: object) -> object:
 
 def _as_line(raw: object) -> bytes:
     """Return a record as a line of JSONL, the bytes of one that has been a line before."""
-    line = raw if isinstance(raw, bytes) else json.dumps(raw, default=_describe_value).encode()
-    return line.rstrip(b"\r\n") + b"\n"
+    line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
+    # Rows are no text, and the items of a list may be spread over lines.
+    return (json.dumps(_decoded(raw), default=_describe_value).encode() if b"\n" in line else line) + b"\n"
 
 
 def _describe_value(value: object) -> str:

@@ -162,3 +162,16 @@ def test_files_of_two_schemas_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(PrepError, match="two schemas, messages and alpaca"):
         run(tmp_path / "data", str(tmp_path / "chats"))
     assert not (tmp_path / "data" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.jsonl"])
+def test_refused_records_of_every_kind_of_file_are_kept_as_lines_that_can_be_prepared_again(tmp_path, name):
+    bad = [{"messages": [{"role": "user", "content": f"no answer {number}"}]} for number in range(3)]
+    rows = [*CHATS[:100], *bad, *CHATS[100:]]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    contents = {"a.json": json.dumps(rows, indent=2).encode(), "a.parquet": parquet(rows), "a.jsonl": lines}
+    (tmp_path / name).write_bytes(contents[name])
+    report, _ = run(tmp_path / "data", str(tmp_path / name), on_bad="skip")
+    assert report.bad == {"no_assistant_turn": 3}
+    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_text().splitlines()
+    assert [json.loads(line)["messages"] for line in kept] == [one["messages"] for one in bad]
