@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.tokenize.config import INSTALL_FIX
-from harness.prep.tokenize.templates import load_template, template_tokens
+from harness.prep.tokenize.templates import load_template, spelled_tokens, template_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = load_template("chatml")
@@ -23,7 +23,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
         folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
         vocab_size: number of tokens, including the special ones; a small text gives fewer.
         chat_template: a built-in template, whose special tokens the tokenizer gets, or a Jinja file, for which it gets
-            those of `chatml`.
+            those that its text spells, such as `<|user|>`, or those of `chatml` if it spells none.
 
     Raises:
         PrepError: there are no texts.
@@ -34,8 +34,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     except ImportError as error:
         raise ConfigError("training a tokenizer needs the `tokenizers` library", fix=INSTALL_FIX) from error
     template = load_template(chat_template)
-    tokens = template_tokens(chat_template) or template_tokens("chatml")
-    assert tokens is not None
+    tokens = template_tokens(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
     begin = [tokens.begin] if tokens.begin else []
     special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
     remaining = iter(texts)

@@ -24,7 +24,7 @@ class TokenizerConfig:
         name: a Hugging Face tokenizer folder or hub id.
         vocab_size: number of tokens of a trained tokenizer; not used with `name`.
         chat_template: a Jinja file, or the name of a built-in template, that replaces the tokenizer's own template. A
-            trained tokenizer gets the special tokens of the built-in template.
+            trained tokenizer gets the special tokens of the template.
         mask: rule for trained tokens. `auto` chooses by the template, and reports its choice: marks where the template
             has them, an audited rule where it is a known one, else the text that the model has to generate after the
             prompt of each turn. `generation`: tokens that the template writes inside `{% generation %}`;

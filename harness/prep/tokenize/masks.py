@@ -269,7 +269,7 @@ class Masker:
                     detail += f"; use another template, or leave it out with source.ignore_fields=[{keys[field]}]"
                 return RefusedError(BadReason.NOT_WRITTEN, detail)
         except Exception as error:  # a template is a user's program and can raise anything
-            return RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
+            return _failure(error)
         return None
 
     # ---- rules -------------------------------------------------------------------------------------------------

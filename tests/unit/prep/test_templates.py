@@ -262,3 +262,23 @@ def test_deepseek_opens_and_closes_the_calls_of_every_step():
 def test_llama3_1_takes_the_date_of_today_from_a_variable():
     text, _ = rendered(load_template("llama3_1"), *SHAPES["one_turn"], date_string="1 May 2026")
     assert "Today Date: 1 May 2026\n" in text
+
+
+def test_a_tokenizer_trained_for_a_template_file_has_the_special_tokens_that_it_spells(tmp_path):
+    (tmp_path / "mine.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ '<|text|>' + m.content }}<|end|>{% endfor %}"
+    )
+    train_bpe(TEXTS, tmp_path / "made", vocab_size=300, chat_template=str(tmp_path / "mine.jinja"))
+    settings = json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<|begin_of_text|>", "<|end|>")
+    assert settings["additional_special_tokens"] == ["<|text|>"]
+
+
+@pytest.mark.parametrize("name", sorted(stock_templates()))
+def test_every_stock_template_gets_a_tokenizer_that_ends_its_turns(tmp_path, name):
+    (tmp_path / "stock.jinja").write_text(stock_templates()[name], encoding="utf-8")
+    train_bpe(TEXTS, tmp_path / "made", vocab_size=300, chat_template=str(tmp_path / "stock.jinja"))
+    made = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "made")))
+    (sequence,) = made.encode([chat(("user", "Hi"), ("assistant", "Hello"))])
+    assert "Hello" in trained_text(made, sequence)
+    assert json.loads(made.mask_facts()["end_tokens"]) != []

@@ -10,7 +10,8 @@ from harness.prep.tokenize.templates.builtin import (
     TemplateTokens,
     built_in_templates,
     load_template,
+    spelled_tokens,
     template_tokens,
 )
 
-__all__ = ["TemplateTokens", "built_in_templates", "load_template", "template_tokens"]
+__all__ = ["TemplateTokens", "built_in_templates", "load_template", "spelled_tokens", "template_tokens"]

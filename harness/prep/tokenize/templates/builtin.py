@@ -6,6 +6,7 @@ words that say so, rather than be left out. The token that ends a turn is marked
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -63,6 +64,13 @@ _BUILT_IN = {
 }
 
 
+# <|user|>, <|turn>, <turn|>, <start_of_turn>, [INST], and DeepSeek's with full-width bars.
+_CONTROL = re.compile(
+    r"<\|[^<>|\s'\"{}]+\|?>|<[A-Za-z_]+\|>|<\uff5c[^<>\s'\"]+\uff5c>|<\w+_of_\w+>|</s>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]"
+)
+_KNOWN_ENDS = frozenset(end for tokens in _BUILT_IN.values() for end in tokens.ends)
+
+
 def built_in_templates() -> tuple[str, ...]:
     """Return the names of the built-in templates."""
     return tuple(_BUILT_IN)
@@ -71,6 +79,21 @@ def built_in_templates() -> tuple[str, ...]:
 def template_tokens(name: str) -> TemplateTokens | None:
     """Return the special tokens of a built-in template; None for any other name."""
     return _BUILT_IN.get(name)
+
+
+def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
+    """Return the special tokens that the text of a template spells; those of `chatml` if there are none.
+
+    Args:
+        end_of_text: last token of a text, for templates that write the tokenizer's own or no end that is known.
+    """
+    found = list(dict.fromkeys(_CONTROL.findall(template)))
+    ends = [token for token in found if token in _KNOWN_ENDS]
+    if not ends or "eos_token" in template:
+        ends.append(end_of_text)
+    begin = "<|begin_of_text|>" if "bos_token" in template else ""
+    marks = tuple(token for token in found if token not in ends and token != begin)
+    return TemplateTokens(tuple(ends), marks, begin) if found else _CHATML
 
 
 def load_template(name: str) -> str:
