@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -86,6 +88,15 @@ _EXTRAS = {
     **dict.fromkeys(("jinja2", "plotly"), "report"),
     "ray": "ray",
 }
+
+
+@contextlib.contextmanager
+def os_errors_as(kind: type[HarnessError], what: str, *, where: object, fix: str = "") -> Iterator[None]:
+    """Raise an error of the system, such as a full disk, as `kind`: `what` failed, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}", where=str(where), fix=fix) from error
 
 
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used

@@ -103,7 +103,9 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     """
     if not sequences:
         raise ScheduleError(
-            "a row cannot be built from no sequences", fix="use zero_loss_row for a row without sequences"
+            "a row cannot be built from no sequences",
+            where="the row",
+            fix="use zero_loss_row for a row without sequences",
         )
     return thd_from_arrays(
         np.concatenate([sequence.input_ids for sequence in sequences]),
@@ -132,12 +134,14 @@ def thd_from_arrays(
         at = int(np.argmin(stored))
         raise ScheduleError(
             f"sequence {at} of the row has {stored[at]} stored token(s); training needs a token and the one after it",
+            where="the row",
             fix="prepare the dataset again; sequences of one token are refused there",
         )
     if not input_ids.shape[0] == loss_mask.shape[0] == stored.sum():
         raise ScheduleError(
             f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
             f"and sequences of {int(stored.sum()):,} tokens together",
+            where="the row",
             fix="give the tokens and the mask of exactly these sequences",
         )
     # Every stored token except the last of its sequence is an input, every one except the first is a label.
@@ -212,7 +216,9 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     missing = total - len(row)
     if missing < 0:
         raise ScheduleError(
-            f"a row has {len(row):,} tokens and cannot be padded to {total:,}", fix="raise schedule.max_tokens_per_rank"
+            f"a row has {len(row):,} tokens and cannot be padded to {total:,}",
+            where="the row",
+            fix="raise schedule.max_tokens_per_rank",
         )
     if missing == 0:
         return row
@@ -250,7 +256,9 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     bounds = np.asarray(cu_seqlens_padded, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
         raise ScheduleError(
-            f"context-parallel rank {cp_rank} does not exist among {cp_size}", fix=f"cp_rank is 0 to {cp_size - 1}"
+            f"context-parallel rank {cp_rank} does not exist among {cp_size}",
+            where="the row",
+            fix=f"cp_rank is 0 to {cp_size - 1}",
         )
     if cp_size == 1:
         return np.arange(bounds[-1], dtype=np.int64)
@@ -260,6 +268,7 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
         at = int(np.argmax(ragged))
         raise ScheduleError(
             f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}",
+            where="the row",
             fix="build the row with pad_to_multiple=padding_multiple(cp_size=...)",
         )
     chunk = lengths // (2 * cp_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import pickle
+import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -75,7 +76,7 @@ def bench_loader(settings: LoaderSettings, workspace: Workspace, progress: Progr
         ConfigError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("the loader needs torch", fix="install the extra `train`")
+        raise ConfigError("the loader needs torch", where=sys.executable, fix="install the extra `train`")
     report = BenchReport("loader", asdict(settings))
     progress("the loader: writing the data")
     paths = {

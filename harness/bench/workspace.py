@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.formats import (
     INDEX_NAMES,
     IndexPart,
@@ -171,11 +171,10 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
 
 
 def _link(source: Path, destination: Path) -> None:
-    try:
+    with os_errors_as(
+        FormatError,
+        "a hard link cannot be made",
+        where=destination,
+        fix="choose a folder on another file system with --dir",
+    ):
         destination.hardlink_to(source)
-    except OSError as error:
-        raise FormatError(
-            f"a hard link cannot be made: {error.strerror}",
-            where=str(destination),
-            fix="choose a folder on another file system with --dir",
-        ) from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import typer
 from harness.bench import BENCHES
 from harness.checks import require_choice
 from harness.cli.settings import parse_settings
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.settings import explain_settings, render_settings
 
 if TYPE_CHECKING:
@@ -157,11 +157,5 @@ def _to_json(reports: Sequence[BenchReport]) -> str:
     return json.dumps({"reports": [report.to_dict() for report in reports]}, indent=2)
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the figures cannot be written: {error.strerror}", where=str(path), fix="name another file"
-        ) from error
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(ConfigError, "the figures cannot be written", where=path, fix="name another file")

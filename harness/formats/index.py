@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.formats.digest import UInt64Array, content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
 from harness.records import Int32Array, Int64Array, Pack
@@ -107,12 +107,8 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     root = folder.fetch(manifest.index).folder
     for stored in manifest.index:
         path = root / stored.path
-        try:
+        with os_errors_as(FormatError, "a file of the index that the manifest names cannot be read", where=path):
             digest = file_digest(path)
-        except OSError as error:
-            raise FormatError(
-                f"a file of the index that the manifest names cannot be read: {error.strerror}", where=str(path)
-            ) from error
         if digest != stored.xxh3:
             raise FormatError(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where=str(path))
     offsets = map_npy(root / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))

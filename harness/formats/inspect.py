@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -155,9 +156,11 @@ class TokenizerFile:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("showing text needs the `tokenizers` library", fix="pip install tokenizers") from error
+            raise ConfigError(
+                "showing text needs the `tokenizers` library", where=sys.executable, fix="pip install tokenizers"
+            ) from error
         file = folder / "tokenizer.json"
-        fix = "name a folder with a tokenizer.json with --tokenizer"
+        fix = "tokenizer.name=DIR names a folder with a tokenizer.json"
         if not file.is_file():
             raise ConfigError("there is no tokenizer", where=str(file), fix=fix)
         try:
@@ -177,7 +180,7 @@ class TokenizerFile:
                 raise ConfigError(
                     f"the tokenizer has no token {int(token):,}, so it did not make this dataset",
                     where=str(self._folder),
-                    fix="name the dataset's own tokenizer with --tokenizer",
+                    fix="tokenizer.name=DIR names the dataset's own tokenizer",
                 )
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
@@ -198,7 +201,7 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
         raise ConfigError(
             "the dataset names no tokenizer, or is not on this machine with it",
             where=reader.path,
-            fix="name one with --tokenizer",
+            fix="name one: tokenizer.name=DIR",
         )
     # Stored relative to the dataset, so that both can be moved together.
     base = Path(reader.path)

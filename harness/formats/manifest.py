@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
@@ -117,11 +117,8 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     """
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     where = folder.where(MANIFEST_NAME)
-    try:
+    with os_errors_as(FormatError, "the manifest cannot be read", where=where, fix="check permissions and mounts"):
         data = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        fix = "check permissions and mounts"
-        raise FormatError(f"the manifest cannot be read: {error.strerror}", where=where, fix=fix) from None
     if data is None:
         return None
     if len(data) > MAX_MANIFEST_BYTES:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.records import Int32Array, Int64Array
 
 BIN, IDX = ".bin", ".idx"
@@ -100,14 +100,11 @@ class MappedIndex:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                self.header = header = _parse_header(file.read(HEADER.size), where=str(path))
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            what = f"the index cannot be read: {error.strerror}"
-            raise FormatError(what, where=str(path), fix="check the path") from None
+        cannot_be_read = os_errors_as(FormatError, "the index cannot be read", where=path, fix="check the path")
+        with cannot_be_read, path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            self.header = header = _parse_header(file.read(HEADER.size), where=str(path))
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.has_modes = header.num_sequences > 0 and num_bytes == header.num_bytes + header.num_sequences
         if num_bytes != header.num_bytes and not self.has_modes:
             raise FormatError(

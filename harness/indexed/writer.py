@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
 from harness.storage import AtomicFile, Marker, sync_folder
 
@@ -193,8 +193,10 @@ class IndexedWriter:
     @contextmanager
     def _os_errors_explained(self) -> Iterator[None]:
         """Turn errors of the operating system, such as a full disk, into a FormatError with the prefix."""
-        try:
+        with os_errors_as(
+            FormatError,
+            "writing failed",
+            where=self.prefix,
+            fix="fix the cause (space, permissions, quota) and run the same command again",
+        ):
             yield
-        except OSError as error:
-            fix = "fix the cause (space, permissions, quota) and run the same command again"
-            raise FormatError(f"writing failed: {error.strerror or error}", where=str(self.prefix), fix=fix) from error

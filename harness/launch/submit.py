@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.launch.cluster import ClusterConfig, check_one_line
 from harness.launch.preflight import code_digest
 from harness.launch.script import Job
@@ -135,17 +135,16 @@ def submit_job(job: Job, text: str) -> str:
         )
     folder = Path(job.run_dir)
     is_new = not folder.exists()
-    try:
+    with os_errors_as(
+        ConfigError,
+        "the run's folder cannot be created",
+        where=folder,
+        fix="submit again, or set runs= to another folder",
+    ):
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
         Path(job.script).write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder cannot be created: {error.strerror}",
-            where=str(folder),
-            fix="submit again, or set runs= to another folder",
-        ) from None
     done = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         if is_new:

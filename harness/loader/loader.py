@@ -60,7 +60,9 @@ class Loader(BatchStream[RawBatch]):
         num_epochs: int | None = None,
     ) -> None:
         if len(reader) == 0:
-            raise LoaderError("the dataset has no packs", fix="prepare it from data that is not empty")
+            raise LoaderError(
+                "the dataset has no packs", where="the dataset", fix="prepare it from data that is not empty"
+            )
         self._dataset_packs = len(reader)
         self._num_packs = len(reader) if blend is None else blend.num_packs
         self._blend = blend

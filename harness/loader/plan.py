@@ -239,6 +239,7 @@ class BatchReader:
                 raise LoaderError(
                     f"pack {index} holds {pack.num_sequences} sequences of {len(pack):,} tokens, "
                     f"but {expected.shape[0]} of {int(expected.sum()):,} in its dataset's index",
+                    where="the dataset",
                     fix="the index belongs to other data; prepare or convert the dataset again",
                 )
         runs = np.flatnonzero((np.diff(sequences) != 1) | (np.diff(pack_of) != 0)) + 1

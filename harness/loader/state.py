@@ -49,7 +49,9 @@ class LoaderState:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise LoaderError(f"the loader state is not JSON: {error}", fix="resume from another checkpoint") from error
+            raise LoaderError(
+                f"the loader state is not JSON: {error}", where="the loader state", fix="resume from another checkpoint"
+            ) from error
         if isinstance(values, dict):
             # Checkpoints written before these fields existed still resume.
             for name in ("tokenizer", "live"):
@@ -59,12 +61,14 @@ class LoaderState:
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
             raise LoaderError(
                 f"the loader state is {text[:200]}, expected {expected}",
+                where="the loader state",
                 fix="resume from another checkpoint",
             )
         state = cls(**values)
         if state.epoch < 0 or state.packs_consumed < 0:
             raise LoaderError(
                 f"the loader state is at epoch {state.epoch}, after {state.packs_consumed} packs",
+                where="the loader state",
                 fix="resume from another checkpoint",
             )
         return state

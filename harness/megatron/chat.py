@@ -71,6 +71,7 @@ class Chat:
                 self._messages.clear()
                 raise ConfigError(
                     f"the message has {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
+                    where="the prompt",
                     fix="shorten it, or the answers with max_tokens=",
                 )
             del self._messages[:2]

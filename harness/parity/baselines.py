@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
@@ -115,13 +115,9 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
         for metrics, data in zip(baseline.steps, baseline.digests, strict=True)
     ]
     text = json.dumps(head | {"tolerances": asdict(baseline.tolerances)}, indent=1)[:-2]
-    try:
+    with os_errors_as(ConfigError, "the baseline cannot be written", where=path, fix="choose another: baselines=DIR"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (text + ',\n "steps": [\n  ' + ",\n  ".join(steps) + "\n ]\n}\n").encode())
-    except OSError as error:
-        raise ConfigError(
-            f"the baseline cannot be written: {error.strerror}", where=str(path), fix="choose another: baselines=DIR"
-        ) from error
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 import harness
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.cells import Cell
 from harness.settings import CONFIGS
 from harness.storage import Marker
@@ -282,23 +282,24 @@ class CellBatch:
             runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
         listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
-        with first.log_file(folder).open("a") as log:
-            try:
-                self._process = subprocess.Popen(
-                    [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
-                    env=_environment(),
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    # Safe here: no other thread of this process runs.
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"the interpreter of {first.name} cannot be started: {error.strerror}",
-                    where=first.python,
-                    fix="name the python of a virtual environment in `versions`",
-                ) from None
+        with (
+            first.log_file(folder).open("a") as log,
+            os_errors_as(
+                ConfigError,
+                f"the interpreter of {first.name} cannot be started",
+                where=first.python,
+                fix="name the python of a virtual environment in `versions`",
+            ),
+        ):
+            self._process = subprocess.Popen(
+                [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
+                env=_environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # Safe here: no other thread of this process runs.
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+            )
 
     @property
     def ranks(self) -> int:

@@ -128,24 +128,24 @@ def plan_packs(
         PrepError: a length is out of range; names the first.
         ConfigError: a setting is invalid.
     """
-    require_choice(algorithm, PACKERS, setting="algorithm")
-    require_at_least(pack_size, MIN_SEQUENCE_TOKENS, setting="pack_size")
-    require_at_least(seed, 0, setting="seed")
+    require_choice(algorithm, PACKERS, setting="data.algorithm")
+    require_at_least(pack_size, MIN_SEQUENCE_TOKENS, setting="data.pack_size")
+    require_at_least(seed, 0, setting="data.seed")
     array = np.asarray(lengths)
     if array.size == 0:
         array = np.empty(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         what = f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers"
-        raise PrepError(what, fix="give one number of tokens for each sequence")
+        raise PrepError(what, where="lengths", fix="give one number of tokens for each sequence")
     over, under = array > pack_size, array < MIN_SEQUENCE_TOKENS
     for bad, problem, fix in (
-        (over, f"are longer than pack_size {pack_size:,}", "drop or truncate them first, or raise pack_size"),
+        (over, f"are longer than pack_size {pack_size:,}", "raise data.pack_size, or drop or cut them first"),
         (under, f"have fewer than {MIN_SEQUENCE_TOKENS} tokens", "leave them out: they have no next token to train on"),
     ):
         if bad.any():
             counts, first = f"{np.count_nonzero(bad):,} of {len(array):,}", int(np.argmax(bad))
             what = f"{counts} sequences {problem}; sequence {first:,} has {int(array[first]):,}"
-            raise PrepError(what, fix=fix)
+            raise PrepError(what, where="data.pack_size", fix=fix)
     return PACKERS[algorithm](array, pack_size, seed)
 
 

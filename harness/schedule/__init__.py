@@ -89,7 +89,9 @@ def schedule(
         ScheduleError: no sequences, a length below 1 or above that of a row, packs that do not fit the lengths.
     """
     if name not in SCHEDULERS:
-        raise ScheduleError(f"{name!r} is not a schedule", fix=f"choose one of: {', '.join(SCHEDULERS)}")
+        raise ScheduleError(
+            f"{name!r} is not a schedule", where="schedule.name", fix=f"choose one of: {', '.join(SCHEDULERS)}"
+        )
     for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
         if number < 1:
             raise ScheduleError(f"{what} is {number}", where=what, fix="set it to 1 or more")
@@ -118,6 +120,7 @@ def _check_lengths(lengths: npt.NDArray[np.int64], max_tokens_per_row: int) -> N
             f"sequence {at} has {lengths[at]:,} model tokens after padding, "
             f"more than the {max_tokens_per_row:,} of a row (max_tokens_per_rank * cp_size); "
             f"{np.count_nonzero(lengths > max_tokens_per_row):,} of {lengths.shape[0]:,} sequences are that long",
+            where="schedule.max_tokens_per_rank",
             fix=f"raise schedule.max_tokens_per_rank or cp_size to {int(lengths.max()):,} tokens a row, "
             "or prepare the data with a smaller limit",
         )

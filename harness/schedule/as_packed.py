@@ -18,6 +18,7 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
     if batch.pack_offsets is None:
         raise ScheduleError(
             "as_packed needs to know which sequences were stored together",
+            where="schedule.name",
             fix="pass pack_offsets, or use another schedule for a source without packs",
         )
     counts = np.diff(batch.pack_offsets)
@@ -27,6 +28,7 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
         raise ScheduleError(
             f"pack {at} of the batch takes {tokens[at]:,} tokens with its sequences padded, "
             f"more than the {batch.max_tokens_per_row:,} of a row (max_tokens_per_rank * cp_size)",
+            where="schedule.max_tokens_per_rank",
             fix="raise max_tokens_per_rank, prepare smaller packs, or choose the dp_balanced schedule",
         )
     return Schedule(

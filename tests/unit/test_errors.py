@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, exit_on_error
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, exit_on_error, os_errors_as
 
 
 def test_an_error_reads_as_three_lines():
@@ -20,7 +20,24 @@ def test_an_error_reads_as_three_lines():
         "  where: shard-00003.parquet, row 12\n"
         "  fix:   write it again"
     )
-    assert str(FormatError("no place, no remedy")) == "no place, no remedy"
+    assert str(ConfigError("no place, no remedy")) == "no place, no remedy"
+
+
+def test_damaged_data_has_a_remedy_of_its_own():
+    assert (
+        FormatError("pack 3 is damaged").fix
+        == "copy the data again, or write it again; `harness verify` lists all damage"
+    )
+    assert FormatError("the mask is short", fix="write it again").fix == "write it again"
+
+
+def test_an_error_of_the_system_becomes_one_of_ours_with_its_reason(tmp_path):
+    with (
+        pytest.raises(ConfigError) as raised,
+        os_errors_as(ConfigError, "not read", where=tmp_path, fix="name another"),
+    ):
+        (tmp_path / "nowhere").read_bytes()
+    assert str(raised.value) == f"not read: No such file or directory\n  where: {tmp_path}\n  fix:   name another"
 
 
 def test_an_error_of_a_worker_process_arrives_whole():
@@ -66,11 +83,11 @@ def test_one_rank_per_node_reports_before_the_job_is_joined(monkeypatch, capsys)
 
 def test_a_fault_of_one_rank_of_a_running_job_names_the_rank(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    error = FormatError("this rank's shard is damaged")
+    error = LoaderError("this rank's worker died")
     error.rank = 3
     with pytest.raises(SystemExit), exit_on_error():
         raise error
-    assert capsys.readouterr().err == "rank 3: FormatError: this rank's shard is damaged\n"
+    assert capsys.readouterr().err == "rank 3: LoaderError: this rank's worker died\n"
 
 
 def test_a_missing_package_names_the_extra_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:

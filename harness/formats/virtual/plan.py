@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import ShardContents, ShardReader, make_pack
 from harness.formats.index import PACK_OFFSETS as INDEX_PACK_OFFSETS
 from harness.formats.index import SEQUENCE_LENGTHS, load_index, write_npy
@@ -87,14 +87,13 @@ class _Plan:
     def find_store(self, folder: Path) -> Path:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = Path(os.path.normpath(folder.resolve() / self.store))
-        try:
+        with os_errors_as(
+            FormatError,
+            "the plan's sequence store cannot be read",
+            where=store,
+            fix=f"put the store at {self.store} of the plan's folder, or plan again: harness repack STORE {folder}",
+        ):
             digest = file_digest(store / MANIFEST_NAME)
-        except OSError as error:
-            raise FormatError(
-                f"the plan's sequence store cannot be read: {error.strerror}",
-                where=str(store),
-                fix=f"put the store at {self.store} of the plan's folder, or plan again: harness repack STORE {folder}",
-            ) from None
         if digest != self.manifest_xxh3:
             raise FormatError(
                 "the sequence store is not the one that was planned over",

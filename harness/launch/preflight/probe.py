@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 import xxhash
 
 import harness
-from harness.errors import HarnessError
+from harness.errors import HarnessError, os_errors_as
 from harness.indexed import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
@@ -122,6 +123,7 @@ def read_gpus() -> Facts:
     if done.returncode != 0 or any(len(row) != 3 for row in rows):
         raise HarnessError(
             f"nvidia-smi ends with code {done.returncode}: {(done.stdout + done.stderr).strip()[:300]}",
+            where=socket.gethostname(),
             fix="drain the node: a GPU or its driver has failed",
         )
     gpus = [{"name": name, "used_mib": int(used) if used.isdecimal() else 0} for name, _, used in rows]
@@ -187,12 +189,11 @@ def read_dataset(path: str) -> Facts:
 
 def read_weights(folder: Path) -> Facts:
     """Return the number of files of a model's folder, and their bytes."""
-    try:
+    with os_errors_as(
+        HarnessError,
+        "cannot be read",
+        where=folder,
+        fix="mount it on every node (in a container: list it in cluster.mounts)",
+    ):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
-    except OSError as error:
-        raise HarnessError(
-            f"cannot be read: {error.strerror}",
-            where=str(folder),
-            fix="mount it on every node (in a container: list it in cluster.mounts)",
-        ) from None
     return {"files": len(sizes), "bytes": sum(sizes)}

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import JsonlShard, ShardReader, load_format
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.records import Pack
@@ -185,18 +185,17 @@ class LiveFolder:
             FormatError: the folder cannot be written to.
         """
         contents = self.look()
-        try:
+        with os_errors_as(
+            FormatError,
+            "trained chunks cannot be marked",
+            where=self.path,
+            fix="give the training ranks write access to this folder",
+        ):
             new = [contents.chunks[i] for i in indices if i in contents.chunks and i not in contents.completed]
             for path in new:
                 path.with_name(path.name + COMPLETED).touch()
             if new:
                 sync_folder(self.path)
-        except OSError as error:
-            raise FormatError(
-                f"trained chunks cannot be marked: {error.strerror}",
-                where=str(self.path),
-                fix="give the training ranks write access to this folder",
-            ) from error
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
         """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""

@@ -88,6 +88,7 @@ class LivePosition:
         except (ValueError, KeyError, TypeError) as error:
             raise LoaderError(
                 f"the position in live chunks cannot be read: {text[:200]}",
+                where="the checkpoint",
                 fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
             ) from error
 

@@ -148,10 +148,13 @@ def produce_chunks(
     if producer.input and not append:
         raise ConfigError(
             "another input was appended to the first one of the folder",
+            where=str(producer.path),
             fix="pass only what is new, or again the last appended input, with --append",
         )
     if producer.ended and append and not producer.input:
-        raise LoaderError("the stream has ended; no rows can be appended", fix="name a new folder")
+        raise LoaderError(
+            "the stream has ended; no rows can be appended", where=str(producer.path), fix="name a new folder"
+        )
     is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
     rest = _numbered(items, producer, done, is_new=is_new)
@@ -181,6 +184,7 @@ def _numbered(
     if "items" not in done:
         raise ConfigError(
             "the folder's newest chunk does not record its part of the input",
+            where=str(producer.path),
             fix="give only what is new, with --append",
         )
     skip = int(done["items"])
@@ -209,7 +213,9 @@ def _numbered(
             yield item, after
     if number + 1 < skip:
         raise ConfigError(
-            f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it", fix=fix
+            f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it",
+            where=str(producer.path),
+            fix=fix,
         )
 
 

@@ -90,6 +90,7 @@ class LiveProducer:
         require_at_least(max_waiting, 1, setting="max_waiting")
         require_at_least(keep, 0, setting="keep")
         self._folder = LiveFolder(path)
+        self.path = self._folder.path
         self._kind, self._suffix = kind, suffix
         self._rows_per_chunk, self._max_waiting, self._keep, self._flush_s = rows_per_chunk, max_waiting, keep, flush_s
         self._log = log

@@ -30,7 +30,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path, parse_s3_path
 from megatron.core.datasets.utils import Split
 
-from harness.errors import ConfigError, FormatError, HarnessError
+from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
 from harness.formats import PackReader, holds_manifest
 from harness.indexed import BIN, HEADER, IDX, MappedIndex, verify_indexed, with_suffix
 from harness.loader import SPLITS, CorpusConfig, CorpusSource, open_train
@@ -315,15 +315,14 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
     _check_storage(config, remote)
-    try:
+    with os_errors_as(
+        ConfigError,
+        "built indices cannot be written",
+        where=Path(config.cache),
+        fix="set data.path_to_cache to a writable folder",
+    ):
         Path(config.cache).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.cache).close()
-    except OSError as error:
-        raise ConfigError(
-            f"built indices cannot be written: {error.strerror or error}",
-            where=str(Path(config.cache)),
-            fix="set data.path_to_cache to a writable folder",
-        ) from None
     if config.fast_cache_load:
         return
     for path in named:

@@ -174,6 +174,7 @@ class SampleReader:
         except (ValueError, EOFError, IndexError) as error:
             raise LoaderError(
                 f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                where="the corpus",
                 fix="a built index is damaged, or the corpus changed while it was read: remove the folder of the "
                 "indices (data.path_to_cache) to build them again",
             ) from error
@@ -184,6 +185,7 @@ class SampleReader:
             raise LoaderError(
                 f"sample {index} has {count:,} tokens"
                 + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
+                where="the corpus",
                 fix=f"samples of {self.sequence_length:,} tokens were requested; the index belongs to other settings: "
                 "remove it from data.path_to_cache",
             )

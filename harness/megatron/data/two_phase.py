@@ -229,6 +229,7 @@ def get_batch(data_iterator: Iterator[Pack], num_microbatches: int) -> list[Sequ
     if 0 < len(packs) < num_microbatches:
         raise LoaderError(
             f"the stream ended after {len(packs)} of {num_microbatches} packs of a global batch",
+            where="the stream of packs",
             fix="end the stream after a whole global batch, or pad it with packs without trained tokens",
         )
     return [sequence for pack in packs for sequence in pack.sequences()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, os_errors_as
 from harness.parity.history import History
 from harness.parity.pages.junit import render_junit
 from harness.parity.pages.message import render_message
@@ -62,11 +62,10 @@ def render_history(history: History, folder: Path) -> None:
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:
-    try:
+    with os_errors_as(
+        ConfigError, "the report cannot be written", where=folder, fix="name another folder, such as with out=DIR"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
             write_atomically(folder / name, text.encode(errors="replace"))
-    except OSError as error:
-        what = f"the report cannot be written: {error.strerror}"
-        raise ConfigError(what, where=str(folder), fix="name another folder, such as with out=DIR") from error

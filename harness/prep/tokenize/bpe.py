@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -32,7 +33,9 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
-        raise ConfigError("training a tokenizer needs the `tokenizers` library", fix=INSTALL_FIX) from error
+        raise ConfigError(
+            "training a tokenizer needs the `tokenizers` library", where=sys.executable, fix=INSTALL_FIX
+        ) from error
     template = load_template(chat_template)
     tokens = template_tokens(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
     begin = [tokens.begin] if tokens.begin else []
@@ -40,7 +43,9 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     remaining = iter(texts)
     first = next(remaining, None)
     if first is None:
-        raise PrepError("there is no text to train a tokenizer on", fix="check source.path and the bad records")
+        raise PrepError(
+            "there is no text to train a tokenizer on", where="source.path", fix="check source.path and the bad records"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -296,7 +297,9 @@ def _load(name: str) -> Any:
             from transformers import AutoTokenizer
             from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"tokenizing needs a newer `transformers`: {error}", fix=INSTALL_FIX) from error
+        raise ConfigError(
+            f"tokenizing needs a newer `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX
+        ) from error
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not folder.is_dir():
