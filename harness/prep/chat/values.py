@@ -94,9 +94,9 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
     try:
         return json.loads(value)
     except RecursionError:
-        raise BadRecordError(reason, f"{what} is nested too deeply") from None
+        raise BadRecordError(reason, f"{what}: nested too deeply") from None
     except ValueError as error:
-        raise BadRecordError(reason, f"{what} is a str that is not JSON: {error}") from None
+        raise BadRecordError(reason, f"{what}: a str that is not JSON: {error}") from None
 
 
 def check_json(value: object, what: str, reason: BadReason) -> None:
@@ -114,24 +114,24 @@ def check_json(value: object, what: str, reason: BadReason) -> None:
 def _walk(value: object, what: str, reason: BadReason, depth: int) -> None:
     if isinstance(value, str):
         if not value.isascii() and _SURROGATE.search(value):
-            raise BadRecordError(reason, f"{what} holds half a surrogate pair")
+            raise BadRecordError(reason, f"in {what} there is half a surrogate pair")
     elif isinstance(value, (Mapping, list)):
         if depth == _MAX_DEPTH:
-            raise BadRecordError(reason, f"{what} is nested too deeply")
+            raise BadRecordError(reason, f"in {what} there are more than {_MAX_DEPTH} levels")
         for key in value if isinstance(value, Mapping) else ():
             if not isinstance(key, str):
-                raise BadRecordError(reason, f"{what} has a key of type {type(key).__name__}")
+                raise BadRecordError(reason, f"in {what} there is a key of type {type(key).__name__}")
             _walk(key, what, reason, depth)
         for item in value.values() if isinstance(value, Mapping) else value:
             _walk(item, what, reason, depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise BadRecordError(reason, f"{what} holds the number {value}, which JSON cannot hold")
+            raise BadRecordError(reason, f"in {what} there is the number {value}, which JSON cannot hold")
     elif isinstance(value, int):
         if value.bit_length() > _MAX_BITS:
-            raise BadRecordError(reason, f"{what} holds an integer of {value.bit_length():,} bits")
+            raise BadRecordError(reason, f"in {what} there is an integer of {value.bit_length():,} bits")
     elif value is not None:
-        raise BadRecordError(reason, f"{what} holds a value of type {type(value).__name__}")
+        raise BadRecordError(reason, f"in {what} there is a value of type {type(value).__name__}")
 
 
 def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:

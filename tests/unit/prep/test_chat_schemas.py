@@ -85,11 +85,11 @@ def test_a_record_may_have_no_tools(tools):
     ("tools", "words"),
     [
         ({"f": 1}, "`tools` is of type dict"),
-        ("get_weather", "`tools` is a str that is not JSON"),
-        (["f"], "tool 1 is a str that is not JSON"),
+        ("get_weather", "`tools`: a str that is not JSON"),
+        (["f"], "tool 1: a str that is not JSON"),
         ([TOOL, {"type": "web_search"}], "tool 2 is of type 'web_search'"),
         ([{"type": "function", "function": {"name": 7}}], "tool 1 has no name"),
-        ([{**FUNCTION, "strict": float("nan")}], "tool 1 holds the number nan"),
+        ([{**FUNCTION, "strict": float("nan")}], "in tool 1 there is the number nan"),
     ],
 )
 def test_tools_of_no_known_form_are_refused(tools, words):
@@ -114,6 +114,40 @@ def test_tools_of_no_known_form_are_refused(tools, words):
 def test_tool_calls_keep_their_arguments_as_they_are(calls, expected):
     messages = turns_of({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}]})
     assert messages[1] == Message("assistant", None, tool_calls=(expected,))
+
+
+def nested(depth: int) -> object:
+    value: object = {}
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            nested(70),
+            "in the arguments of call 1 of the tool_calls of turn 2 (assistant) there are more than 64 levels",
+        ),
+        ({"x": "\ud800"}, "half a surrogate pair"),
+        ('{"x": "\\ud800"}', "half a surrogate pair"),
+        ({"x": float("inf")}, "the number inf"),
+        ({"x": 10**5000}, "an integer of 16,610 bits"),
+        ({"x": {7: 1}, "y": nested(64)}, "a key of type int"),
+        ({"x": b"1"}, "a value of type bytes"),
+    ],
+)
+def test_arguments_that_json_cannot_hold_are_refused(arguments, words):
+    reason, detail = refusal(answer_with(tool_calls=[{"name": "f", "arguments": arguments}]))
+    assert reason == BadReason.BAD_TOOLS
+    assert words in detail
+
+
+def test_arguments_may_be_wide_and_in_any_script():
+    arguments = {"rows": [{"name": "Zürich", "at": [1, 2]}] * 100, "deep": nested(60)}
+    call = {"name": "f", "arguments": arguments}
+    assert turns_of(answer_with(tool_calls=[call]))[1].tool_calls == (ToolCall("f", arguments),)
 
 
 def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_turn():
@@ -349,7 +383,7 @@ def test_one_function_call_turn_may_hold_several_calls():
         (
             {"from": "function_call", "value": "f(1)"},
             BadReason.BAD_TOOLS,
-            "turn 2 (function_call) is a str that is not",
+            "turn 2 (function_call): a str that is not",
         ),
         ({"from": "gpt", "value": None}, BadReason.EMPTY_TURN, "turn 2 (assistant) has no content"),
         ({"from": "gpt", "value": "x", "content": "y"}, BadReason.UNKNOWN_FIELD, "'content beside from'"),
@@ -479,6 +513,17 @@ def test_columns_give_fields_of_records_and_turns_another_name():
     columns = {"conversations": "dialog", "conversations.from": "who", "conversations.value": "what"}
     assert turns_of(shared, columns=columns) == PLAIN
     assert turns_of({"question": "Hi", "response": "Hello"}, columns={"instruction": "question", "output": "response"})
+
+
+def test_a_record_without_the_column_of_a_field_is_refused():
+    reason, detail = refusal({"messages": [ASK, ANSWER]}, schema="messages", columns={"messages": "chat"})
+    assert reason == BadReason.NO_MESSAGES
+    assert detail.startswith("`messages` holds nothing")
+    turns = [{"speaker": "user", "content": "Hi"}, {"content": "Hello"}]
+    assert refusal({"messages": turns}, columns={"role": "speaker"}) == (
+        BadReason.UNKNOWN_ROLE,
+        "turn 2 has role None, expected one of system, developer, user, assistant, tool",
+    )
 
 
 def test_a_refusal_names_the_column_that_a_field_was_read_from():
