@@ -14,7 +14,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS
+from harness.prep.chat.turns import CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list
 from harness.prep.chat.values import BadRecordError, decoded, is_empty
 
 # Records that tell the schema of a source.
@@ -162,6 +162,7 @@ class RecordReader:
                 value = decoded(value, "", BadReason.NO_MESSAGES)
             except BadRecordError:
                 return value
+        value = as_list(value)
         if not isinstance(value, list):
             return value
         return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in value]

@@ -70,11 +70,20 @@ def _system_prompt(record: Mapping[str, Any]) -> str:
 
 def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
     """Return a field that holds turns, as a list or as its JSON text; raise BadRecordError if there are none."""
-    turns = decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES)
+    turns = as_list(decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES))
     if not isinstance(turns, list) or not turns:
         kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
         raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` holds {kind}, expected a list of turns")
     return turns
+
+
+def as_list(turns: object) -> object:
+    """Return the turns of an object of lists of equal length, as `datasets` stores a sequence; else the same value."""
+    if isinstance(turns, list) or not isinstance(turns, Mapping):
+        return turns
+    if not all(isinstance(values, list) for values in turns.values()) or len(set(map(len, turns.values()))) != 1:
+        return turns
+    return [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
 
 
 def first_turn(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -52,6 +52,16 @@ def test_a_list_of_roles_and_contents_may_have_several_names(name):
     assert turns_of({name: '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}) == PLAIN
 
 
+def test_turns_may_be_stored_as_one_list_a_field():
+    assert turns_of({"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}) == PLAIN
+    shared = {"who": ["human", "gpt"], "value": ["Hi", "Hello"], "weight": [None, 1]}
+    messages = turns_of({"conversations": shared}, columns={"from": "who"})
+    assert messages == (PLAIN[0], Message("assistant", "Hello", trained=True))
+    for uneven in ({"role": ["user"], "content": []}, {"role": "user", "content": "Hi"}, {}):
+        reason, detail = refusal({"messages": uneven})
+        assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` holds a dict, expected a list of turns")
+
+
 def test_two_lists_of_turns_are_a_question_to_the_user():
     record = {"messages": [ASK, ANSWER], "conversation": [ASK, ANSWER]}
     assert refusal(record) == (

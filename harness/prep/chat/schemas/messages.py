@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.prep.chat.records import BadReason, Conversation
 from harness.prep.chat.schemas.base import Schema
-from harness.prep.chat.turns import CHAT_FIELDS, chat, first_turn, list_of_turns
+from harness.prep.chat.turns import CHAT_FIELDS, as_list, chat, first_turn, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty
 
 # The list has one of these names.
@@ -27,7 +27,7 @@ def holds_turns(record: Mapping[str, Any], *, kind: str) -> bool:
     """Tell if a record holds turns with the field `kind`; `role` is assumed where its `messages` show nothing."""
     for name in LIST_FIELDS:
         value = record.get(name)
-        is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
+        is_list = isinstance(as_list(value), list) or (isinstance(value, str) and value.lstrip().startswith("["))
         if is_list or (name == "messages" and value is not None):
             found = "from" if first_turn(record, name).get("from") is not None else "role"
             return kind == found
