@@ -24,9 +24,11 @@ from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
+from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
+from harness.prep.samples import Sample
+from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, read_samples, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.storage import Place, Stamp, stamp_of, write_atomically
@@ -64,9 +66,11 @@ class PrepareConfig:
 def prepare(config: PrepareConfig, *, console: Console | None = None) -> PrepareReport:
     """Turn chats into packed datasets in `config.data.path`.
 
-    Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.json` (last), `source` (the
-    built-in corpus), and `bad_records.jsonl` if records were skipped. Does nothing if the folder is already prepared
-    with the same settings; an interrupted preparation continues with the shards that it had finished.
+    Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.html` (with samples),
+    `report.json` (last), `source` (the built-in corpus), and if records were skipped `bad_records.jsonl` with their
+    reasons and `bad_records_to_repair.jsonl`, the same records line by line, to repair and prepare again. Does nothing
+    if the folder is already prepared with the same settings; an interrupted preparation continues with the shards that
+    it had finished.
 
     Args:
         config: settings.
@@ -92,9 +96,13 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
         report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(settings), settings=settings)
         try:
             folder.begin()
-            _Preparation(config, folder.path, source, report, stages, folder.first_day(date.today())).run()
+            preparation = _Preparation(config, folder.path, source, report, stages, folder.first_day(date.today()))
+            preparation.run()
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
+            page = render_page(report, preparation.samples)
+            # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
+            write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
             folder.finish(report.to_dict())
         finally:
             folder.abandon()
@@ -143,6 +151,7 @@ class _Preparation:
     stages: Stages
     today: date
     reader: RecordReader = field(default_factory=RecordReader)
+    samples: list[Sample] = field(default_factory=list)
 
     def run(self) -> None:
         if self.config.source.kind == "pydoc":
@@ -249,6 +258,11 @@ class _Preparation:
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
+            self.samples = choose_samples(
+                (shard.path, sample)
+                for folder, shard in zip(folders, shards, strict=True)
+                for sample in read_samples(folder)
+            )
             spool = Spool(
                 (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
             )

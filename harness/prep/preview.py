@@ -27,7 +27,6 @@ from harness.storage import stamp_of
 # Records on which a tokenizer is trained for a preview.
 _TRAINING_RECORDS = 2000
 _WIDTH = 80
-_WHOLE = 1 << 40
 
 
 def show_preview(config: PrepareConfig, *, console: Console | None = None) -> None:
@@ -129,7 +128,7 @@ def _show(
     if fitted.is_cut or fitted.is_split or fitted.is_partial:
         done = "cut" if fitted.is_cut else "divided" if fitted.is_split else "in part too long"
         console.print(Text(f"longer than a pack, {done}: {fitted.num_lost:,} trained tokens are lost", style="yellow"))
-    sample = make_sample(record, fitted.pieces, tokenizer, max_characters=_WHOLE)
+    sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
     for number, sequence in enumerate(sample.sequences, start=1):
         share = sequence.num_trained / sequence.num_tokens
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"

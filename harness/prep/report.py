@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _BAR = 50
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
-    "truncated": "conversations were cut",
-    "split": "conversations are longer than a pack and were divided",
-    "partial": "conversations lost some of their sequences, which are too long",
-    "lost_tokens": "trained tokens were cut off or left out with them",
-    "user_last": "conversations end with a user turn, which nothing answers",
+    "truncated": ("cut", "conversations were cut"),
+    "split": ("split", "conversations are longer than a pack and were divided"),
+    "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
+    "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out with them"),
+    "user_last": ("end with a user turn", "conversations end with a user turn, which nothing answers"),
 }
 
 
@@ -183,17 +183,22 @@ class PrepareReport(Counts):
         }
 
     def findings(self) -> list[tuple[str, str, int, list[str]]]:
-        """Return what became of the records: a kind, its explanation, its count and its first places."""
-        found = [(f"bad {reason}", "bad records", number) for reason, number in sorted(self.bad.items())]
-        found += [(f"dropped {reason}", "left out", number) for reason, number in sorted(self.dropped.items())]
-        found += [(kind, text, getattr(self, kind)) for kind, text in _KINDS.items() if getattr(self, kind)]
-        return [(kind, text, number, self.examples.get(kind, [])) for kind, text, number in found]
+        """Return what became of the records: a title, an explanation, the count and the first places."""
+        found = [
+            (f"bad {reason}", f"bad: {reason}", "bad records", count) for reason, count in sorted(self.bad.items())
+        ]
+        found += [
+            (f"dropped {reason}", f"dropped: {reason}", "conversations were left out", count)
+            for reason, count in sorted(self.dropped.items())
+        ]
+        found += [(kind, *words, getattr(self, kind)) for kind, words in _KINDS.items() if getattr(self, kind)]
+        return [(title, text, count, self.examples.get(kind, [])) for kind, title, text, count in found]
 
     def facts(self) -> dict[str, str]:
         """Return what the preparation found out: schema, mask and unused fields, as text by name."""
         mask = self.mask
         facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
-        facts |= {name: mask.get(name, "") for name in ("history", "train_on")}
+        facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
         facts["unused fields"] = ", ".join(self.unused)
         return {name: text for name, text in facts.items() if text}
 
@@ -210,10 +215,8 @@ def render_report(report: PrepareReport) -> RenderableType:
     below.add_column()
     below.add_column(overflow="fold")
     below.add_row("records read", f"{report.records:,}")
-    for kind, _, number, places in report.findings():
-        name, _, reason = kind.partition(" ")
-        title = f"{name}: {reason}" if reason else name.replace("_", " ")
-        below.add_row(title, f"{number:,}" + (f", first {places[0]}" if places else ""))
+    for title, _, count, places in report.findings():
+        below.add_row(title, Text(f"{count:,}" + (f", first {places[0]}" if places else "")))
     for name, text in report.facts().items():
         below.add_row(name, Text(text))
     below.add_row("vocabulary size", f"{report.vocab_size:,}")
@@ -236,9 +239,9 @@ def to_markdown(report: PrepareReport) -> str:
         "",
     ]
     lines += [f"- {name}: {_plain(text)}" for name, text in report.facts().items()]
-    for kind, text, number, places in report.findings():
+    for title, text, count, places in report.findings():
         first = f"; first {_plain('; '.join(places))}" if places else ""
-        lines.append(f"- {kind.replace('_', ' ')}: {number:,} {text}{first}")
+        lines.append(f"- {title}: {count:,} {text}{first}")
     for name, split in report.splits.items():
         lines += ["", f"## {name}", "", "```", "sequences by tokens, at most", *_bars(split.length_counts)]
         lines += ["", "packs by fill, at most", *_bars({f"{key}%": count for key, count in split.fill_counts.items()})]

@@ -13,8 +13,8 @@ from harness.formats import CONTEXT_STYLE, TRAINED_STYLE, Decoder, printable, te
 from harness.prep.chat import Conversation
 from harness.records import SequenceView
 
-# Characters of one sequence that a report keeps.
-_MAX_CHARACTERS = 6000
+# Sequences of a conversation that a report keeps, and characters of each.
+_MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
 # Around trained text where there are no colors.
 _OPEN, _CLOSE = "[[", "]]"
 
@@ -42,18 +42,19 @@ class Sample:
     Attributes:
         where: its file and line, or file and row.
         num_messages: of the conversation; 0 for plain text.
-        sequences: made from it.
+        num_sequences: made from it.
+        sequences: the first of them.
     """
 
     where: str
     num_messages: int
+    num_sequences: int
     sequences: list[SequenceSample]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
         """Return the sample that `dataclasses.asdict` made plain."""
-        sequences = [SequenceSample(**sequence) for sequence in values["sequences"]]
-        return cls(values["where"], values["num_messages"], sequences)
+        return cls(**{**values, "sequences": [SequenceSample(**sequence) for sequence in values["sequences"]]})
 
 
 def make_sample(
@@ -61,15 +62,12 @@ def make_sample(
     pieces: Sequence[SequenceView],
     tokenizer: Decoder,
     *,
-    max_characters: int = _MAX_CHARACTERS,
+    is_whole: bool = False,
 ) -> Sample:
-    """Decode the sequences of a conversation.
-
-    Args:
-        max_characters: of a sequence; the rest of a longer one is left out.
-    """
+    """Decode the sequences of a conversation, all of them as a whole or the beginnings of the first."""
     sequences = []
-    for piece in pieces:
+    max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
+    for piece in pieces[:max_sequences]:
         runs, left = [], max_characters
         for text, trained in text_runs(piece, tokenizer):
             if left > 0:
@@ -77,7 +75,7 @@ def make_sample(
             left -= len(text)
         num_trained = int(np.count_nonzero(piece.loss_mask))
         sequences.append(SequenceSample(len(piece), num_trained, runs, left >= 0))
-    return Sample(conversation.where, len(conversation.messages), sequences)
+    return Sample(conversation.where, len(conversation.messages), len(pieces), sequences)
 
 
 def render_runs(sequence: SequenceSample, *, has_color: bool) -> Text:

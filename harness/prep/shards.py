@@ -31,7 +31,7 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
-from harness.prep.samples import make_sample
+from harness.prep.samples import Sample, make_sample
 from harness.prep.sources import Chunk, Shard, read_shard
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.records import Int32Array, Int64Array, Pack
@@ -288,6 +288,12 @@ class _ShardWriter:
             self.samples += 1
             line = json.dumps(asdict(make_sample(conversation, fitted.pieces, tokenizer)))
             self.files[SAMPLES].write(line.encode() + b"\n")
+
+
+def read_samples(folder: Path) -> Iterator[Sample]:
+    """Yield the samples of a finished shard."""
+    with (folder / SAMPLES).open("rb") as lines:
+        yield from (Sample.from_dict(json.loads(line)) for line in lines)
 
 
 def _filled(chunk: Chunk) -> Iterator[object]:

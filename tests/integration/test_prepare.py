@@ -105,6 +105,7 @@ def test_the_report_counts_the_stored_data(prepared):
     assert "dropped: over_long" in output
     assert f"{report.splits['train'].tokens:,}" in output
     assert sorted(entry.name for entry in path.iterdir()) == [
+        "report.html",
         "report.json",
         "report.md",
         "tokenizer",
@@ -199,7 +200,95 @@ def test_bad_records_can_be_skipped_counted_and_listed(tmp_path):
     assert report.records == 34
     assert "bad: control_token" in output
     listed = [json.loads(line) for line in (tmp_path / "d" / "bad_records.jsonl").read_text().splitlines()]
-    assert {one["where"] for one in listed} == {f"{source}, line {n}" for n in (31, 32, 33, 34)}
+    assert [one["where"] for one in listed] == [f"{source}, line {n}" for n in (31, 32, 33, 34)]
+    assert [one["record"] for one in listed] == ["broken", [], forged, {}]
+    assert (tmp_path / "d" / "bad_records_to_repair.jsonl").read_text().splitlines() == lines[30:]
+    assert "line 31" in output
+
+
+def test_refused_records_are_repaired_and_prepared_by_themselves(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    bad = {"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    write_jsonl(source, [*map(record, range(30)), bad, bad])
+    run(settings(tmp_path / "d", str(source), on_bad="skip"))
+    repaired = tmp_path / "d" / "bad_records_to_repair.jsonl"
+    repaired.write_text(repaired.read_text().replace("human", "user"))
+    named = {"name": str(tmp_path / "d" / "tokenizer")}
+    report, _ = run(settings(tmp_path / "e", str(repaired), tokenizer=named, validation_fraction=0.0))
+    assert (report.records, report.bad) == (2, {})
+    # Rows of a table can be repaired as lines.
+    pq.write_table(pa.Table.from_pylist([record(1), bad]), tmp_path / "chats.parquet")
+    run(settings(tmp_path / "f", str(tmp_path / "chats.parquet"), on_bad="skip", validation_fraction=0.0))
+    (line,) = (tmp_path / "f" / "bad_records_to_repair.jsonl").read_text().splitlines()
+    assert json.loads(line) == bad
+
+
+def test_plain_chats_keep_their_bytes(tmp_path, chats):
+    """The fingerprints are those of the first version with this tokenizer."""
+    report, _ = run(settings(tmp_path / "d", chats))
+    assert {name: split.fingerprint for name, split in report.splits.items()} == {
+        "train": "f4db2e7e41243ad8c907c7df55af947b",
+        "validation": "a96cc1ae77f2ff90a20f1cef0bd682fd",
+    }
+    report, _ = run(settings(tmp_path / "e", chats, over_long="truncate", drop_duplicates=True))
+    assert {name: split.fingerprint for name, split in report.splits.items()} == {
+        "train": "d22ef215e1b596555fc626a930c59aa8",
+        "validation": "9a4348f7d2b872f49bf34b8937230bfa",
+    }
+
+
+def talk(number: int) -> dict[str, object]:
+    """A chat of three exchanges with a system prompt, about 120 tokens."""
+    turns = [{"role": "system", "content": "packs"}]
+    for exchange in range(3):
+        turns.append({"role": "user", "content": f"{number} {exchange} tokens that a model"})
+        turns.append({"role": "assistant", "content": f"reads and learns {number} {exchange} " * 2})
+    return {"messages": turns}
+
+
+def test_all_sequences_of_a_conversation_are_in_one_split_and_duplicates_are_conversations(tmp_path):
+    source = write_jsonl(tmp_path / "chats.jsonl", [talk(number % 80) for number in range(100)])
+    data = {"over_long": "split", "validation_fraction": 0.3, "pack_size": 64}
+    report, output = run(settings(tmp_path / "d", source, drop_duplicates=True, **data))
+    assert report.dropped == {"duplicate": 20}
+    assert sum(split.conversations for split in report.splits.values()) == 80
+    sequences_made = sum(split.sequences for split in report.splits.values())
+    assert (report.split, report.truncated, report.lost_tokens) == (100, 0, 0)
+    assert sequences_made == 240
+    assert "(3.00 each)" in output
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "d" / "tokenizer")))
+    numbers = {}
+    for name, split in report.splits.items():
+        reader = open_dataset(tmp_path / "d" / name)
+        assert len(reader.sequence_lengths) == split.sequences
+        texts = [tokenizer.decode(one.input_ids.tolist()) for pack in reader for one in pack.sequences()]
+        assert all(text.startswith("<|im_start|>system\npacks<|im_end|>") for text in texts)
+        numbers[name] = {text.partition("user\n")[2].split()[0] for text in texts}
+        assert len(numbers[name]) == split.conversations
+    assert not numbers["train"] & numbers["validation"]
+    # Without duplicates left out, the same conversations are in the same split.
+    again, _ = run(settings(tmp_path / "e", source, packed_storage="virtual", **data))
+    assert sum(split.conversations for split in again.splits.values()) == 100
+
+
+def test_the_report_names_schema_mask_unused_fields_and_first_places(tmp_path):
+    rows = [{**record(number), "id": number} for number in range(40)]
+    rows[7]["messages"] = [*rows[7]["messages"], {"role": "user", "content": "and?"}]
+    rows[11]["messages"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tokens " * 300}]
+    source = write_jsonl(tmp_path / "chats.jsonl", rows)
+    report, output = run(settings(tmp_path / "d", source, over_long="cut"))
+    assert (report.schema, report.unused, report.user_last) == ("messages", ["id"], 1)
+    assert report.examples["user_last"] == [f"{source}, line 8"]
+    assert f"{source}, line 12" in report.examples["truncated"]
+    assert report.lost_tokens > 100
+    values = json.loads((tmp_path / "d" / "report.json").read_text())
+    assert values["examples"] == report.examples
+    assert values["mask"] == report.mask
+    assert values["sources"][source]["records"] == 40
+    for text in (output, (tmp_path / "d" / "report.md").read_text()):
+        for words in ("end with a user turn", "messages", "unused fields", report.mask["rule"], "line 8"):
+            assert words in text
+    assert "line 8" in (tmp_path / "d" / "report.html").read_text()
 
 
 def test_a_failed_run_can_be_repeated(tmp_path):

@@ -1,0 +1,50 @@
+"""The HTML page of a preparation: counts, lengths, sources, and samples with their masks, without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from harness.formats import printable
+from harness.prep.report import PrepareReport
+from harness.prep.samples import Sample
+
+# Rows of the table of source files.
+_MAX_SOURCES = 200
+# Samples of the page, and of one file.
+_MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
+
+
+def choose_samples(samples: Iterable[tuple[str, Sample]]) -> list[Sample]:
+    """Return the first samples of each file, given with their files, as many as a page shows."""
+    chosen: list[Sample] = []
+    counts: dict[str, int] = {}
+    for file, sample in samples:
+        if counts.get(file, 0) < _MAX_SAMPLES_A_FILE:
+            counts[file] = counts.get(file, 0) + 1
+            chosen.append(sample)
+        if len(chosen) == _MAX_SAMPLES:
+            break
+    return chosen
+
+
+def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
+    """Return the page; every text of the data is escaped."""
+    # Chat templates need it too.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = Path(__file__).parent
+    # No autoescaping by file name: all of it is HTML.
+    environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
+    environment.filters["number"] = "{:,}".format
+    # Not text of the template, which would be marked as safe.
+    environment.finalize = lambda value: printable(value) if type(value) is str else value
+    return environment.get_template("report.html.j2").render(
+        name=Path(report.path).name,
+        report=report,
+        facts=report.facts() | {"vocabulary size": f"{report.vocab_size:,}"},
+        findings=report.findings(),
+        sources=list(islice(report.sources.items(), _MAX_SOURCES)),
+        samples=samples,
+    )
