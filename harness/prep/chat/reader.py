@@ -14,7 +14,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list
 from harness.prep.chat.values import BadRecordError, decoded, is_empty
 
 # Records that tell the schema of a source.
@@ -24,7 +24,8 @@ _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
 # Schemas that a field of a record may belong to; those of nearly all of them show nothing.
 _SCHEMAS_OF = {
-    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields) for name in _FIELDS - CHAT_FIELDS
+    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
+    for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
 }
 _LISTS_OF_TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen")
 
@@ -137,7 +138,7 @@ class RecordReader:
 
     @cached_property
     def _record_columns(self) -> dict[str, str]:
-        return {name: column for name, column in self.columns.items() if not _turn_field(name)}
+        return {name: column for name, column in self.columns.items() if name in _FIELDS}
 
     @cached_property
     def _turn_columns(self) -> dict[str, str]:

@@ -25,6 +25,8 @@ from harness.prep.chat.values import (
 
 # Fields of a record that every schema of turns reads beside the turns.
 CHAT_FIELDS = frozenset(("system", "system_prompt", "tools", "chat_template_kwargs"))
+# Beside an answer that is a text; `reasoning` is not among them, because records say `on` or `off` in it.
+ANSWER_FIELDS = ("reasoning_content", "thinking")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 WEIGHT_FIELDS = ("weight", "train", "trainable")
 TURN_FIELDS = frozenset(
@@ -101,6 +103,12 @@ def turns_or_text(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
     if isinstance(value, list) or value is None:
         return list_of_turns(record, name)
     return [{"role": role, "content": text_field(record, name)}]
+
+
+def answer_turn(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the assistant's turn of a text field, with the record's reasoning."""
+    reasoning = {field: record[field] for field in ANSWER_FIELDS if not is_empty(record.get(field))}
+    return {"role": "assistant", "content": text_field(record, name), **reasoning}
 
 
 def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:

@@ -468,6 +468,19 @@ def test_only_the_completion_of_a_prompt_is_trained():
     assert refusal({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"})[0] == BadReason.BAD_WEIGHT
 
 
+@pytest.mark.parametrize("record", [{"prompt": "Hi", "completion": "Hello"}, {"instruction": "Hi", "output": "Hello"}])
+def test_an_answer_may_have_its_reasoning_beside_it(record):
+    for name in ("reasoning_content", "thinking"):
+        assert turns_of({**record, name: "I greet.", "reasoning": "on"})[1].reasoning == "I greet."
+    mapped = turns_of({**record, "cot": "I greet."}, columns={"reasoning_content": "cot"})
+    assert mapped[1].reasoning == "I greet."
+    assert RecordReader().unused_keys({**record, "thinking": "I greet.", "reasoning": "on"}) == {"reasoning"}
+
+
+def test_reasoning_beside_a_completion_of_turns_is_refused():
+    assert refusal({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."})[0] == BadReason.BAD_TURN
+
+
 def test_a_completion_that_its_label_calls_bad_is_left_out():
     record = {"prompt": "Hi", "completion": "Go away", "label": False}
     assert refusal(record)[0] == BadReason.UNWANTED

@@ -7,8 +7,8 @@ from typing import Any
 
 from harness.prep.chat.records import BadReason, Conversation
 from harness.prep.chat.schemas.base import Schema
-from harness.prep.chat.turns import CHAT_FIELDS, chat
-from harness.prep.chat.values import BadRecordError, decoded, is_empty, optional_text, text_field
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat
+from harness.prep.chat.values import BadRecordError, decoded, is_empty, optional_text
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
@@ -17,8 +17,7 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if not asked:
         raise BadRecordError(BadReason.EMPTY_TURN, "`instruction` is empty")
     turns = _history(record.get("history"))
-    turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": text_field(record, "output")}]
-    return chat(record, turns, where)
+    return chat(record, [*turns, {"role": "user", "content": asked}, answer_turn(record, "output")], where)
 
 
 def _history(value: object) -> list[dict[str, str]]:
@@ -35,7 +34,7 @@ def _history(value: object) -> list[dict[str, str]]:
 
 
 ALPACA = Schema(
-    fields=frozenset(("instruction", "input", "output", "history")) | CHAT_FIELDS,
+    fields=frozenset(("instruction", "input", "output", "history", *ANSWER_FIELDS)) | CHAT_FIELDS,
     fits=lambda record: record.get("instruction") is not None and record.get("output") is not None,
     parse=_parse,
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 from harness.prep.chat.records import BadReason, Conversation
 from harness.prep.chat.schemas.base import Schema
-from harness.prep.chat.turns import CHAT_FIELDS, chat, train_only_answer, turns_or_text
-from harness.prep.chat.values import BadRecordError
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, train_only_answer, turns_or_text
+from harness.prep.chat.values import BadRecordError, is_empty
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
@@ -20,11 +20,17 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
             BadReason.UNWANTED, "`label` is false: the completion is one that the model should not write"
         )
     prompt, completion = turns_or_text(record, "prompt", "user"), turns_or_text(record, "completion", "assistant")
+    if isinstance(record["completion"], str):
+        completion = [answer_turn(record, "completion")]
+    elif held := [name for name in ANSWER_FIELDS if not is_empty(record.get(name))]:
+        raise BadRecordError(
+            BadReason.BAD_TURN, f"`{held[0]}` stands beside a completion of turns, which have their own"
+        )
     return train_only_answer(chat(record, prompt + completion, where), len(completion))
 
 
 PROMPT_COMPLETION = Schema(
-    fields=frozenset(("prompt", "completion", "label")) | CHAT_FIELDS,
+    fields=frozenset(("prompt", "completion", "label", *ANSWER_FIELDS)) | CHAT_FIELDS,
     fits=lambda record: record.get("prompt") is not None and record.get("completion") is not None,
     parse=_parse,
 )
