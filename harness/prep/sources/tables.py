@@ -19,6 +19,8 @@ ROW = "row"
 _CHUNK_ROWS = 1024
 # Decoded at once; rows with long texts come in smaller batches.
 _CHUNK_BYTES = 32 << 20
+# Read at once of a column; otherwise that is all of it in a row group.
+_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ def open_parquet(place: Place) -> Iterator[Any]:
     """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException."""
     source = open_source(place)
     try:
-        with pq.ParquetFile(source.for_arrow(), page_checksum_verification=True) as parquet:
+        with pq.ParquetFile(
+            source.for_arrow(), page_checksum_verification=True, buffer_size=_BUFFER_BYTES, pre_buffer=False
+        ) as parquet:
             yield parquet
     finally:
         source.close()
@@ -108,7 +112,7 @@ def read_parquet(
         cost = sum(
             num for path, num in costs.items() if path in leaves or any(_is_in(path, name) for name in values)
         ) / max(num_rows, 1)
-        rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(cost, 1))))
+        rows = _num_rows(cost)
         columns = [*values, *leaves]
         for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
             records = _rows(batch, values, presence)
@@ -122,11 +126,18 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
         values, presence = _present(schema.names, reader)
         first, before = 0, 0
         for batch in batches:
-            for start in range(0, batch.num_rows, _CHUNK_ROWS):
-                records = _rows(batch.slice(start, _CHUNK_ROWS), values, presence)
+            cost = batch.select(values).nbytes / max(batch.num_rows, 1)
+            num_rows = _num_rows(cost)
+            for start in range(0, batch.num_rows, num_rows):
+                records = _rows(batch.slice(start, num_rows), values, presence)
                 at = min(size, source.tell())
                 yield first, records, at - before
                 first, before = first + len(records), at
+
+
+def _num_rows(row_bytes: float) -> int:
+    """Return how many rows of a size to decode at once."""
+    return max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(row_bytes, 1))))
 
 
 def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], list[str]]:

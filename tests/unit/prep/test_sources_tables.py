@@ -200,3 +200,23 @@ def test_rows_of_bad_records_have_their_place(tmp_path):
     assert isinstance(one, Conversation)
     assert isinstance(two, BadRecord)
     assert (two.where, three.where) == (f"{file}, row 1", f"{file}, row 2")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_of_one_large_group_is_read_in_little_memory(tmp_path, suffix):
+    texts = [[{"role": "user", "content": f"{number} " * 4000}, TURNS[1]] for number in range(2000)]
+    file = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"messages": texts}), file, compression=None, use_dictionary=False)
+    else:
+        write(file, pa.table({"messages": texts}))
+    size = file.stat().st_size
+    del texts
+    before, most, count = pa.total_allocated_bytes(), 0, 0
+    for chunk in read_chunks([file]):
+        most = max(most, pa.total_allocated_bytes() - before)
+        count += len(chunk.records)
+        assert sum(len(str(row)) for row in chunk.records) < 48 << 20
+    assert count == 2000
+    assert size > 30 << 20
+    assert most < size / 2
