@@ -15,6 +15,8 @@ from harness.errors import ConfigError
 from harness.settings import explain_settings, nearest_name
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w./@-]*)(=?)(.*)", re.DOTALL)
+# Not a list, a sweep or a reference.
+_FILE_NAME = re.compile(r"[\w.+/-]+")
 _FILE = re.compile(r"In '([^']+)'")
 _NO_FILE = re.compile(r"Could not (?:find|load) '([^']+)'")
 _KEY = re.compile(r"full_key: (\S+)")
@@ -88,12 +90,7 @@ class KnownSettings:
         if key.startswith(("hydra.", "hydra/")):
             return value
         if group in self.groups:
-            if (
-                match[3]
-                and not {",", "("} & set(value)
-                and value[:1] not in ("", "[", "{", "'", '"', "$")
-                and value != "null"
-            ):
+            if value != "null" and _FILE_NAME.fullmatch(value):
                 self.check_file(f"{group}/{value}", where=text)
             return value
         is_map = any(kind.startswith("map of ") and key.startswith(f"{name}.") for name, kind in self.types.items())

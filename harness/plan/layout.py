@@ -22,7 +22,8 @@ class ParallelConfig:
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
-        ranks: number of ranks that memory and batch were planned for, any other is refused; null for any.
+        ranks: number of ranks that memory and batch are planned for: `harness train` starts them on this machine, and
+            any other number is refused; null for any.
     """
 
     tensor_parallel_size: int = 1
