@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
+import json
 import os
 import pickle
 import queue
 import tempfile
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron.core
 import torch
+import xxhash
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from harness.errors import ConfigError
+from harness.storage import StoredFile
 
 MEGATRON_VERSION: str = megatron.core.__version__
 
@@ -77,6 +85,67 @@ def keep_checkpoint_results_in_a_file() -> None:
     """
     if hasattr(filesystem_async, "_results_queue") and filesystem_async._results_queue is None:
         filesystem_async._results_queue = _ResultFile()
+
+
+class WrittenHashes:
+    """Hashes of checkpoint files, taken from the bytes on their way to the disk.
+
+    Megatron's writers open their files by the name `open` in their module. They run in a forked process, and only there
+    is the name given another meaning; the hashes come back through a pipe. Storage that Megatron reaches without
+    `open`, through the package multistorageclient, is not covered.
+    """
+
+    def __init__(self) -> None:
+        # Some hundred bytes a file, one or two files a rank: a pipe holds hundreds of them.
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+
+    def of_files_written_by(self, request: Any) -> Any:
+        """Return the request of a checkpoint, whose writers take hashes; for a rank that writes nothing, the same."""
+        if request.async_fn is None:
+            return request
+        return request._replace(async_fn=partial(_hash_and_write, request.async_fn, self._writing))
+
+    def take(self) -> list[StoredFile]:
+        """Return the files written since the last call."""
+        data = b""
+        with suppress(BlockingIOError):
+            while block := os.read(self._reading, 1 << 16):
+                data += block
+        return [StoredFile(*json.loads(line)) for line in data.splitlines()]
+
+    def __del__(self) -> None:
+        for descriptor in (self._reading, self._writing):
+            os.close(descriptor)
+
+
+def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> Any:
+    # In a process forked for this call: the name in the training process is not touched.
+    def open_hashed(path: str, mode: str) -> io.BufferedWriter:
+        return io.BufferedWriter(_HashedFile(path, mode, pipe))
+
+    with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
+        return write(*arguments, **options)
+
+
+class _HashedFile(io.FileIO):
+    """A file written front to back, whose size and hash go into a pipe when it is closed."""
+
+    def __init__(self, path: str, mode: str, pipe: int) -> None:
+        super().__init__(path, mode)
+        self._pipe, self._num_bytes, self._hash = pipe, 0, xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        written = super().write(data) or 0
+        self._hash.update(memoryview(data).cast("B")[:written])
+        self._num_bytes += written
+        return written
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            facts = [Path(str(self.name)).name, self._num_bytes, self._hash.hexdigest()]
+            os.write(self._pipe, (json.dumps(facts) + "\n").encode())
 
 
 class _ResultFile:

@@ -4,6 +4,7 @@
     open_source(place)                 one file, read by ranges; open_stream(place), front to back
     AtomicFile(path)                   a file that exists under its name only once it is complete
     Marker(path)                       the lock of a writer, which outlives it if it is killed
+    write_checksums(folder, files)     sizes and hashes of a checkpoint or an export, and a hash of themselves
 
 Read `folders` first: the interface that readers and writers of datasets use.
 """
@@ -11,6 +12,15 @@ Read `folders` first: the interface that readers and writers of datasets use.
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
+from harness.storage.checksums import (
+    CHECKSUMS_FILE,
+    digest_files,
+    list_hash_problems,
+    list_size_problems,
+    read_checksums,
+    share_of,
+    write_checksums,
+)
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
     AtomicFile,
@@ -28,6 +38,7 @@ from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
 
 __all__ = [
+    "CHECKSUMS_FILE",
     "TEMPORARY_SUFFIX",
     "AtomicFile",
     "BucketFolder",
@@ -41,13 +52,16 @@ __all__ = [
     "Place",
     "Stamp",
     "StoredFile",
+    "digest_files",
     "digest_of",
     "file_digest",
     "glob_pattern",
     "is_glob",
     "is_uri",
     "join_path",
+    "list_hash_problems",
     "list_objects",
+    "list_size_problems",
     "map_npy",
     "natural_key",
     "npy_header",
@@ -55,9 +69,12 @@ __all__ = [
     "open_source",
     "open_stream",
     "parse_place",
+    "read_checksums",
     "read_npy_header",
     "redact",
+    "share_of",
     "stamp_of",
     "sync_folder",
     "write_atomically",
+    "write_checksums",
 ]

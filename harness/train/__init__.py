@@ -1,13 +1,25 @@
 """The trainer without a framework: the loop, and the files of a run's folder.
 
-Read `loop.py` first. `folder.py` chooses and locks the run's folder, `metrics.py` and `digests.py` record each step,
-`trackers.py` feeds services from the metrics, `attempts.py` records how a run ended and decides about a restart, and
-`progress.py` shows the run in a terminal. Nothing here imports torch or Megatron-Core.
+Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
+checkpoints, `metrics.py` and `digests.py` record each step, `trackers.py` feeds services from the metrics,
+`attempts.py` records how a run ended and decides about a restart, and `progress.py` shows the run in a terminal.
+Nothing here imports torch or Megatron-Core.
 """
 
 from __future__ import annotations
 
-from harness.train.attempts import EXIT_STOPPED, Stop, decide, note_lost, write_stop
+from harness.train.attempts import EXIT_STOPPED, Stop, decide, note_lost, record_resume, write_stop
+from harness.train.checkpoints import (
+    CHECKPOINT_FIX,
+    CHECKPOINTS,
+    RUN_FILE,
+    Progress,
+    list_checkpoints,
+    read_checkpoint,
+    read_progress,
+    whole_checkpoints,
+    write_run_file,
+)
 from harness.train.digests import (
     FIELDS,
     DigestWriter,
@@ -21,13 +33,10 @@ from harness.train.digests import (
     to_json,
 )
 from harness.train.folder import (
-    CHECKPOINTS,
-    RUN_FILE,
     choose_run_folder,
     leave_early_stop,
     leave_refusal,
     open_run_folder,
-    whole_checkpoints,
 )
 from harness.train.loop import OWN_VALIDATION, Evaluation, StepRecord, StepResult, is_due, train
 from harness.train.metrics import (
@@ -46,6 +55,7 @@ from harness.train.trackers import check_trackers
 
 __all__ = [
     "CHECKPOINTS",
+    "CHECKPOINT_FIX",
     "EXIT_STOPPED",
     "FIELDS",
     "METRICS_FILE",
@@ -54,6 +64,7 @@ __all__ = [
     "DigestWriter",
     "Evaluation",
     "MetricsWriter",
+    "Progress",
     "RowDigests",
     "RunProgress",
     "StepDigests",
@@ -70,18 +81,23 @@ __all__ = [
     "kept_sequence",
     "leave_early_stop",
     "leave_refusal",
+    "list_checkpoints",
     "merge_ranks",
     "note_lost",
     "open_run_folder",
     "plot_loss",
     "rank_rows",
+    "read_checkpoint",
     "read_digests",
     "read_metrics",
+    "read_progress",
+    "record_resume",
     "step_metrics",
     "to_json",
     "train",
     "whole_checkpoints",
     "whole_lines",
     "write_report",
+    "write_run_file",
     "write_stop",
 ]

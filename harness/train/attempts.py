@@ -22,6 +22,7 @@ from harness.train.metrics import METRICS_FILE, whole_lines
 
 STOPPED_FILE = "_stopped.json"
 ATTEMPTS_FILE = "attempts.jsonl"
+RESUMES_FILE = "resumes.jsonl"
 # Exit code of a process that was asked to stop and saved its state: "try again later" in sysexits.h.
 EXIT_STOPPED = 75
 # Exit code of a process that refuses its input: another attempt would refuse it too.
@@ -80,6 +81,18 @@ def write_stop(folder: Path, stop: Stop) -> bool:
         with suppress(OSError):
             temporary.unlink()
     return True
+
+
+def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]) -> None:
+    """Append to `resumes.jsonl` from where a run resumes, and the damage of newer checkpoints."""
+    line = {
+        "time": time.time(),
+        "after_step": step,
+        "checkpoint": checkpoint.name,
+        "passed_over": [{"what": error.what, "where": error.where} for error in passed_over],
+    }
+    with (folder / RESUMES_FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def forget_stop(folder: Path) -> None:

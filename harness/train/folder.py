@@ -11,19 +11,12 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError
 from harness.storage import Marker
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
+from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 
 RESUME = ("false", "true", "auto")
-CHECKPOINTS = "checkpoints"
-# Written last into a checkpoint, which is whole with it.
-RUN_FILE = "run.json"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints below `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / RUN_FILE).is_file())
 
 
 def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
-from harness.megatron.state import find_newest, read_progress
+from harness.megatron.state import find_damage, find_newest
 from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
 from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
-from harness.train import CHECKPOINTS, RUN_FILE
+from harness.train import CHECKPOINTS, RUN_FILE, read_progress
 
 SHARD_BYTES = 5 * 10**9
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -153,7 +154,14 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     if not config.is_file():
         fix = "name the folder of a run (runs/sft-001), or one of its checkpoints"
         raise ConfigError("not a run: there is no config.yaml", where=str(config), fix=fix)
-    path = source if is_checkpoint else find_newest(run / CHECKPOINTS)[0]
+    path: Path | None = source
+    if is_checkpoint:
+        if (damage := find_damage(source)) is not None:
+            raise damage
+    else:
+        path, passed_over = find_newest(run / CHECKPOINTS)
+        for error in passed_over:
+            print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:
         raise CheckpointError(
             "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"

@@ -26,11 +26,10 @@ from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.run.sampling import Answering
 from harness.megatron.run.training import Task, run_training
-from harness.megatron.state import Progress
 from harness.megatron.weights import Pretrained, find_pretrained
 from harness.plan import SftConfig, sequence_cost
 from harness.prep import ChatTokenizer, TokenizerConfig
-from harness.train import OWN_VALIDATION, check_trackers
+from harness.train import OWN_VALIDATION, Progress, check_trackers
 
 
 def fine_tune(config: SftConfig) -> int:

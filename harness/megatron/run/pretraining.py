@@ -15,11 +15,10 @@ from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, 
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.run.training import Task, run_training
-from harness.megatron.state import Progress
 from harness.megatron.weights import find_pretrained
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
-from harness.train import OWN_VALIDATION, check_trackers
+from harness.train import OWN_VALIDATION, Progress, check_trackers
 
 
 def pretrain(config: PretrainConfig) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
@@ -25,7 +25,7 @@ from harness.megatron.job import StopSignals, Watchdog, join, runtime
 from harness.megatron.model import build_model, check_same_adapters
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
-from harness.megatron.state import CheckpointWriter, Progress, find_newest, load_checkpoint, read_progress
+from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig
@@ -35,13 +35,17 @@ from harness.train import (
     EXIT_STOPPED,
     METRICS_FILE,
     OWN_VALIDATION,
+    Progress,
     Stop,
     choose_run_folder,
     leave_early_stop,
     leave_refusal,
     note_lost,
     open_run_folder,
+    read_checkpoint,
     read_metrics,
+    read_progress,
+    record_resume,
     train,
     whole_checkpoints,
     write_stop,
@@ -79,6 +83,7 @@ class _OpenRun:
     Attributes:
         folder: of the run; no other run writes there.
         newest: the checkpoint that it resumes from, None for a new run.
+        passed_over: the damage of newer ones.
         first_step: the next step.
         training, validation: of `Task.feeds`.
         step: has the weights that `first_step` begins with.
@@ -89,6 +94,7 @@ class _OpenRun:
     layout: RankLayout
     folder: Path
     newest: Path | None
+    passed_over: list[CheckpointError]
     first_step: int
     training: Feed | LiveFeed
     validation: dict[str, Feed]
@@ -132,6 +138,10 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             log = stack.enter_context(records.progress).log
             if run.newest is not None:
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
+                if ranks.rank == 0:
+                    if not read_checkpoint(run.newest)[1]:
+                        log("this checkpoint was written before there were checksums; only file sizes were checked")
+                    record_resume(run.folder, run.first_step - 1, run.newest, run.passed_over)
             reason = _train(config, run, records, signals, watchdog)
         records.close("finished" if reason is None else "stopped")
         if reason is not None:
@@ -154,8 +164,11 @@ def _open_run(
     """Do everything before the first step; push onto `stack` what has to be closed."""
     trainer = config.trainer
     watchdog.at(0, "looking for a checkpoint")
-    folder, newest = runtime.on_rank_0(lambda: _choose_folder(config))
-    progress = read_progress(newest) if newest is not None else None
+    folder = runtime.on_rank_0(lambda: _choose_folder(config))
+    newest, passed_over = find_newest(folder / CHECKPOINTS) if config.resume != "false" else (None, [])
+    for error in passed_over if ranks.rank == 0 else ():
+        print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+    progress = runtime.on_rank_0(lambda: _check_resumed(config, folder, newest)) if newest is not None else None
     first_step = progress.step + 1 if progress else 1
     watchdog.at(first_step, "opening the data")
     task = together(lambda: open_task(ranks), device=ranks.device)
@@ -186,7 +199,7 @@ def _open_run(
     runtime.on_rank_0(lambda: stack.enter_context(opened))
     watchdog.training_begins(folder, limit_s=trainer.timeout_s)
     validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
-    return _OpenRun(task, layout, folder, newest, first_step, training, validation, step, validated)
+    return _OpenRun(task, layout, folder, newest, passed_over, first_step, training, validation, step, validated)
 
 
 def _train(
@@ -245,29 +258,28 @@ def _slurm_folder(config: RunConfig) -> Path | None:
     return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
 
 
-def _choose_folder(config: RunConfig) -> tuple[Path, Path | None]:
-    """Return the run's folder and the checkpoint to resume from, if there is one."""
+def _choose_folder(config: RunConfig) -> Path:
+    """Return the run's folder."""
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     if job is not None and config.run_dir is not None and restarts.isdecimal():
         note_lost(folder, job=job, restarts=int(restarts))
-    if config.resume == "false":
-        return folder, None
-    newest, passed_over = find_newest(folder / CHECKPOINTS)
-    for error in passed_over:
-        print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
-    if newest is not None:
-        with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # no readable settings, no reason
-            before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
-            check_same_adapters(config.model, before, str(folder))
-        done = read_progress(newest).step
-        if done > config.trainer.steps:
-            raise ConfigError(
-                f"{done} steps are done, and trainer.steps is {config.trainer.steps}",
-                where=str(newest),
-                fix=f"trainer.steps={done} or more, or start a new run",
-            )
-    return folder, newest
+    return folder
+
+
+def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
+    """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
+    progress = read_progress(newest)
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # no readable settings, no reason
+        before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+        check_same_adapters(config.model, before, str(folder))
+    if progress.step > config.trainer.steps:
+        raise ConfigError(
+            f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}",
+            where=str(newest),
+            fix=f"trainer.steps={progress.step} or more, or start a new run",
+        )
+    return progress
 
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:

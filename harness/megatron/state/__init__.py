@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from harness.megatron.state.checkpoint import CheckpointWriter, Progress, find_newest, load_checkpoint, read_progress
+from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, find_newest, load_checkpoint
 
-__all__ = ["CheckpointWriter", "Progress", "find_newest", "load_checkpoint", "read_progress"]
+__all__ = ["CheckpointWriter", "find_damage", "find_newest", "load_checkpoint"]

@@ -2,6 +2,7 @@
 
 A checkpoint has the model, the optimizer, the learning-rate schedule, and in `run.json` the step and the loader's
 state. There is no random state: nothing draws from a generator after the weights are made (dropout is not supported).
+`checksums.json` has the hash of every file, taken while it was written, and is checked before anything is loaded.
 
 Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs, and writes in a forked process of each
 rank; on a CPU the fork itself is the copy. A checkpoint is written beside its final name and renamed once every rank
@@ -10,36 +11,35 @@ has written its part, so a folder `step-...` is whole, and older ones are remove
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, LoaderError
-from harness.loader import LoaderState
+from harness.errors import CheckpointError, HarnessError, LoaderError
 from harness.megatron import compat
-from harness.megatron.job import is_about_ranks, on_rank_0
+from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.step import MegatronStep
-from harness.train import RUN_FILE, whole_checkpoints
+from harness.storage import StoredFile, list_hash_problems, share_of
+from harness.train import (
+    CHECKPOINT_FIX,
+    Progress,
+    list_checkpoints,
+    read_checkpoint,
+    whole_checkpoints,
+    write_run_file,
+)
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Position of a run: optimizer steps done, and the state from which the loader continues."""
-
-    step: int
-    loader: LoaderState
+T = TypeVar("T")
 
 
 def _models(step: MegatronStep) -> dict[str, Any]:
@@ -72,46 +72,65 @@ def _run_state(
     return state, tensors
 
 
-def read_progress(path: Path) -> Progress:
-    """Return the progress in a checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or has another size than was written.
-    """
-
-    fix = "remove this folder; an older checkpoint beside it is used then"
-    try:
-        document = json.loads((path / RUN_FILE).read_text())
-        progress = Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
-        sizes = {str(name): int(size) for name, size in document.get("files", {}).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the checkpoint's {RUN_FILE} cannot be read: {error}"
-        raise CheckpointError(what, where=str(path), fix=fix) from error
-    for name, size in sizes.items():
-        now = (path / name).stat().st_size if (path / name).is_file() else None
-        if now != size:
-            problem = "is missing" if now is None else f"has {now:,} bytes"
-            what = f"the checkpoint's file {name} {problem}, {size:,} were written"
-            raise CheckpointError(what, where=str(path), fix=fix)
-    return progress
-
-
 def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the newest whole checkpoint below `folder`, and the errors of newer ones.
+    """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
+
+    In a job every rank takes part, reads a share of the files, and gets the same answer. Checkpoints from before there
+    were hashes are checked by size.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
+        LoaderError: a rank cannot read a file, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
-    for path in reversed(whole_checkpoints(folder)):
-        try:
-            read_progress(path)
+    for path in _on_rank_0(lambda: list_checkpoints(folder)[::-1]):
+        error = find_damage(path)
+        if error is None:
             return path, passed_over
-        except CheckpointError as error:
-            passed_over.append(error)
+        passed_over.append(error)
     if passed_over:
+        passed_over[0].is_shared = True
         raise passed_over[0]
     return None, []
+
+
+def find_damage(path: Path) -> CheckpointError | None:
+    """Return the first damage of a checkpoint, None if it is whole; as for `find_newest`, every rank takes part."""
+    try:
+        files = _on_rank_0(lambda: read_checkpoint(path)[1])
+    except CheckpointError as error:
+        return error
+    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_in_job() else (0, 1)
+    found: list[HarnessError] = []
+    try:
+        for problem in list_hash_problems(path, share_of(files, rank, size)):
+            what = f"the checkpoint's {problem.what.removeprefix('the ')}"
+            found.append(CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX))
+    except OSError as error:
+        found.append(_unreadable(path, error))
+    everywhere = gather_on_rank_0(found) if size > 1 else [found]
+
+    def agree() -> CheckpointError | None:
+        errors = [error for errors in everywhere for error in errors]
+        for error in errors:
+            if not isinstance(error, CheckpointError):
+                raise error
+        return next((error for error in errors if isinstance(error, CheckpointError)), None)
+
+    return _on_rank_0(agree)
+
+
+def _is_in_job() -> bool:
+    return torch.distributed.is_initialized()
+
+
+def _on_rank_0(function: Callable[[], T]) -> T:
+    return on_rank_0(function) if _is_in_job() else function()
+
+
+def _unreadable(path: Path, error: OSError) -> LoaderError:
+    what = f"the checkpoint cannot be read: {error}"
+    return LoaderError(what, where=str(path), fix="look at the file system of that node")
 
 
 def load_checkpoint(path: Path, step: MegatronStep) -> None:
@@ -132,9 +151,7 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
         causes = [error, *(cause for cause, _ in getattr(error, "failures", {}).values())]
         unread = next((cause for cause in causes if isinstance(cause, OSError)), None)
         if unread is not None:
-            raise LoaderError(
-                f"the checkpoint cannot be read: {unread}", where=str(path), fix="look at the file system of that node"
-            ) from error
+            raise _unreadable(path, unread) from error
         raise CheckpointError(
             f"the checkpoint does not fit this run: {type(error).__name__}: {error}".splitlines()[0],
             where=str(path),
@@ -170,6 +187,7 @@ class CheckpointWriter:
         self._folder, self._step = folder, step
         self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
         compat.keep_checkpoint_results_in_a_file()
+        self._hashes = compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
         self._writing: Progress | None = None
         self._unfinished = folder
@@ -183,6 +201,7 @@ class CheckpointWriter:
         self.finish()
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._writing = progress
+        self._hashes.take()  # of one that failed
         try:
             request = dist_checkpointing.save(
                 _run_state(self._step, is_loading=False)[0],
@@ -191,7 +210,7 @@ class CheckpointWriter:
                 async_sharded_save=True,
                 **compat.async_checkpoint_arguments(dist_checkpointing.save),
             )
-            self._calls.schedule_async_request(request)
+            self._calls.schedule_async_request(self._hashes.of_files_written_by(request))
         except CheckpointException as error:
             self._fail_together(error)
         except (OSError, RuntimeError) as error:
@@ -211,7 +230,9 @@ class CheckpointWriter:
             self._fail_together(error)
         if finished:
             progress, self._writing = self._writing, None
-            on_rank_0(lambda: self._put_in_place(progress))
+            own = self._hashes.take()
+            hashed = [file for files in gather_on_rank_0(own) for file in files]
+            on_rank_0(lambda: self._put_in_place(progress, hashed))
 
     def _make_folder(self, progress: Progress) -> Path:
         # The name is unique to this process: the writer of a killed run may still be writing to its own.
@@ -222,29 +243,28 @@ class CheckpointWriter:
         path.mkdir(parents=True)
         return path
 
-    def _put_in_place(self, progress: Progress) -> None:
+    def _put_in_place(self, progress: Progress, hashed: list[StoredFile]) -> None:
         files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
-        document = {
-            "step": progress.step,
-            "loader": progress.loader.to_json(),
+        for path in files:
+            _sync(path)
+        known = {file.path for file in hashed}
+        facts = {
             "megatron_core": compat.MEGATRON_VERSION,
             "torch": torch.__version__,
             "world_size": torch.distributed.get_world_size(),
-            "files": {str(path.relative_to(self._unfinished)): path.stat().st_size for path in files},
         }
-        for path in files:
-            _sync(path)
-        with (self._unfinished / RUN_FILE).open("w") as file:
-            json.dump(document, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
+        others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
+        write_run_file(self._unfinished, progress, facts, hashed, others)
+        read_checkpoint(self._unfinished)
         _sync(self._unfinished)
         final = self._folder / f"step-{progress.step:08d}"
         if final.exists():  # of an earlier attempt at the same step, resumed from before it
             _remove(final)
         self._unfinished.rename(final)
         _sync(self._folder)
-        for old in whole_checkpoints(self._folder)[: -self._keep]:
+        # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
+        for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
             _remove(old)
         self._on_whole(progress)
 

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.errors import CheckpointError, LoaderError
 from harness.loader import LoaderState
 from harness.megatron.state import checkpoint as checkpoints
-from harness.megatron.state.checkpoint import Progress, find_newest, read_progress
+from harness.megatron.state import find_newest
+from harness.train import Progress, read_progress
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
 
@@ -31,9 +32,16 @@ def test_the_newest_whole_checkpoint_is_chosen_and_unfinished_ones_do_not_count(
     checkpoint(tmp_path, 5)
     newest = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 15).rename(tmp_path / "step-00000015.unfinished-host-17")
-    (tmp_path / "step-00000020").mkdir()
     assert find_newest(tmp_path) == (newest, [])
     assert read_progress(newest) == Progress(10, STATE)
+
+
+def test_a_checkpoint_that_lost_its_run_file_is_named(tmp_path: Path) -> None:
+    older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
+    (newest / "run.json").unlink()
+    chosen, passed_over = find_newest(tmp_path)
+    assert (chosen, [error.where for error in passed_over]) == (older, [str(newest)])
+    assert "run.json cannot be read" in passed_over[0].what
 
 
 @pytest.mark.parametrize(

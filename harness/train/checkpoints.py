@@ -1,0 +1,106 @@
+"""The checkpoints of a run: which are whole, how far each got, and the files that it must have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import CheckpointError, FormatError, LoaderError
+from harness.loader import LoaderState
+from harness.storage import (
+    CHECKSUMS_FILE,
+    StoredFile,
+    digest_files,
+    list_hash_problems,
+    list_size_problems,
+    read_checksums,
+    write_checksums,
+)
+
+CHECKPOINTS = "checkpoints"
+# Written into a checkpoint after the weights; without it there is no checkpoint.
+RUN_FILE = "run.json"
+CHECKPOINT_FIX = "remove this folder; an older checkpoint beside it is used then"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Position of a run: optimizer steps done, and the state from which the loader continues."""
+
+    step: int
+    loader: LoaderState
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints below `folder` that have been finished, oldest first; their files are not looked at."""
+    return [path for path in list_checkpoints(folder) if (path / RUN_FILE).is_file()]
+
+
+def write_run_file(
+    folder: Path, progress: Progress, facts: Mapping[str, Any], hashed: Sequence[StoredFile], others: Sequence[str]
+) -> None:
+    """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder.
+
+    Args:
+        facts: more values for `run.json`.
+        hashed: files whose hashes were taken while they were written.
+        others: files that are hashed now, from the memory in which the system still keeps them.
+    """
+    late = digest_files(folder, others)
+    document = {
+        "step": progress.step,
+        "loader": progress.loader.to_json(),
+        **facts,
+        # A folder that lost this file must not pass for one from before there were checksums.
+        "checksums": CHECKSUMS_FILE,
+        "hashed_while_written_bytes": sum(file.num_bytes for file in hashed),
+        "hashed_after_bytes": sum(file.num_bytes for file in late),
+    }
+    with (folder / RUN_FILE).open("w") as file:
+        json.dump(document, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    write_checksums(folder, [*hashed, *late, *digest_files(folder, [RUN_FILE])])
+
+
+def read_progress(path: Path) -> Progress:
+    """Return the progress in a checkpoint; see `read_checkpoint`."""
+    return read_checkpoint(path)[0]
+
+
+def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
+    """Return the progress in a checkpoint, and its files with their hashes, none for one from before there were hashes.
+
+    Checks the sizes of all files and the hash of `run.json`; `list_hash_problems` checks the other hashes.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or has another size than was written.
+    """
+    try:
+        document = json.loads((path / RUN_FILE).read_text())
+        progress = Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
+        # Checkpoints from before there were hashes have sizes, or nothing.
+        sizes = [StoredFile(str(name), int(size), "") for name, size in document.get("files", {}).items()]
+        files = read_checksums(path)
+        if files is None and "checksums" in document:
+            raise FormatError(f"{CHECKSUMS_FILE} is missing")
+        own = [file for file in files or [] if file.path == RUN_FILE]
+        if files is not None and not own:
+            raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}")
+        for problem in [*list_size_problems(path, sizes if files is None else files), *list_hash_problems(path, own)]:
+            raise FormatError(problem.what.removeprefix("the "))
+    except FormatError as error:
+        raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, LoaderError) as error:
+        what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
+        raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
+    return progress, files or []

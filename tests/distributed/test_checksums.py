@@ -1,0 +1,126 @@
+"""Damage of a checkpoint is named before anything of it is loaded, and the checkpoint before it is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import recipes.sft
+from harness.errors import CheckpointError
+from harness.megatron.state import find_damage, find_newest
+from harness.plan import SftConfig
+from harness.storage import CHECKSUMS_FILE, file_digest, read_checksums
+from harness.train import CHECKPOINTS, RUN_FILE, read_progress
+
+from .conftest import command, overrides_of, read_metrics, run_command, run_here
+
+SETTINGS = ("trainer.checkpoint_interval=2", "trainer.eval_interval=0")
+FILES = (".metadata", "__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json", RUN_FILE, CHECKSUMS_FILE)
+
+
+@pytest.fixture(scope="module")
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("checksums") / "run"
+    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=4"))
+    return folder
+
+
+@pytest.fixture
+def checkpoints(run: Path, tmp_path: Path) -> Path:
+    """Its checkpoints, for a test to damage."""
+    return shutil.copytree(run / CHECKPOINTS, tmp_path / CHECKPOINTS)
+
+
+def flip_a_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 8
+    path.write_bytes(data)
+
+
+def test_every_file_of_a_checkpoint_has_the_hash_of_its_bytes(run: Path) -> None:
+    newest = run / CHECKPOINTS / "step-00000004"
+    files = read_checksums(newest)
+    assert files is not None
+    assert {file.path: file.xxh3 for file in files} == {
+        path.name: file_digest(path) for path in newest.iterdir() if path.name != CHECKSUMS_FILE
+    }
+
+
+def test_weights_are_hashed_while_they_are_written_and_only_small_files_after(run: Path) -> None:
+    newest = run / CHECKPOINTS / "step-00000004"
+    document = json.loads((newest / RUN_FILE).read_text())
+    sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
+    assert document["hashed_while_written_bytes"] == sizes["__0_0.distcp"] + sizes["__0_1.distcp"]
+    assert document["hashed_after_bytes"] == sizes[".metadata"] + sizes["common.pt"] + sizes["metadata.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("position", [0, 77, -1])
+def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_taken(
+    checkpoints: Path, name: str, position: int
+) -> None:
+    flip_a_bit(checkpoints / "step-00000004" / name, position)
+    newest, passed_over = find_newest(checkpoints)
+    assert newest == checkpoints / "step-00000002"
+    assert [(name in error.what, error.where) for error in passed_over] == [(True, str(checkpoints / "step-00000004"))]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_missing_or_shortened_file_is_named(checkpoints: Path, name: str, damage: Callable[[Path], object]) -> None:
+    damage(checkpoints / "step-00000004" / name)
+    error = find_damage(checkpoints / "step-00000004")
+    assert error is not None
+    assert name in error.what
+
+
+def test_without_a_whole_checkpoint_the_newest_damage_is_the_error(checkpoints: Path) -> None:
+    for step in (2, 4):
+        flip_a_bit(checkpoints / f"step-{step:08d}" / "__0_0.distcp", 1000)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint's file __0_0\.distcp has the hash \w{16}, \w{16} was"
+    ) as error:
+        find_newest(checkpoints)
+    assert error.value.where == str(checkpoints / "step-00000004")
+
+
+def test_a_checkpoint_from_before_there_were_hashes_is_whole(checkpoints: Path) -> None:
+    newest = checkpoints / "step-00000004"
+    document = json.loads((newest / RUN_FILE).read_text())
+    del document["checksums"]
+    (newest / RUN_FILE).write_text(json.dumps(document))
+    (newest / CHECKSUMS_FILE).unlink()
+    assert find_newest(checkpoints) == (newest, [])
+    assert read_progress(newest).step == 4
+
+
+@pytest.mark.nightly
+def test_two_ranks_agree_on_the_checkpoint_before_and_record_why(dataset: Path, run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    flip_a_bit(folder / CHECKPOINTS / "step-00000004" / "__0_1.distcp", 1000)
+    resume = [*SETTINGS, "trainer.steps=6", "resume=true"]
+    code, output = run_command(command(dataset, folder, *resume, ranks=2))
+    assert code == 0, output
+    assert output.count("passed over: the checkpoint's file __0_1.distcp has the hash") == 1
+    assert "resuming after step 2" in output
+    (resumed,) = (json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines())
+    assert (resumed["after_step"], resumed["checkpoint"]) == (2, "step-00000002")
+    assert "__0_1.distcp" in resumed["passed_over"][0]["what"]
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    # The damaged one was written again when the run came to its step.
+    assert find_damage(folder / CHECKPOINTS / "step-00000004") is None
+
+
+def test_a_damaged_newer_checkpoint_does_not_replace_the_one_just_written(
+    dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    flip_a_bit(folder / CHECKPOINTS / "step-00000004" / "__0_1.distcp", 1000)
+    resume = ["trainer.steps=3", "trainer.keep_checkpoints=1", "trainer.eval_interval=0", "resume=true"]
+    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *resume))
+    assert find_newest(folder / CHECKPOINTS)[0] == folder / CHECKPOINTS / "step-00000003"
