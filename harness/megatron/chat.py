@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from harness.megatron.export import export_checkpoint
 from harness.prep import end_tokens
 
 # Of whole models, and of LoRA adapters, which transformers loads with their base model.
-_MODEL_FILES = ("config.json", "adapter_config.json")
+ADAPTER_FILE = "adapter_config.json"
+_MODEL_FILES = ("config.json", ADAPTER_FILE)
 
 
 class Chat:
@@ -41,6 +43,12 @@ class Chat:
                 where=str(folder),
                 fix="`harness export` the run, add the tokenizer of its data to that folder, and name the folder",
             ) from None
+        if (folder / ADAPTER_FILE).is_file() and find_spec("peft") is None:
+            raise ConfigError(
+                "the package peft, which loads adapters, is not installed",
+                where=str(folder),
+                fix="pip install peft, or `harness export` the run without --adapter",
+            )
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         self._ends = self._find_ends(folder)
         self._room = int(self._model.config.max_position_embeddings) - max_tokens

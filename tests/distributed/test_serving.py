@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from harness.errors import ConfigError
 from harness.formats import load_manifest
 from harness.megatron.chat import Chat, exported
 from harness.megatron.export import Exported, export_checkpoint
@@ -123,6 +124,8 @@ def test_the_folder_has_every_end_token_another_padding_and_the_template_that_wa
     ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     generation, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("generation_config", "config"))
     assert generation["eos_token_id"] == config["eos_token_id"] == sorted(ids)
+    # Without another limit, an answer may be as long as the model's positions allow.
+    assert generation["max_length"] == config["max_position_embeddings"] == 256
     assert config["dtype"] == config["torch_dtype"] == "float32"
     # The tokenizer pads with its end token, and has no other.
     assert generation["pad_token_id"] == config["pad_token_id"] == ids[0]
@@ -225,7 +228,9 @@ def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is
     assert json.loads((tmp_path / "again" / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_adapters_serve_through_peft_merged_or_not(folder: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_serve_through_peft_merged_or_not(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -261,3 +266,6 @@ def test_adapters_serve_through_peft_merged_or_not(folder: Path, data: Path, tmp
     assert {question: generate(exported_whole, whole, question) for question in ANSWERS} == expected
     for question, answer in ANSWERS.items():
         assert Chat(adapter).answer(question) == Chat(whole).answer(question) == answer
+    monkeypatch.setattr("harness.megatron.chat.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package peft, which loads adapters, is not installed"):
+        Chat(adapter)

@@ -96,6 +96,8 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
             f"tokenizer hash{of}": origin.tokenizer_hash or "not recorded",
             f"chat template hash{of}": origin.chat_template_hash or "not recorded",
         }
+    if data.eod is not None:
+        facts["end of a document"] = f"token {data.eod}"
     if tokens is not None:
         is_recorded = all("end_tokens" in mask for mask in data.masks)
         source = "recorded by the data" if is_recorded else "of the tokenizer and its chat template"

@@ -122,11 +122,11 @@ def export_checkpoint(
                 of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
                 instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
                 data.missing.append(f"end tokens of the data: {instead}")
-            generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": model.max_sequence_length}
+            config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+            generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
             generation.pop("_from_model_config", None)
             _write_json(writing / GENERATION_FILE, generation)
             if not adapters_only:
-                config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
                 _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
             card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
             (writing / CARD_FILE).write_text(card)

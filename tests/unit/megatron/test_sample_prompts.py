@@ -51,7 +51,14 @@ def found(*paths: Path) -> tuple[str, set[str]]:
 
 @pytest.mark.parametrize(
     ("mask", "template"),
-    [("generation", MARKED), ("assistant_turns", PLAIN), ("assistant_turns", MARKED), ("all", PLAIN), ("auto", MARKED)],
+    [
+        ("generation", MARKED),
+        ("assistant_turns", PLAIN),
+        ("assistant_turns", MARKED),
+        ("all", PLAIN),
+        ("auto", MARKED),
+        ("auto", PLAIN),
+    ],
 )
 def test_the_prompt_is_that_of_the_template_under_every_rule(tmp_path: Path, mask: str, template: str) -> None:
     path = prepared(tmp_path, mask=mask, template=template)
