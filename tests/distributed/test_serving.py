@@ -175,7 +175,7 @@ def test_chats_with_the_run_and_with_the_export_answer_as_the_samples_of_the_run
         assert Chat(folder).answer(question) == answer
 
 
-def export_of(run: Path, tmp_path: Path, **settings: str) -> tuple[Exported, str]:
+def export_of(run: Path, tmp_path: Path, **settings: Any) -> tuple[Exported, str]:
     """Export a copy of a run with other settings of its data; return the summary and the card."""
     shutil.copytree(run, tmp_path / "run")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
@@ -226,6 +226,34 @@ def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is
     again, _ = export_of(run, tmp_path / "again", path=str(tmp_path / "data"), tokenizer=str(tmp_path / "model"))
     assert (again.has_tokenizer, again.missing) == (True, ())
     assert json.loads((tmp_path / "again" / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_that_dataset(
+    run: Path, data: Path, tmp_path: Path
+) -> None:
+    live = {"path": str(tmp_path / "live"), "tokenizer": {"name": str(data / "tokenizer")}}
+    done, card = export_of(run, tmp_path, live=live)
+    assert (done.end_tokens, done.missing) == (("<|endoftext|>", "<|im_end|>"), ())
+    assert f"| dataset | {tmp_path / 'live'} |" in card
+    assert "| mask | assistant_turns (" in card
+    # Chunks of packs name no tokenizer.
+    live["tokenizer"]["name"] = ""
+    done, _ = export_of(run, tmp_path / "packs", live=live)
+    assert not done.has_tokenizer
+    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'} holds packs, which name none"
+
+
+def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, tmp_path: Path) -> None:
+    corpus = {"sequence_length": 64, "per_split_data_args_path": None, "blend_per_split": {}, "eod": 7}
+    done, card = export_of(run, tmp_path / "a", **corpus, path=str(tmp_path / "corpus"))
+    assert not done.has_tokenizer
+    generation = json.loads((tmp_path / "a" / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [7]
+    assert "| end of a document | token 7 |" in card
+    # A packed dataset among the sources names a tokenizer.
+    sources = [{"path": str(tmp_path / "corpus")}, {"path": str(data / "train")}]
+    done, _ = export_of(run, tmp_path / "b", **corpus, blend=sources)
+    assert (done.has_tokenizer, len(done.end_tokens)) == (True, 3)
 
 
 def test_adapters_serve_through_peft_merged_or_not(

@@ -96,6 +96,8 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
             f"tokenizer hash{of}": origin.tokenizer_hash or "not recorded",
             f"chat template hash{of}": origin.chat_template_hash or "not recorded",
         }
+    if data.live_mask:
+        facts["mask"] = _mask(data.live_mask)
     if data.eod is not None:
         facts["end of a document"] = f"token {data.eod}"
     if tokens is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from harness.errors import ConfigError, HarnessError
 from harness.formats import Manifest, PackReader, find_tokenizer_folder, holds_manifest
 from harness.loader import JoinedReader, LoaderState, corpus_paths, open_train
-from harness.prep import ChatTokenizer, TokenizerConfig, end_tokens, tokenizer_hash
+from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, end_tokens, tokenizer_hash
 from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.
@@ -38,6 +38,7 @@ class TrainedData:
         manifests: of the datasets that were read, by path.
         tokenizer: folder or hub id; empty if there is none that is known to be the right one.
         template: a file or name that replaces the tokenizer's own template.
+        live_mask: how the conversations of live chunks were masked; empty for other data.
         eod: id of the token that ends a document of a pretraining corpus.
         missing: sentences about what was not found.
     """
@@ -46,13 +47,14 @@ class TrainedData:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     tokenizer: str = ""
     template: str = ""
+    live_mask: Mapping[str, str] = field(default_factory=dict)
     eod: int | None = None
     missing: list[str] = field(default_factory=list)
 
     @property
     def masks(self) -> list[Mapping[str, str]]:
-        """Facts about the masks of the datasets; one without facts if none was read."""
-        return [manifest.provenance.mask for manifest in self.manifests.values()] or [{}]
+        """Facts about the masks of the data; one without facts if none was read."""
+        return [manifest.provenance.mask for manifest in self.manifests.values()] or [self.live_mask]
 
 
 def find_data(settings: Mapping[str, Any], state: LoaderState) -> TrainedData:
@@ -70,6 +72,11 @@ def find_data(settings: Mapping[str, Any], state: LoaderState) -> TrainedData:
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
         if not found.tokenizer:
             found.missing.append(f"tokenizer and chat template: {live['path']} holds packs, which name none")
+            return found
+        # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
+        with suppress(HarnessError, TypeError):
+            config, _ = as_prepared(TokenizerConfig(**tokenizer), found.tokenizer)
+            found.live_mask = ChatTokenizer(config, found.tokenizer).mask_facts()
         return found
     is_corpus = "sequence_length" in data
     names = corpus_paths(data) if is_corpus else [source["path"] for source in data.get("blend") or [data]]
@@ -187,6 +194,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
     if not (tokenizer.chat_template or found.missing):
         found.missing.append(f"chat template: the tokenizer {found.tokenizer} has none")
     ends = {token for mask in found.masks for token in end_tokens(tokenizer, mask)}
+    ends |= set() if found.eod is None else {found.eod}
     return _special_tokens(tokenizer, ends, vocab_size)
 
 
