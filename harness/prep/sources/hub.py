@@ -144,7 +144,8 @@ def fetch(
     )
     if not data:
         what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
-        raise PrepError(what, where=str(place), fix="convert it to Parquet or JSONL, and name the folder")
+        fix = f"try hf://datasets/{place.name}@refs/convert/parquet, which is the hub's own Parquet of it"
+        raise PrepError(what, where=str(place), fix=fix)
     chosen, facts = _choose(place, data, _card_configs(info), split, subset)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:

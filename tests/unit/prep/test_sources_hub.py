@@ -150,7 +150,7 @@ def test_splits_subsets_and_files_are_chosen_by_setting_or_path(server, path, se
         ("org/splits", {"subset": "x"}, "defines no subsets", "source.subset"),
         ("hf://datasets/org/splits/data/*.jsonl", {}, r"no file of the dataset matches data/\*.jsonl", "address"),
         ("org/twice", {}, r"several kinds \(.jsonl .parquet\)", "hf://datasets/org/twice/**/*.jsonl"),
-        ("org/scripts", {}, "no files that end in", "Parquet"),
+        ("org/scripts", {}, "no files that end in", "@refs/convert/parquet"),
         ("org/missing", {}, "there is no such local path, and the hub has no dataset org/missing", "HF_TOKEN"),
         ("hf://datasets/org/missing", {}, "the hub has no dataset org/missing", "HF_TOKEN"),
         ("org/plain@nowhere", {}, "no revision 'nowhere'", "branch"),
