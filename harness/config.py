@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -159,12 +161,21 @@ def compose_config(
         # Hydra looks for the primary file in the first folder alone.
         first, second = config_dir.resolve(), CONFIGS
     search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
+    with _in_our_words(known, root, overrides), initialize_config_dir(config_dir=str(first), version_base="1.3"):
+        for text in overrides:
+            _check_override(text, known)
+        composed = compose(root, overrides=[*search, *map(known.as_hydra, overrides)])
+        config = OmegaConf.to_object(composed)
+    if not isinstance(config, schema):
+        raise known.other_recipe(root)
+    return config
+
+
+@contextlib.contextmanager
+def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Raise what Hydra refuses as ConfigError, and what a dataclass refuses as its own error."""
     try:
-        with initialize_config_dir(config_dir=str(first), version_base="1.3"):
-            for text in overrides:
-                _check_override(text, known)
-            composed = compose(root, overrides=[*search, *map(known.as_hydra, overrides)])
-            config = OmegaConf.to_object(composed)
+        yield
     except yaml.YAMLError as error:
         what = "; ".join(line.strip() for line in str(error).splitlines())
         raise known.error(f"a file is not YAML: {what}", where=f"{root}.yaml", fix="correct this line; ") from None
@@ -172,12 +183,9 @@ def compose_config(
         if isinstance(error.__cause__, HarnessError):
             raise error.__cause__ from None
         raise known.explain(error, root, overrides) from error
-    if not isinstance(config, schema):
-        raise known.other_recipe(root)
-    return config
 
 
-def _check_override(text: str, known: KnownSettings) -> None:
+def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> None:
     """Raise ConfigError for a setting that does not exist, or whose value cannot be read."""
     value = known.check(text)
     try:
@@ -185,7 +193,7 @@ def _check_override(text: str, known: KnownSettings) -> None:
     except HydraException:
         fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
         raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
-    if is_sweep:
+    if is_sweep and not may_sweep:
         fix = "KEY='[A, B]' is a list, KEY=\"'A,B'\" is text, and --multirun runs each value; "
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
 
@@ -261,13 +269,14 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     """
     known = KnownSettings(command_of(name), schema, _folders(options.config_dir))
     for text in options.overrides:
-        known.check(text)
+        _check_override(text, known, may_sweep=True)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
 
     def run_one(composed: DictConfig) -> None:
         with exit_on_error():
             become_rank_of_slurm()
-            config = cast(Any, OmegaConf.to_object(composed))
+            with _in_our_words(known, name, options.overrides):
+                config = cast(Any, OmegaConf.to_object(composed))
             if getattr(config, "run_dir", "") is None:
                 config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")
             code = main(config)
@@ -279,7 +288,9 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
     flags += [] if options.config_name is None else ["--config-name", options.config_name]
     sys.argv[1:] = [*map(known.as_hydra, options.overrides), f"hydra.job.name={name}", *flags]
-    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which are explained here, and do not print them
+    with _in_our_words(known, options.config_name or name, options.overrides):
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
 def command_of(name: str) -> str:

@@ -181,7 +181,7 @@ def test_live_chunks_are_written_without_torch(prep, dataset):
 
 
 def test_a_run_is_planned_and_its_job_is_rendered_without_torch(prep, dataset):
-    planned = prep.run("harness", "plan", "sft", "data.path=out", "ranks=4")
+    planned = prep.run("harness", "plan", "sft", "data.path=out", "parallel.ranks=4")
     assert "time of an epoch" in planned
     assert "fits" in prep.run("harness", "plan", "llama3_8b_1node", "packs=100000")
     script = prep.run("harness", "submit", "sft_tiny", "nodes=2", "data.path=out", "cluster.time=00:10:00", "--dry-run")

@@ -150,6 +150,27 @@ def test_help_names_groups_and_flags(own):
     assert "--config-dir DIR" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cfg", "job", "trainer.steps=soon"], "'soon' is not of type int"),
+        (["--cfg", "job", "trainer.stpes=3"], "did you mean trainer.steps?"),
+        (["--info", "config", "name=[a"], "the value '[a' cannot be read"),
+        (["--multirun", "trainer.steps=0,1", "hydra.sweep.dir=sweep"], "steps is 0"),
+        (["--multirun", "model=tiny,huge", "hydra.sweep.dir=sweep"], "the group model has no file 'huge'"),
+    ],
+)
+def test_hydras_own_command_line_explains_mistakes_in_our_words(tmp_path, arguments, message):
+    program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
+    program += "hydra_entry('sft', SftConfig)(lambda config: None)()"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    for word in ("Traceback", "Could not", "HYDRA_FULL_ERROR"):
+        assert word not in done.stderr
+
+
 def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path):
     program = (
         "from harness.config import hydra_entry; from harness.plan import SftConfig; "
