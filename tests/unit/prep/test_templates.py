@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from stock_templates import SHAPES, stock_templates
+from stock_templates import SHAPES, stock_templates, training_twin
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
@@ -207,6 +207,33 @@ def test_marks_begin_where_the_prompt_of_a_turn_ends_and_stop_after_its_end_toke
         assert text[: spans[-1][0]] == prompt
         assert [text[start:stop].count(end) for start, stop in spans] == [1] * len(answers)
         assert all(text[:stop].endswith(end) for _, stop in spans)
+
+
+# The twin of Qwen 3 keeps the reasoning of earlier turns, and that of DeepSeek marks the header of a turn.
+TWINS = {
+    "llama3": "llama3",
+    "qwen2_5": "qwen2_5",
+    "qwen3_instruct": "qwen3_instruct_2507",
+    "gemma": "gemma",
+    "phi3": "phi3",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TWINS)
+def test_marks_are_those_of_trls_twin_without_what_follows_the_end_token(name, shape):
+    if shape in REFUSED.get(name, set()) | DIFFERENT.get(name, BETTER) or (name == "gemma" and "system" in shape):
+        return
+    messages, tools = SHAPES[shape]
+    text, spans = rendered(load_template(name), messages, tools)
+    twin, theirs = rendered(training_twin(TWINS[name]), messages, tools)
+    assert twin == text
+    # A twin may mark the end of the text apart from the last turn.
+    marked = [twin[start:end].rstrip("\n") for start, end in theirs]
+    if name == "qwen2_5":
+        # The twin marks the line break that ends the prompt, too.
+        marked = [mark.removeprefix("\n") for mark in marked]
+    assert [text[start:end] for start, end in spans] == [mark for mark in marked if mark != "<end>"]
 
 
 def test_mistral_writes_tools_reasoning_and_results_without_white_space():
