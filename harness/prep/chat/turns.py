@@ -49,11 +49,12 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
     tools: tuple[Mapping[str, Any], ...] = ()
     kwargs: Mapping[str, Any] = {}
     if not CHAT_FIELDS.isdisjoint(record):
-        if system := _system_prompt(record):
+        name, system = _system_prompt(record)
+        if system:
             if not messages or messages[0].role not in ("system", "developer"):
                 messages.insert(0, Message("system", system))
-            elif messages[0].text != system:
-                detail = "the record's system prompt and its first turn's are not the same"
+            elif messages[0].text.strip() != system.strip():
+                detail = f"`{name}` and the first turn differ; to leave it out: source.ignore_fields=[{name}]"
                 raise BadRecordError(BadReason.BAD_TURN, detail)
         tools = parse_tools(record.get("tools"))
         kwargs = parse_template_kwargs(record.get("chat_template_kwargs"))
@@ -63,11 +64,14 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
     return Conversation(tuple(messages), where, tools, kwargs)
 
 
-def _system_prompt(record: Mapping[str, Any]) -> str:
-    system, other = (optional_text(record.get(name), f"`{name}`") for name in ("system", "system_prompt"))
-    if system.strip() and other.strip() and system != other:
-        raise BadRecordError(BadReason.BAD_TURN, "`system` and `system_prompt` are not the same")
-    return next((text for text in (system, other) if text.strip()), "")
+def _system_prompt(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the field that holds the record's system prompt, and the prompt; empty if there is none."""
+    prompts = {name: optional_text(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
+    held = {name: text for name, text in prompts.items() if text.strip()}
+    if len({text.strip() for text in held.values()}) > 1:
+        detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
+        raise BadRecordError(BadReason.BAD_TURN, detail)
+    return next(iter(held.items()), ("", ""))
 
 
 def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:

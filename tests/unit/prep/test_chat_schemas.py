@@ -289,7 +289,12 @@ def test_a_system_prompt_of_the_record_comes_first(name):
     for turns in ([ASK, ANSWER], [system, ASK, ANSWER]):
         assert turns_of({"messages": turns, name: "Be short."}) == (Message("system", "Be short."), *PLAIN)
     assert turns_of({"messages": [ASK, ANSWER], name: ""}) == PLAIN
-    assert refusal({"messages": [system, ASK, ANSWER], name: "Be long."})[0] == BadReason.BAD_TURN
+    assert turns_of({"messages": [system, ASK, ANSWER], name: "Be short.\n"})[0] == Message("system", "Be short.")
+    assert refusal({"messages": [system, ASK, ANSWER], name: "Be long."}) == (
+        BadReason.BAD_TURN,
+        f"`{name}` and the first turn differ; to leave it out: source.ignore_fields=[{name}]",
+    )
+    assert refusal({"messages": [ASK, ANSWER], "system": "Be short.", "system_prompt": "x"})[0] == BadReason.BAD_TURN
 
 
 @pytest.mark.parametrize("name", ["audio", "audios", "image", "images", "video", "videos"])
