@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,8 +14,15 @@ from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.prep import Conversation, cut_shards, read_shard, train_bpe
+from harness.prep.tokenize import texts_of
 
-_OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
+_OURS, _THEIRS, _RATIO = (
+    "prepare: file to shard on disk",
+    "tokenizers alone: text to ids",
+    "prepare to tokenizers alone",
+)
+# Writes tools and calls of them, and marks what the model writes.
+_TOOL_TEMPLATE = "qwen2_5"
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,24 @@ def bench_preparing(settings: PrepareSettings, workspace: Workspace, progress: P
     report = BenchReport("prepare", asdict(settings))
     source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
     _write_chats(source, settings.conversations, settings.median, seed=0)
-    progress("training a tokenizer")
-    texts = (message.text for conversation in _read(source) for message in conversation.messages)
-    train_bpe(texts, tokenizer, vocab_size=settings.vocab_size)
+    _train(source, tokenizer, "chatml", settings, progress)
     progress("tokenizing")
     _compare(settings, source, tokenizer, workspace.folder / "shards", report)
+    tools, tool_tokenizer = workspace.folder / "tools.jsonl", workspace.folder / "tool-tokenizer"
+    _write_tool_chats(tools, settings.conversations, settings.median, seed=2)
+    _train(tools, tool_tokenizer, _TOOL_TEMPLATE, settings, progress)
+    progress("tokenizing conversations with tools")
+    _compare(settings, tools, tool_tokenizer, workspace.folder / "tool-shards", report, of=", with tools")
     _measure_memory(settings, workspace.folder, tokenizer, report, progress)
     report.notes.append("both tokenize on one core, in seconds of processor time, with the same tokenizer")
     report.notes.append("memory is a preparation's own, above its imports and without mapped files, at its highest")
     return report
+
+
+def _train(source: Path, folder: Path, template: str, settings: PrepareSettings, progress: Progress) -> None:
+    progress("training a tokenizer")
+    texts = (text for conversation in _read(source) for _, text in texts_of(conversation))
+    train_bpe(texts, folder, vocab_size=settings.vocab_size, chat_template=template)
 
 
 def _read(source: Path) -> list[Conversation]:
@@ -66,8 +83,14 @@ def _read(source: Path) -> list[Conversation]:
     return [record for chunk in read_shard(shard) for record in chunk.parse() if isinstance(record, Conversation)]
 
 
-def _compare(settings: PrepareSettings, source: Path, tokenizer: Path, shards: Path, report: BenchReport) -> None:
-    """Run each side in processes of its own: in one heap with the library's garbage, ours took half longer."""
+def _compare(
+    settings: PrepareSettings, source: Path, tokenizer: Path, shards: Path, report: BenchReport, *, of: str = ""
+) -> None:
+    """Run each side in processes of its own: in one heap with the library's garbage, ours took half longer.
+
+    Args:
+        of: the conversations, in words that follow the names of the figures.
+    """
     rates: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
     tokens: set[float] = set()
     for number in range(settings.rounds):
@@ -82,8 +105,8 @@ def _compare(settings: PrepareSettings, source: Path, tokenizer: Path, shards: P
     # Speeds compare only where the work is the same.
     assert len(tokens) == 1, tokens
     for name, samples in rates.items():
-        report.add_samples(name, samples, "MB/s")
-    report.add_ratio("prepare to tokenizers alone", _OURS, _THEIRS, at_least=0.85)
+        report.add_samples(name + of, samples, "MB/s")
+    report.add_ratio(_RATIO + of, _OURS + of, _THEIRS + of, at_least=0.85)
 
 
 def _measure_memory(
@@ -105,12 +128,34 @@ def _measure_memory(
 
 
 def _write_chats(path: Path, count: int, median: float, *, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    words = np.array(["".join(map(chr, 97 + random.integers(0, 26, size))) for size in random.integers(2, 10, 5000)])
-    lengths = lognormal_lengths(count, median=median, longest=8000, seed=seed)
     with path.open("w") as file:
-        for length in lengths.tolist():
-            # Words as frequent as Zipf's law has them: the first ones make up most of the text.
-            text = " ".join(words[random.zipf(1.3, length) % 5000])
+        for text in _texts(count, median, seed=seed):
             turns = [{"role": "user", "content": text[: len(text) // 4] or "a"}, {"role": "assistant", "content": text}]
             file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def _write_tool_chats(path: Path, count: int, median: float, *, seed: int) -> None:
+    """Write conversations in which an assistant calls one of three tools, reads its result and answers."""
+    names = ("search", "read_file", "run")
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    functions = [{"name": name, "description": f"{name} something", "parameters": parameters} for name in names]
+    tools = [{"type": "function", "function": function} for function in functions]
+    with path.open("w") as file:
+        for number, text in enumerate(_texts(count, median, seed=seed)):
+            fourth = max(1, len(text) // 4)
+            call = {"name": names[number % 3], "arguments": {"text": text[:fourth]}}
+            turns = [
+                {"role": "user", "content": text[:fourth]},
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+                {"role": "tool", "content": text[fourth : 3 * fourth] or "a"},
+                {"role": "assistant", "content": text},
+            ]
+            file.write(json.dumps({"messages": turns, "tools": tools}) + "\n")
+
+
+def _texts(count: int, median: float, *, seed: int) -> Iterator[str]:
+    """Yield texts of a lognormal number of words, which are as frequent as Zipf's law has them."""
+    random = np.random.default_rng(seed)
+    words = np.array(["".join(map(chr, 97 + random.integers(0, 26, size))) for size in random.integers(2, 10, 5000)])
+    for length in lognormal_lengths(count, median=median, longest=8000, seed=seed).tolist():
+        yield " ".join(words[random.zipf(1.3, length) % 5000])

@@ -184,7 +184,11 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
 
     template = transformers.AutoTokenizer.from_pretrained(tokenizer)
     with Path(source).open() as file:
-        texts = [template.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in file]
+        records = [json.loads(line) for line in file]
+    texts = [
+        template.apply_chat_template(record["messages"], tools=record.get("tools"), tokenize=False)
+        for record in records
+    ]
     return texts, sum(len(text.encode()) for text in texts) / 1e6
 
 

@@ -58,6 +58,17 @@ def some_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def long_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return random conversations of one to five exchanges of about twenty tokens each."""
+    random = np.random.default_rng(seed)
+    chats = some_chats(5 * count, seed=seed)
+    lengths = random.integers(1, 6, count).tolist()
+    return [
+        {"messages": [turn for chat in chats[5 * number : 5 * number + length] for turn in chat["messages"]]}
+        for number, length in enumerate(lengths)
+    ]
+
+
 def write_stream(folder: Path, rows: Sequence[Any], sizes: Sequence[int], *, end: bool = True, **settings: Any) -> None:
     """Write the rows in chunks of these sizes."""
     kind = "packs" if isinstance(rows[0], Pack) else "chat"

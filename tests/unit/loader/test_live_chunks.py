@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_streams import Trained, some_chats, some_packs, train, write_stream
+from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
 from harness.loader.live import LivePosition, LiveProducer, Offer, RankStream
@@ -40,6 +40,14 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chats")
     write_stream(folder, some_chats(sum(SIZES)), SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations that are split into several sequences, of which some complete more than one pack."""
+    folder = tmp_path_factory.mktemp("divided")
+    write_stream(folder, long_chats(sum(SIZES)), SIZES)
     return folder
 
 
@@ -89,14 +97,15 @@ def test_conversations_are_packed_on_the_fly_and_each_is_trained_once(
     assert max(len(row) for step in trained.steps for batch in step for row in batch.rows) <= 128
 
 
-@pytest.mark.parametrize("kind", ["packs", "chats"])
+@pytest.mark.parametrize("kind", ["packs", "chats", "divided"])
 def test_stopping_after_any_step_changes_nothing(
     kind: str, tokenizer: ChatTokenizer, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(kind)
-    whole = train(folder, dp_size=2, size=4, tokenizer=tokenizer)
+    settings = {"over_long": "split", "pack_size": 64} if kind == "divided" else {}
+    whole = train(folder, dp_size=2, size=4, tokenizer=tokenizer, **settings)
     for stop in range(1, len(whole.steps)):
-        rest = train(folder, dp_size=2, size=4, tokenizer=tokenizer, state=whole.state(stop - 1))
+        rest = train(folder, dp_size=2, size=4, tokenizer=tokenizer, state=whole.state(stop - 1), **settings)
         assert rest.digests == whole.digests[stop:]
         assert rest.state() == whole.state()
 
@@ -104,10 +113,11 @@ def test_stopping_after_any_step_changes_nothing(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_over_any_stops_and_changes_of_ranks_every_row_is_trained_once(
-    data: st.DataObject, packs: Path, chats: Path, tokenizer: ChatTokenizer
+    data: st.DataObject, packs: Path, chats: Path, divided: Path, tokenizer: ChatTokenizer
 ) -> None:
-    folder = data.draw(st.sampled_from([packs, chats]))
-    expected = trained_tokens(train(folder, tokenizer=tokenizer))
+    folder = data.draw(st.sampled_from([packs, chats, divided]))
+    settings = {"over_long": "split", "pack_size": 64} if folder == divided else {}
+    expected = trained_tokens(train(folder, tokenizer=tokenizer, **settings))
     trained, state = Trained(), None
     for _ in range(30):
         steps = data.draw(st.integers(1, 4))
@@ -121,13 +131,35 @@ def test_over_any_stops_and_changes_of_ranks_every_row_is_trained_once(
             tokenizer=tokenizer,
             layout={"pad_to_multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
             into=trained,
+            **settings,
         )
         if len(trained.steps) - made < steps:
             break
         state = trained.state()
     assert trained_tokens(trained) == expected
     position = LivePosition.from_json(trained.state().live)
-    assert (position.done_below, position.finished, position.taken, position.open_packs) == (8, frozenset(), {}, ())
+    assert (position.done_below, position.finished, position.open_packs) == (8, frozenset(), ())
+    assert (position.taken, position.begun) == ({}, {})
+    assert len(trained.sequences) == len(set(trained.sequences)) == expected.total()
+
+
+def test_sequences_of_one_conversation_are_trained_under_ids_of_their_own(
+    divided: Path, tokenizer: ChatTokenizer
+) -> None:
+    trained = train(divided, dp_size=2, tokenizer=tokenizer, over_long="split", pack_size=64)
+    rows = {id_ >> 18 for id_ in trained.sequences}
+    assert len(rows) == sum(SIZES) < len(trained.sequences) == len(set(trained.sequences))
+    assert trained.log == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
+
+
+def test_a_position_of_an_earlier_version_has_one_sequence_a_row() -> None:
+    text = (
+        '{"done_below": 2, "finished": [], "taken": [[2, 5]], "open_packs": [[[1, 4], [2, 3]]], "rows": 9, "steps": 3}'
+    )
+    position = LivePosition.from_json(text)
+    assert position.open_packs == (((1, 4, 0), (2, 3, 0)),)
+    assert position.begun == {}
+    assert LivePosition.from_json(position.to_json()) == position
 
 
 def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_pack(

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
@@ -18,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live_streams import some_chats, some_packs, wait_until, write_stream
+from live_streams import long_chats, some_chats, some_packs, wait_until, write_stream
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import line_of_pack, open_dataset
@@ -298,6 +299,40 @@ def test_a_packing_producer_resumes_with_the_packs_that_were_open(tmp_path: Path
     ends = [LiveFolder(tmp_path / name).end() for name in ("whole", "killed")]
     assert ends[0].chain == ends[1].chain
     assert ends[1].sequences == 40
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3, 5, 8])
+def test_a_killed_packing_producer_adds_all_sequences_of_a_conversation_once(tmp_path: Path, killed_after: int) -> None:
+    train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, tmp_path / "tokenizer", vocab_size=300)
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "tokenizer")))
+    packing = Packing(tokenizer, pack_size=64, over_long="split", open_packs=3)
+    given = [Item(json.dumps(chat).encode(), f"chat {number}") for number, chat in enumerate(long_chats(24))]
+    settings = {"kind": "packs", "rows_per_chunk": 1, "max_waiting": 1000}
+
+    def sequences(folder: Path) -> list[bytes]:
+        with closing(open_dataset(folder)) as reader:
+            return sorted(one.input_ids.tobytes() for pack in reader for one in pack.sequences())
+
+    with LiveProducer(tmp_path / "whole", **settings) as producer:
+        produce_chunks(producer, given, packing=packing)
+        producer.end()
+    producer = LiveProducer(tmp_path / "killed", **settings)
+    add = producer.add
+
+    def add_some(row: object, position: object) -> None:
+        add(row, position)
+        if producer.num_chunks == killed_after:
+            raise Killed
+
+    producer.add = add_some
+    with pytest.raises(Killed):
+        produce_chunks(producer, given, packing=packing)
+    producer.close()
+    with LiveProducer(tmp_path / "killed", **settings) as producer:
+        produce_chunks(producer, given, packing=packing)
+        producer.end()
+    assert sequences(tmp_path / "killed") == sequences(tmp_path / "whole")
+    assert len(sequences(tmp_path / "whole")) > 24
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
