@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -176,6 +178,44 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, source, toke
     monkeypatch.setattr(shards, "read_shard", touch)
     with pytest.raises(PrepError, match="changed while it was read"):
         run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
+
+
+def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_first(
+    tmp_path, source, tokenizer, monkeypatch
+):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%Y-%m-%d') + '\\n' }}{% for m in messages %}{{ m.role + ': ' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\\n' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    dated = TokenizerConfig(name=tokenizer, chat_template=str(template))
+
+    def on(day: int) -> None:
+        monkeypatch.setattr(pipeline, "date", SimpleNamespace(today=lambda: date(2026, 1, day)))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    on(1)
+    path, after, spool = tmp_path / "d", {}, pipeline.Spool
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(path, source, tokenizer=dated)
+    before = receipts(path)
+    on(2)
+    monkeypatch.setattr(pipeline, "Spool", lambda shards: (after.update(receipts(path)), spool(shards))[1])
+    report = run(path, source, tokenizer=dated)
+    assert after == before != {}
+    assert report.settings["date"] == "2026-01-01"
+    # On a third day it is still the same dataset; another one has another date and other tokens.
+    on(3)
+    assert run(path, source, tokenizer=dated).reused
+    other = run(tmp_path / "e", source, tokenizer=dated)
+    assert other.splits["train"].fingerprint != report.splits["train"].fingerprint
+    plain = run(tmp_path / "f", source, tokenizer=TokenizerConfig(name=tokenizer))
+    assert "date" not in plain.settings
 
 
 def command(path: Path, source: Path, tokenizer: str, *more: str) -> list[str]:
