@@ -92,12 +92,12 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
         sizes = [StoredFile(str(name), int(size), "") for name, size in document.get("files", {}).items()]
         files = read_checksums(path)
         if files is None and "checksums" in document:
-            raise FormatError(f"{CHECKSUMS_FILE} is missing")
+            raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
         own = [file for file in files or [] if file.path == RUN_FILE]
         if files is not None and not own:
-            raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}")
+            raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
         for problem in [*list_size_problems(path, sizes if files is None else files), *list_hash_problems(path, own)]:
-            raise FormatError(problem.what.removeprefix("the "))
+            raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LoaderError) as error:
