@@ -12,24 +12,27 @@ import typer
 from harness.checks import require_numbers
 from harness.cli.indexed import find_check
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
-from harness.errors import ConfigError
+from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import (
     CONVENTIONS,
     FORMATS,
     convert_dataset,
+    describe_checks,
     diff_datasets,
     find_datasets,
     find_tokenizer,
     import_dataset,
     inspect_dataset,
+    load_manifest,
     open_dataset,
     render_pack,
     render_summary,
+    repair_manifest,
     verify_dataset,
 )
 from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.prep import PackingConfig, SourceConfig, TokenizerConfig
-from harness.storage import is_uri
+from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
 
@@ -154,32 +157,70 @@ def inspect(
 
 
 @data_app.command()
-def verify(path: DatasetPath, as_json: AsJson = False) -> None:
+def verify(
+    path: DatasetPath,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair-manifest", help="write a lost or damaged manifest and its index again from whole shards"
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check every byte and every invariant of a dataset; exit code 1 if something is wrong.
 
+    Of a dataset without a whole manifest, which no command opens, everything that is wrong is listed.
+    --repair-manifest restores the manifest where every shard is there and its checksums hold, and prints what is lost.
     Megatron's indexed datasets are checked too: X.idx, or the NAME.json of a family of them.
     """
-    problems, num_packs, check = [], 0, None
+    problems: list[Problem] = []
+    notes: list[str] = []
+    num_packs, check = 0, None
     if not is_uri(path):
         check = find_check(path)
         if check is None and not Path(path).exists():
             # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
             open_dataset(path).close()
     for dataset in [path] if check is not None else find_datasets(path):
+        if repair and check is None:
+            failed = _repair(dataset, notes, quiet=as_json)
+            if failed:
+                problems += failed
+                continue
         with progress_bar(f"verifying {dataset}", quiet=as_json) as advance:
             problems += (check or verify_dataset)(dataset, progress=advance)
         if not problems and check is None:
             with closing(open_dataset(dataset)) as reader:
                 num_packs += len(reader)
+            notes += [f"{dataset}: {note}" for note in describe_checks(dataset)]
     if as_json:
-        print_json({"path": path, "problems": [asdict(problem) for problem in problems]})
+        print_json({"path": path, "problems": [asdict(problem) for problem in problems], "notes": notes})
     else:
+        for note in notes:
+            print(f"note: {note}")
         for problem in problems:
             print(f"{problem.what}\n  where: {problem.where}")
         counted = f"{num_packs:,} packs, " if check is None else ""
         plural = "s" if len(problems) > 1 else ""
         print(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if problems else 0)
+
+
+def _repair(path: str, notes: list[str], *, quiet: bool) -> list[Problem]:
+    """Restore a lost or damaged manifest; return the problems that prevent it. Whole manifests are left alone."""
+    try:
+        if load_manifest(open_folder(path)) is not None:
+            notes.append(f"{path}: the manifest is whole, there is nothing to repair")
+            return []
+    except FormatError:
+        pass  # Damaged.
+    with progress_bar(f"reading {path}", quiet=quiet) as advance:
+        manifest, problems, lost = repair_manifest(path, progress=advance)
+    if manifest is not None:
+        found = f"{manifest.num_packs:,} packs, fingerprint {manifest.fingerprint}"
+        notes.append(f"{path}: manifest and index were written again from {len(manifest.shards):,} shards: {found}")
+        notes.extend(f"{path}: {one}" for one in lost)
+    return problems
 
 
 @data_app.command(cls=class_of(ConvertSettings, {"--to": -1}))

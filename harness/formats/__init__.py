@@ -7,9 +7,9 @@
     convert_dataset("data/sft", "out", format="jsonl")  verified against the source
     verify_dataset("out")                               every problem; [] if there is none
 
-A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: without it, a
-folder is an interrupted write. Read `opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the
-interface that a new format implements.
+A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: a folder
+without one is an incomplete dataset, which is refused (`incomplete`). Read `opening`, `reader`, `index`, `manifest` and
+`writer` in this order; `base` is the interface that a new format implements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from harness.formats.base import FORMATS, Format, ShardOptions, ShardReader, loa
 from harness.formats.convert import convert_dataset
 from harness.formats.digest import pack_digest
 from harness.formats.importers import CONVENTIONS, import_dataset
-from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
+from harness.formats.incomplete import find_traces, repair_manifest
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (
     CONTEXT_STYLE,
     TRAINED_STYLE,
@@ -34,9 +35,9 @@ from harness.formats.inspect import (
 )
 from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
-from harness.formats.opening import holds_manifest, open_dataset
+from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import PackDifference, diff_datasets, verify_dataset
+from harness.formats.verify import PackDifference, describe_checks, diff_datasets, verify_dataset
 from harness.formats.virtual import open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
@@ -44,6 +45,7 @@ __all__ = [
     "CONTEXT_STYLE",
     "CONVENTIONS",
     "FORMATS",
+    "INDEX_FOLDER",
     "INDEX_NAMES",
     "MANIFEST_NAME",
     "TRAINED_STYLE",
@@ -60,10 +62,13 @@ __all__ = [
     "ShardOptions",
     "ShardReader",
     "convert_dataset",
+    "describe_checks",
     "diff_datasets",
     "find_datasets",
     "find_tokenizer",
     "find_tokenizer_folder",
+    "find_traces",
+    "holds_dataset",
     "holds_manifest",
     "import_dataset",
     "inspect_dataset",
@@ -79,6 +84,7 @@ __all__ = [
     "printable",
     "render_pack",
     "render_summary",
+    "repair_manifest",
     "text_runs",
     "verify_dataset",
     "write_index",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,9 @@ class Format:
             any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim.
         find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
             format's layout.
+        is_own: whether this package wrote the shard at a place that has the name of one; other tools use such names.
+        shard_files: endings of the files of a shard after its path.
+        has_checksums: whether shards carry checksums of their own content.
         single_file_suffix: a destination with this suffix is written as one file without a folder; "" if never.
         in_buckets: whether shards are written to object storage and read from it by ranges; if not, they are read
             from local copies.
@@ -166,12 +170,26 @@ class Format:
     write_shard: Callable[[Folder, str, ShardOptions], ShardWriter[Any]]
     open_shard: Callable[[Any, int | None], ShardReader]
     find_bare: Callable[[Path], list[Path]]
+    is_own: Callable[[Any], bool]
+    shard_files: tuple[str, ...] = ("",)
+    has_checksums: bool = False
     single_file_suffix: str = ""
     in_buckets: bool = False
 
     def shard_name(self, number: int) -> str:
         """Return the path of a shard inside a dataset folder."""
         return self.shard_template.format(number)
+
+    def find_shards(self, names: Iterable[str]) -> dict[int, str]:
+        """Return the shards among the names of a dataset folder, by number."""
+        shards: dict[int, str] = {}
+        start, _, rest = self.shard_template.partition("{")
+        pattern = re.compile(f"({re.escape(start)}([0-9]{{5,18}}){re.escape(rest.partition('}')[2])})(.*)", re.DOTALL)
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match and match[3] in self.shard_files and self.shard_name(int(match[2])) == match[1]:
+                shards[int(match[2])] = match[1]
+        return shards
 
 
 def load_format(name: str) -> Format:

@@ -143,6 +143,11 @@ def find_bare(path: Path) -> list[Path]:
     return []
 
 
+def is_own(prefix: Path) -> bool:
+    """Return whether a prefix has a file that Megatron's own datasets do not have."""
+    return any(with_suffix(prefix, suffix).is_file() for suffix in (LOSS_BIN, SEQ_IDX, SEQ_BIN))
+
+
 FORMAT = Format(
     name="binidx",
     shard_template="shard_{:06d}",
@@ -153,4 +158,6 @@ FORMAT = Format(
     write_shard=BinIdxWriter,
     open_shard=BinIdxShard,
     find_bare=find_bare,
+    is_own=is_own,
+    shard_files=SUFFIXES,
 )

@@ -31,7 +31,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError
 from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, to_int32, whole_numbers
 from harness.formats.manifest import Manifest, Provenance, load_manifest
-from harness.formats.opening import open_dataset
+from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer
 from harness.indexed import BIN, IDX, read_lengths, with_suffix
 from harness.records import Int32Array, Pack
@@ -89,8 +89,10 @@ def import_dataset(
     if convention not in CONVENTIONS:
         known = ", ".join(CONVENTIONS)
         raise ConfigError(f"unknown convention {convention!r}", where="convention", fix=f"use one of {known}")
-    if not is_uri(str(source)) and Path(source).is_dir() and load_manifest(Path(source)) is not None:
-        raise _ours(source)
+    if not is_uri(str(source)):
+        if Path(source).is_dir() and load_manifest(Path(source)) is not None:
+            raise _ours(source)
+        refuse_parts(source)
     foreign = CONVENTIONS[convention](str(source), split)
     if pack_size is None:
         pack_size = max((len(pack) for pack in foreign.packs(Counter())), default=0)

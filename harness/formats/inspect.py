@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.opening import holds_manifest, open_dataset
+from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.records import Int64Array, SequenceView
 from harness.storage import is_uri, join_path
@@ -73,7 +73,8 @@ def find_datasets(path: str) -> list[str]:
     if holds_manifest(path):
         return [path]
     inner = [join_path(path, name) for name in ("train", "validation")]
-    return [one for one in inner if holds_manifest(one)] or [path]
+    # Also those that lost their manifest, to be refused by name and not passed over.
+    return [one for one in inner if holds_dataset(one)] or [path]
 
 
 def inspect_dataset(path: str) -> DatasetSummary:

@@ -8,6 +8,8 @@ sequence is never trained. Packs are label-aligned (`harness.records`), so masks
 from __future__ import annotations
 
 import json
+import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ IGNORED_LABEL = -100
 MAX_LINE_BYTES = 256 << 20
 
 _BLOCK_BYTES = 1 << 22
+_LIVE_NAME = re.compile(r"chunk_.*\.(ready|completed)|END\.json|_producer|_consumer")
+# As `line_of_pack` writes it: other tools order the fields otherwise, or put spaces between them.
+_OWN_LINE = re.compile(
+    rb'\{"input_ids":\[[\d,]+\],"labels":\[[\d,-]+\],"position_ids":\[[\d,]+\],"lengths":\[[\d,]+\],'
+    rb'"pack_length":\d+,"num_samples":\d+\}\n'
+)
 _PACK_FIRST = (
     "a packed line has the lists input_ids, labels and lengths; `harness prepare source.path=FILE data.path=DIR` packs "
     "conversations"
@@ -190,6 +198,17 @@ class JsonlWriter(ShardWriter[OutputFile]):
         self._files[0].write(line_of_pack(pack))
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a chunk begins with a line of `line_of_pack` and is not one of a live folder.
+
+    Live chunks have the same names and lines; marks beside them belong to the folder of a stream, open or closed.
+    """
+    if any(_LIVE_NAME.fullmatch(name) for name in os.listdir(path.parent)):  # noqa: PTH208
+        return False
+    with path.open("rb") as file:
+        return _OWN_LINE.fullmatch(file.readline(MAX_LINE_BYTES)) is not None
+
+
 FORMAT = Format(
     name="jsonl",
     shard_template=f"chunk_{{:05d}}{SUFFIX}",
@@ -200,4 +219,5 @@ FORMAT = Format(
     write_shard=JsonlWriter,
     open_shard=JsonlShard,
     find_bare=partial(find_files, suffixes=(SUFFIX,)),
+    is_own=is_own,
 )

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+
+import xxhash
 
 from harness.errors import FormatError, os_errors_as
 from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
-# Hundreds of thousands of shards fit; a damaged or hostile file does not fill the memory.
-MAX_MANIFEST_BYTES = 256 << 20
+# A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
+MAX_MANIFEST_BYTES = 64 << 20
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
+_REQUIRED = {"format", "version", "fingerprint", "shards"}
+# Keys that the manifest of no other tool is known to have: three of them are ours, whatever happened to the others.
+_DISTINCTIVE = {"fingerprint", "shards", "index", "provenance", "num_packs", "num_trained_tokens"}
 
 T = TypeVar("T")
 
@@ -69,6 +75,7 @@ class Manifest:
     Attributes:
         fingerprint: digest of the ordered content, equal across formats; empty for a plan over a sequence store,
             which is written without reading the packs.
+        checksum: digest of all other fields, in a stored manifest; empty in those of earlier versions.
     """
 
     format: str
@@ -82,18 +89,29 @@ class Manifest:
     index: tuple[StoredFile, ...]
     provenance: Provenance = Provenance()
     version: int = MANIFEST_VERSION
+    checksum: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """Serialize with the checksum of what is serialized."""
+        return json.dumps(asdict(self.sealed()), indent=1) + "\n"
+
+    def sealed(self) -> Manifest:
+        """Return this manifest with its own checksum."""
+        return replace(self, checksum=content_checksum(asdict(self)))
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
         """Parse and validate; raises FormatError that names the field."""
-        return _Parser(where).manifest(_parse_json(text, where))
+        return _Parser(where).manifest(*_parse_json(text, where))
 
     def save(self, folder: Folder) -> None:
         """Write `manifest.json` atomically and durably."""
         folder.write(MANIFEST_NAME, [self.to_json().encode()])
+
+
+def restore_hint(folder: str) -> str:
+    """Return the fix for a dataset without a whole manifest."""
+    return f"copy the dataset again; if all its shards are whole: harness verify --repair-manifest {folder}"
 
 
 @dataclass(frozen=True)
@@ -109,11 +127,21 @@ class Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in _COUNTS))
 
 
+def content_checksum(values: Mapping[str, Any]) -> str:
+    """xxh3_128 (hexadecimal) of a manifest's values as JSON of sorted keys without spaces, in UTF-8.
+
+    Every key counts, known or not, except `checksum` at the top. Raises UnicodeEncodeError for a lone surrogate.
+    """
+    content = {name: value for name, value in values.items() if name != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
 def load_manifest(folder: Path | Folder) -> Manifest | None:
     """Read a folder's manifest, or return None if it has none of ours: other tools also write a `manifest.json`.
 
     Raises:
-        FormatError: it is unreadable, breaks an invariant, or was written by a newer version.
+        FormatError: it is unreadable, damaged, breaks an invariant, or was written by a newer version.
     """
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     where = folder.where(MANIFEST_NAME)
@@ -122,25 +150,46 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     if data is None:
         return None
     if len(data) > MAX_MANIFEST_BYTES:
-        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where)
-    values = _parse_json(data, where)
+        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_restore(where))
+    values, oddity = _parse_json(data, where)
     if not _is_manifest(values):
         return None
-    manifest = _Parser(where).manifest(values)
+    manifest = _Parser(where).manifest(values, oddity)
     if not manifest.shards:
-        raise FormatError("the manifest lists no shards", where=where)
+        raise FormatError("the manifest lists no shards", where=where, fix=_restore(where))
     return manifest
 
 
-def _parse_json(data: str | bytes, where: str) -> Any:
+def _restore(where: str) -> str:
+    # A manifest that is stored inside a file has no folder to repair.
+    return restore_hint(where.removesuffix(f"/{MANIFEST_NAME}")) if where.endswith(MANIFEST_NAME) else ""
+
+
+def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
+    """Parse JSON; also return what JSON of ours never has, empty if there is nothing of it."""
+    oddities: list[str] = []
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            oddities.append(f"has the key {twice[:40]!r} twice")
+        return values
+
+    def refuse(name: str) -> None:
+        oddities.append(f"holds {name}, which is not a number of JSON")
+
     try:
-        return json.loads(data.decode() if isinstance(data, bytes) else data)
+        text = data.decode() if isinstance(data, bytes) else data
+        values = json.loads(text, object_pairs_hook=build, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}", where=where) from None
+        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
+    return values, oddities[0] if oddities else ""
 
 
 def _is_manifest(values: object) -> bool:
-    return isinstance(values, dict) and {"format", "version", "fingerprint", "shards"} <= values.keys()
+    """Return whether values are a manifest of ours, whole or with damaged keys."""
+    return isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
 
 
 class _Parser:
@@ -149,8 +198,10 @@ class _Parser:
     def __init__(self, where: str) -> None:
         self._where = where
 
-    def manifest(self, values: Any) -> Manifest:
-        if not _is_manifest(values):
+    def manifest(self, values: Any, oddity: str = "") -> Manifest:
+        if oddity:
+            raise self._error(oddity)
+        if not isinstance(values, dict) or not values.keys() >= _REQUIRED:
             raise self._error("lacks format, version, fingerprint or shards")
         version = self._whole(values, "version")
         if version != MANIFEST_VERSION:
@@ -168,9 +219,25 @@ class _Parser:
             shards=tuple(self._shard(shard) for shard in self._list(values, "shards")),
             index=tuple(self._file(file) for file in self._list(values, "index")),
             provenance=self._provenance(values.get("provenance", {})),
+            checksum=self._text(values, "checksum") if "checksum" in values else "",
         )
         self._check(manifest)
+        self._check_content(manifest.checksum, values)
         return manifest
+
+    def _check_content(self, checksum: str, values: dict[str, Any]) -> None:
+        unknown = values.keys() - {field.name for field in fields(Manifest)}
+        if not checksum and unknown:
+            # A damaged name would otherwise turn a manifest with a checksum into one without.
+            raise self._error(f"has the unknown key {min(unknown)[:40]!r} and no checksum")
+        try:
+            digest = content_checksum(values)
+        except UnicodeEncodeError:
+            raise self._error("holds text that is not Unicode: half of a surrogate pair") from None
+        except RecursionError:
+            raise self._error("is nested too deep") from None
+        if checksum and digest != checksum:
+            raise self._error(f"has the checksum {checksum[:40]!r}, its content {digest!r}: it was damaged or edited")
 
     def _check(self, manifest: Manifest) -> None:
         stored = sum(shard.num_packs for shard in manifest.shards)
@@ -195,7 +262,7 @@ class _Parser:
         files = [file.path for shard in manifest.shards for file in shard.files] + [f.path for f in manifest.index]
         for names in (paths, files):
             if len(set(names)) != len(names):
-                twice = next(name for name in names if names.count(name) > 1)
+                twice, _ = Counter(names).most_common(1)[0]
                 raise self._error(f"lists {twice!r} twice")
 
     def _shard(self, values: Any) -> Shard:
@@ -255,7 +322,7 @@ class _Parser:
         return value
 
     def _error(self, problem: str) -> FormatError:
-        return FormatError(f"the manifest {problem}", where=self._where)
+        return FormatError(f"the manifest {problem}", where=self._where, fix=_restore(self._where))
 
 
 def _is_whole(value: object) -> bool:

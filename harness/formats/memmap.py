@@ -39,6 +39,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
     SEQ_STARTS: np.uint32,
 }
 SHARD_MANIFEST = "manifest.json"
+_MAX_COUNTS_BYTES = 1 << 16
 
 _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
@@ -136,6 +137,20 @@ class MemmapWriter(ShardWriter[NpyStream]):
         return names
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a folder has arrays of this layout, and beside them no manifest of another tool."""
+    if not any((path / name).is_file() for name in (PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS)):
+        return False
+    try:
+        with (path / SHARD_MANIFEST).open("rb") as file:
+            counts = json.loads(file.read(_MAX_COUNTS_BYTES))
+    except FileNotFoundError:
+        return True
+    except (ValueError, RecursionError):
+        return True  # A damaged file is more likely ours, because of the shard's name.
+    return isinstance(counts, dict) and counts.keys() == {"num_bins", "pack_size", "num_tokens", "num_sequences"}
+
+
 FORMAT = Format(
     name="memmap",
     shard_template="shard_{:06d}",
@@ -146,4 +161,5 @@ FORMAT = Format(
     write_shard=MemmapWriter,
     open_shard=MemmapShard,
     find_bare=partial(find_folders, names=(INPUT_IDS, PACKED_LEN)),
+    is_own=is_own,
 )

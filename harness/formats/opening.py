@@ -18,6 +18,7 @@ import numpy as np
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
+from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
 from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader
@@ -35,9 +36,6 @@ from harness.storage import (
     redact,
 )
 
-# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
-MARKER_NAME = "_writing"
-
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
     """Open a stored dataset.
@@ -48,11 +46,11 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
             Parquet is read by ranges and other formats from local copies (see `harness.storage`).
 
     Returns:
-        a reader, before any pack is read. Files without a manifest are scanned for their lengths first.
+        a reader, before any pack is read. Files of other tools are scanned for their lengths first.
 
     Raises:
-        FormatError: nothing is there, a write was interrupted, or shards are missing, cut short, extra or of another
-            schema.
+        FormatError: nothing is there, a write was interrupted, a dataset of ours lacks its manifest, or shards are
+            missing, cut short, extra or of another schema.
     """
     text = str(path)
     try:
@@ -63,11 +61,22 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
             where=redact(str(error.filename or text)),
             fix="check permissions, mounts and limits of open files",
         ) from error
+    except MemoryError:
+        what = "the dataset claims more memory than there is: it is damaged, or too large for this machine"
+        raise FormatError(what, where=redact(text)) from None
 
 
 def holds_manifest(path: str | PathLike[str]) -> bool:
     """Return whether a folder, on a disk or in object storage, has a manifest, without reading it."""
     return open_folder(path).exists(MANIFEST_NAME)
+
+
+def holds_dataset(path: str | PathLike[str]) -> bool:
+    """Return whether a folder, on a disk or in object storage, holds a dataset, whole or not."""
+    folder = open_folder(path)
+    if isinstance(folder, LocalFolder) and not folder.place.is_dir():
+        return False
+    return folder.exists(MANIFEST_NAME) or MARKER_NAME in folder.names() or bool(find_traces(folder))
 
 
 def _open_local(path: str) -> PackReader:
@@ -77,12 +86,15 @@ def _open_local(path: str) -> PackReader:
         manifest = load_manifest(folder)
         if manifest is not None:
             return _open_checked(folder, manifest)
-        if folder.exists(MARKER_NAME):
-            raise _incomplete(folder)
+        _refuse_parts(folder)
+        _refuse_lost_shards([place])
     elif not place.exists() and glob.has_magic(path):
         # Not Path.glob, which takes no absolute pattern.
         paths = [Path(name) for name in glob.glob(path)]  # noqa: PTH207
+        _refuse_lost_shards(paths, whole=True)
         return _open_several(path, paths, lambda format, place: format.find_bare(place))
+    else:
+        _refuse_lost_shards([place])
     for format in _formats():
         shards = format.find_bare(place)
         if shards:
@@ -90,13 +102,49 @@ def _open_local(path: str) -> PackReader:
     raise _nothing(place)
 
 
+def refuse_parts(path: str | PathLike[str]) -> None:
+    """Raise FormatError if a path on a disk is, or belongs to, an incomplete dataset of ours."""
+    place = Path(path)
+    if place.is_dir() and load_manifest(place) is None:
+        _refuse_parts(LocalFolder(place))
+    _refuse_lost_shards([place])
+
+
+def _refuse_parts(folder: Folder) -> None:
+    """Raise FormatError if a folder without a manifest of ours holds an interrupted write or parts of a dataset."""
+    if folder.exists(MARKER_NAME):
+        raise _incomplete(folder)
+    traces = find_traces(folder)
+    if traces:
+        raise incomplete_error(folder, traces)
+
+
+def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None:
+    """Raise FormatError if places are shards of ours in a folder that is not a dataset.
+
+    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
+    with `whole` each file of the dataset must be there.
+    """
+    for parent in dict.fromkeys(place.parent for place in places):
+        folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
+        if find_own_shards(folder, [place.name for place in places if place.parent == parent]):
+            manifest = load_manifest(folder)
+            if manifest is None:
+                _refuse_parts(folder)
+            elif whole:
+                _check_files(folder, manifest)
+
+
 def _open_bucket(uri: str) -> PackReader:
     place = ObjectPath.parse(uri)
     folder = BucketFolder(place)
     suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
     if glob.has_magic(place.key):
-        return _open_several(uri, _match_objects(place), _find_object)
+        matches = _match_objects(place)
+        _refuse_lost_shards(matches, whole=True)
+        return _open_several(uri, matches, _find_object)
     if place.name.endswith(suffixes) and folder.store.find_size(place) is not None:
+        _refuse_lost_shards([place])
         return _open_several(uri, [place], _find_object)
     names = folder.names()
     if not names:
@@ -105,8 +153,9 @@ def _open_bucket(uri: str) -> PackReader:
     manifest = load_manifest(folder)
     if manifest is not None:
         return _open_checked(folder, manifest)
+    _refuse_parts(folder)
     bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
-    if MARKER_NAME in names or not bare:
+    if not bare:
         raise _incomplete(folder)
     return _open_several(str(place), bare, _find_object)
 
@@ -116,6 +165,11 @@ def _formats() -> list[Format]:
 
 
 def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
+    _check_files(folder, manifest)
+    return open_unchecked(folder, manifest)
+
+
+def _check_files(folder: Folder, manifest: Manifest) -> None:
     if manifest.format not in FORMATS:
         raise FormatError(
             f"the manifest names the format {manifest.format[:40]!r}",
@@ -124,7 +178,6 @@ def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
         )
     for error in list_file_problems(folder, manifest):
         raise error
-    return open_unchecked(folder, manifest)
 
 
 def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:

@@ -162,7 +162,7 @@ class PackReader:
         row = pack_id - self._starts[shard]
         try:
             pack = handle.read_row(row)
-        except (OSError, FormatError) as error:
+        except (OSError, MemoryError, FormatError) as error:
             raise _explained(error, self._places[shard]) from error
         self._check_pack(handle, row, pack, pack_id)
         return pack
@@ -187,7 +187,7 @@ class PackReader:
             handle = self._handles.get(shard, self._open)
             try:
                 read = handle.read(rows)
-            except (OSError, FormatError) as error:
+            except (OSError, MemoryError, FormatError) as error:
                 raise _explained(error, self._places[shard]) from error
             for position, row, pack in zip(positions, rows, read, strict=True):
                 self._check_pack(handle, row, pack, start + row)
@@ -233,7 +233,7 @@ class PackReader:
         place, num_packs = self._places[shard], self._starts[shard + 1] - self._starts[shard]
         try:
             handle = self._format.open_shard(place, self.pack_size)
-        except (OSError, FormatError) as error:
+        except (OSError, MemoryError, FormatError) as error:
             raise _explained(error, place) from error
         if handle.num_packs != num_packs:
             handle.close()
@@ -262,8 +262,10 @@ class PackReader:
         self._checksums = None if checksums is None else checksums.data
 
 
-def _explained(error: OSError | FormatError, place: Place) -> FormatError:
+def _explained(error: OSError | MemoryError | FormatError, place: Place) -> FormatError:
     """Add the place to an error of the system, or to one that has none."""
+    if isinstance(error, MemoryError):
+        return FormatError("claims more memory than there is: damaged, or too large here", where=str(place))
     if isinstance(error, OSError):
         what = f"reading failed: {error.strerror or error}"
         return FormatError(what, where=str(error.filename or place))

@@ -13,6 +13,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
+from harness.formats.incomplete import find_traces, survey_folder
 from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
@@ -47,14 +48,15 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
     """List all problems of a dataset.
 
     Checks existence, size and hash of every file of the manifest, that there is no other shard, the checksum and the
-    invariants of every pack, the manifest's counts, and the fingerprint. Files without a manifest must only keep the
-    invariants.
+    invariants of every pack, the manifest's counts, and the fingerprint. Of a dataset without a whole manifest, every
+    shard is read and compared with what is left of its index. Files of other tools must only keep the invariants.
 
     Args:
         path: as for `open_dataset`.
         progress: called with packs checked and packs in total.
     """
     problems: list[Problem] = []
+    manifest = None
     try:
         folder = open_folder(path)
         is_folder = not isinstance(folder, LocalFolder) or folder.place.is_dir()
@@ -66,9 +68,34 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
             reader = open_unchecked(folder, manifest)
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
-        return problems if error.what in known else [*problems, Problem(error.what, error.where)]
+        if error.what not in known:
+            problems.append(Problem(error.what, error.where))
+        if manifest is None:
+            problems += _part_problems(path, progress)
+        return problems
     with closing(reader):
         return [*problems, *_pack_problems(reader, progress)]
+
+
+def _part_problems(path: str | PathLike[str], progress: Callable[[int, int], None] | None) -> list[Problem]:
+    """List what is wrong with the shards and the index of a dataset without a whole manifest."""
+    try:
+        folder = open_folder(path)
+        if isinstance(folder, LocalFolder) and folder.place.is_dir() and find_traces(folder):
+            return survey_folder(folder, progress).problems
+    except (ConfigError, FormatError, OSError):
+        pass  # Reported already.
+    return []
+
+
+def describe_checks(path: str | PathLike[str]) -> list[str]:
+    """Return what the manifest of a dataset cannot show, as sentences; the dataset must open."""
+    with closing(open_dataset(path)) as reader:
+        if reader.manifest is None:
+            return ["there is no manifest: only the invariants of packs were checked, as for files of other tools"]
+        if not reader.manifest.checksum:
+            return ["the manifest has no checksum of its own: it was written by an earlier version"]
+    return []
 
 
 def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:

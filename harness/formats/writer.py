@@ -18,9 +18,9 @@ import xxhash
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import FORMATS, Format, ShardOptions, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
+from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
-from harness.formats.opening import MARKER_NAME
 from harness.records import Pack
 from harness.storage import TEMPORARY_SUFFIX, Folder, LocalFolder, StoredFile, open_folder, redact, write_atomically
 
@@ -220,7 +220,7 @@ class PackWriter:
         if self._file:
             assert self._shard is not None
             part = self._builder.build()
-            manifest = replace(manifest, fingerprint=dataset_fingerprint([part.checksums]))
+            manifest = replace(manifest, fingerprint=dataset_fingerprint([part.checksums])).sealed()
             head = np.array([part.sequence_counts.shape[0], part.sequence_lengths.shape[0]], np.int64)
             metadata = {"manifest": manifest.to_json().encode(), "index": head.tobytes() + part.to_bytes()}
             self._folder.sync(self._shard.finish(metadata))
@@ -239,7 +239,7 @@ class PackWriter:
                 fingerprint=fingerprint,
                 shards=tuple(self._finished),
                 index=self._folder.describe(INDEX_NAMES),
-            )
+            ).sealed()
             manifest.save(self._folder)
         self.manifest = manifest
 
@@ -313,7 +313,7 @@ class FolderClaim:
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
-        if load_manifest(folder) is None:
+        if not self._holds_dataset():
             if names and MARKER_NAME not in names:
                 raise FormatError(
                     f"the destination holds {len(names):,} files of something else, such as {min(names)}",
@@ -325,7 +325,7 @@ class FolderClaim:
         previous = self._marker.acquire()
         try:
             # Again, because the previous holder of the lock may have finished in between.
-            if load_manifest(folder) is not None:
+            if self._holds_dataset():
                 if not self.overwrite:
                     raise _already_there(folder.where())
                 folder.remove(MANIFEST_NAME)
@@ -347,6 +347,15 @@ class FolderClaim:
         with contextlib.suppress(OSError, FormatError):
             self._marker.release(remove=not keeps_files)
         self.folder.discard(empty=self._created and not whole and not keeps_files)
+
+    def _holds_dataset(self) -> bool:
+        try:
+            return load_manifest(self.folder) is not None
+        except FormatError:
+            # What is replaced need not be whole, but it must be ours.
+            if self.overwrite and find_traces(self.folder):
+                return True
+            raise
 
     def _clean(self, keep: Collection[str]) -> None:
         for name in self.folder.names():

@@ -14,7 +14,7 @@ import xxhash
 
 from harness.checks import require_choice, require_numbers
 from harness.errors import ConfigError
-from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
+from harness.formats import PackReader, Provenance, holds_dataset, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
@@ -335,7 +335,7 @@ def open_train(path: str) -> tuple[PackReader, str | None]:
 
 def _is_folder(path: str) -> bool:
     # Object storage has no folders: there the manifest marks a dataset.
-    return holds_manifest(path) if is_uri(path) else Path(path).is_dir()
+    return holds_dataset(path) if is_uri(path) else Path(path).is_dir()
 
 
 def _tokenizer_of(reader: PackReader) -> tuple[str, str]:

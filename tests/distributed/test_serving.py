@@ -204,7 +204,7 @@ def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Pat
     shutil.copytree(data, tmp_path / "data")
     path = tmp_path / "data" / "train" / "manifest.json"
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "fingerprint": "0" * 32}))
+    path.write_text(json.dumps({**manifest, "fingerprint": "0" * 32, "checksum": ""}))
     done, _ = export_of(run, tmp_path, path=str(tmp_path / "data"))
     assert not done.has_tokenizer
     assert f"has the fingerprint {'0' * 32}, and the run was trained on {manifest['fingerprint']}" in done.missing[0]

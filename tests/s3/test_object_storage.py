@@ -108,13 +108,33 @@ def test_one_pack_costs_the_footer_and_one_row_group(proxy: Any, bucket: Any, pl
     assert other.fingerprint == reader.fingerprint
 
 
-def test_a_glob_a_bare_object_and_a_folder_without_manifest_open(proxy: Any, bucket: Any, place: str) -> None:
+def test_a_glob_a_bare_object_and_a_folder_of_another_tool_open(proxy: Any, bucket: Any, place: str) -> None:
     folder = write(place)
-    bucket.delete_file(folder.removeprefix("s3://") + "/manifest.json")
-    assert list(open_dataset(folder)) == PACKS
-    assert list(open_dataset(f"{folder}/shard_00000?.parquet")) == PACKS
+    root = folder.removeprefix("s3://")
+    for number in range(2):
+        bucket.copy_file(f"{root}/shard_{number:06d}.parquet", f"{root}-bare/part{number}.parquet")
+    assert list(open_dataset(f"{folder}-bare")) == PACKS
+    assert list(open_dataset(f"{folder}-bare/part?.parquet")) == PACKS
     assert list(open_dataset(f"{folder}/shard_000001.parquet")) == PACKS[32:]
     assert "no file matches" in error_of(lambda: open_dataset(f"{folder}/*.pq")).what
+
+
+def test_a_prefix_with_shards_or_an_index_of_ours_and_no_manifest_is_refused(
+    proxy: Any, bucket: Any, place: str
+) -> None:
+    folder = write(place)
+    root = folder.removeprefix("s3://")
+    places = [folder, f"{folder}/*.parquet", f"{folder}/shard_000001.parquet"]
+    bucket.delete_file(f"{root}/shard_000000.parquet")
+    assert "a file of shard 0 is missing" in error_of(lambda: open_dataset(places[1])).what
+    bucket.delete_file(f"{root}/manifest.json")
+    for missing in ("manifest.json", "manifest.json, index/pack_offsets.npy, index/sequence_lengths.npy"):
+        for path in places:
+            error = error_of(lambda path=path: open_dataset(path))
+            assert f"the dataset is incomplete: {missing}" in error.what
+            assert "copy the dataset again" in error.fix
+        bucket.delete_dir(f"{root}/index")
+    assert [one.where for one in verify_dataset(folder)] == [folder]
 
 
 @pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])

@@ -160,6 +160,16 @@ def _is_pickled(path: Path) -> bool:
             return True  # Damaged: opening it reports that.
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a pickle begins as `NpyWriter` begins it; numpy's own keeps names in a memo."""
+    head = _pickle_head(0)
+    count = head.index(b"J\0\0\0\0\x85") + 1
+    with path.open("rb") as file:
+        read_npy_header(path, file)
+        found = file.read(len(head))
+    return found[:count] + head[count : count + 4] + found[count + 4 :] == head
+
+
 FORMAT = Format(
     name="npy",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
@@ -170,5 +180,6 @@ FORMAT = Format(
     write_shard=NpyWriter,
     open_shard=NpyShard,
     find_bare=find_bare,
+    is_own=is_own,
     single_file_suffix=SUFFIX,
 )

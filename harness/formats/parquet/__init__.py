@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 from harness.formats.base import Format, find_files
-from harness.formats.parquet.reader import ParquetShard
+from harness.formats.parquet.reader import ParquetShard, is_own
 from harness.formats.parquet.writer import ParquetWriter
 
 __all__ = ["FORMAT"]
@@ -31,6 +31,8 @@ FORMAT = Format(
     write_shard=ParquetWriter,
     open_shard=ParquetShard,
     find_bare=partial(find_files, suffixes=SUFFIXES),
+    is_own=is_own,
+    has_checksums=True,
     single_file_suffix=SUFFIX,
     in_buckets=True,
 )

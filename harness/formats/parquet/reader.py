@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError
 from harness.formats.base import FIELDS, ShardContents, ShardReader, make_pack
+from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.manifest import Manifest
 from harness.formats.parquet.pages import check_extent, check_pages, count_limit, read_row_groups
@@ -99,8 +100,12 @@ class ParquetShard(ShardReader):
 
     def contents(self) -> ShardContents:
         stored = self._file.metadata.metadata or {}
-        manifest, index = (stored.get(f"{METADATA_PREFIX}{name}".encode()) for name in ("manifest", "index"))
-        if manifest is not None and index is not None:
+        own = {name: value for name, value in stored.items() if name.startswith(METADATA_PREFIX.encode())}
+        if own:
+            manifest, index = (own.pop(f"{METADATA_PREFIX}{name}".encode(), None) for name in ("manifest", "index"))
+            if manifest is None or index is None or own:
+                what = "the metadata of the dataset in this file is damaged: it needs a manifest and an index"
+                raise FormatError(what, where=str(self._place), fix="copy the file again")
             return self._own_contents(manifest, index)
         counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for group in range(len(self._groups)):
@@ -130,6 +135,9 @@ class ParquetShard(ShardReader):
                 where=str(self._place),
                 fix="copy the file again",
             )
+        if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
+            what = "the index in the metadata has other checksums than the manifest's fingerprint covers"
+            raise FormatError(what, where=str(self._place), fix="copy the file again")
         return ShardContents(
             part.sequence_counts.astype(np.int64),
             part.sequence_lengths,
@@ -137,6 +145,11 @@ class ParquetShard(ShardReader):
             checksums=part.checksums,
             manifest=manifest,
         )
+
+    @property
+    def is_own(self) -> bool:
+        """True for a shard of our dataset folders; other writers store metadata or have nullable types."""
+        return self._has_own_types and not self._file.metadata.metadata
 
     def where(self, row: int) -> str:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
@@ -221,6 +234,12 @@ class ParquetShard(ShardReader):
                 raise
             first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
             raise FormatError(f"damaged or not a Parquet file: {first}", where=where) from None
+
+
+def is_own(place: Place) -> bool:
+    """Return whether a file is a shard of a dataset folder: of our types, and without any metadata of its own."""
+    with contextlib.closing(ParquetShard(place)) as shard:
+        return shard.is_own
 
 
 def _count_bytes(columns: Sequence[_Column]) -> int:

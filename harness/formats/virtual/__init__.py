@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from harness.formats.base import Format, ShardReader, find_folders
-from harness.formats.virtual.plan import PLAN, PlanShard, SequenceStore, open_store, write_plan
+from harness.formats.virtual.plan import PLAN, SEQUENCE_IDS, PlanShard, SequenceStore, open_store, write_plan
 from harness.formats.virtual.store import (
     FILES_PER_SHARD,
     INPUT_IDS,
     NAME,
+    SEQUENCE_CHECKSUMS,
     SEQUENCE_OFFSETS,
     SHARD_TEMPLATE,
     SequenceShard,
@@ -29,6 +30,11 @@ def open_shard(path: Path, _pack_size: int | None) -> ShardReader:
     return PlanShard(path) if (path / PLAN).is_file() else SequenceShard(path)
 
 
+def is_own(path: Path) -> bool:
+    """Return whether a folder holds a plan or sequences; no other tool has such a layout."""
+    return any((path / name).is_file() for name in (PLAN, SEQUENCE_IDS, SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS))
+
+
 FORMAT = Format(
     name=NAME,
     shard_template=SHARD_TEMPLATE,
@@ -40,4 +46,6 @@ FORMAT = Format(
     write_shard=SequenceShardWriter,
     open_shard=open_shard,
     find_bare=partial(find_folders, names=(INPUT_IDS, SEQUENCE_OFFSETS)),
+    is_own=is_own,
+    has_checksums=True,
 )

@@ -212,7 +212,7 @@ def write_plan(
             if tokenizer.startswith(".") and (store.path / tokenizer).is_dir():
                 tokenizer = _relative(store.path / tokenizer, folder.place)
             provenance = replace(manifest.provenance, packer=packer, seed=seed, tokenizer=tokenizer)
-            manifest = replace(manifest, pack_size=pack_size, provenance=provenance)
+            manifest = replace(manifest, pack_size=pack_size, provenance=provenance).sealed()
             manifest.save(folder)
             whole = True
         finally:

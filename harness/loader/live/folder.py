@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats import JsonlShard, ShardReader, load_format
+from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.records import Pack
-from harness.storage import file_digest, is_uri, sync_folder, write_atomically
+from harness.storage import LocalFolder, file_digest, is_uri, sync_folder, write_atomically
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -153,6 +153,10 @@ class LiveFolder:
             raise FormatError(
                 f"the folder cannot be read: {error.strerror}", where=str(self.path), fix=_CHECK
             ) from error
+        if INDEX_FOLDER in names and find_traces(LocalFolder(self.path)).index:
+            # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
+            what = "the folder holds a stored dataset, whole or in part, and no live chunks"
+            raise ConfigError(what, where=str(self.path), fix="name another folder: `harness live produce` fills it")
         of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
         for name in names:
             if match := _NAME.fullmatch(name):

@@ -1,0 +1,281 @@
+"""Folders that hold a part of a dataset: recognized by their names and files, surveyed, and repaired if it is whole.
+
+A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
+or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError, FormatError, Problem
+from harness.formats.base import FORMATS, Format, ShardReader, load_format
+from harness.formats.index import (
+    INDEX_FOLDER,
+    INDEX_NAMES,
+    PACK_CHECKSUMS,
+    PACK_OFFSETS,
+    SEQUENCE_LENGTHS,
+    IndexBuilder,
+    IndexPart,
+    write_index,
+)
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, Totals, restore_hint
+from harness.storage import TEMPORARY_SUFFIX, BucketFolder, Folder, LocalFolder, map_npy, natural_key, open_folder
+
+# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
+MARKER_NAME = "_writing"
+
+_ROWS = 64
+_UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is empty: prepare again if a run needs it"
+
+
+@dataclass
+class Traces:
+    """Names in a folder that only this package writes.
+
+    Attributes:
+        index: files of an index, finished or not.
+        shards: of each format, the shards by number.
+    """
+
+    index: list[str] = field(default_factory=list)
+    shards: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.index or self.shards)
+
+
+def find_traces(folder: Folder) -> Traces:
+    """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
+    names = folder.names()
+    traces = Traces()
+    if INDEX_FOLDER in names:
+        traces.index = [name for name in INDEX_NAMES if folder.exists(name)]
+        if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
+            traces.index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
+    traces.shards = find_own_shards(folder, names)
+    return traces
+
+
+def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
+    found = {}
+    for format in map(load_format, FORMATS):
+        shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
+        # The first and the last, because either can be damaged beyond recognition.
+        if shards and any(_is_own(folder, format, shards[number]) for number in {min(shards), max(shards)}):
+            found[format.name] = shards
+    return found
+
+
+def _is_own(folder: Folder, format: Format, shard: str) -> bool:
+    if isinstance(folder, BucketFolder) and not format.in_buckets:
+        return True  # No other tool's files of this kind open there.
+    try:
+        return format.is_own(folder.place / shard)
+    except (OSError, FormatError, ValueError, MemoryError):
+        return False
+
+
+def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
+    """Describe a dataset without a manifest: what is missing, and how to restore it."""
+    missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
+    for name, shards in traces.shards.items():
+        missing += [load_format(name).shard_name(number) for number in _gaps(shards)]
+    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+    found = sum(map(len, traces.shards.values()))
+    return FormatError(
+        f"the dataset is incomplete: {shown} missing (found {found:,} shards)",
+        where=folder.where(),
+        fix=restore_hint(folder.where()),
+    )
+
+
+def _gaps(shards: dict[int, str]) -> list[int]:
+    # At most as many as there are shards: a number may be damaged too.
+    gaps = (number for number in range(max(shards, default=-1)) if number not in shards)
+    return [number for number, _ in zip(gaps, range(len(shards) + 1), strict=False)]
+
+
+# ---- survey and repair
+
+
+@dataclass
+class Survey:
+    """The state of an incomplete dataset, after reading all of its packs.
+
+    Attributes:
+        problems: all that is wrong besides the manifest; a repair is possible if there are none.
+        notes: what a repair cannot restore or check.
+        format, pack_size, shards, totals, parts: of the dataset as far as it is whole.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    format: str = ""
+    pack_size: int = 0
+    shards: list[Shard] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+    parts: list[IndexPart] = field(default_factory=list)
+
+
+def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
+    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
+
+    Args:
+        folder: of the dataset.
+        progress: called with shards read and shards in total.
+    """
+    survey = Survey()
+    names, traces = folder.names(), find_traces(folder)
+    if MARKER_NAME in names:
+        survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
+    unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
+    survey.problems += [Problem("a file of an interrupted write", folder.where(name)) for name in unfinished]
+    if len(traces.shards) != 1:
+        what = f"shards of {len(traces.shards)} formats are there ({', '.join(traces.shards)})"
+        survey.problems.append(Problem(what if traces.shards else "no shards are there", folder.where()))
+        return survey
+    [(survey.format, shards)] = traces.shards.items()
+    format = load_format(survey.format)
+    for number in _gaps(shards):
+        what = f"shard {number:,} is missing: shards up to {max(shards):,} are there"
+        survey.problems.append(Problem(what, folder.where(format.shard_name(number))))
+    known = {name for shard in shards.values() for name in (shard + end for end in format.shard_files)}
+    for name in names:
+        if name not in known and not name.startswith(".") and re.fullmatch(format.shard_pattern, name):
+            survey.problems.append(Problem("a file that looks like a shard, under another name", folder.where(name)))
+    for count, number in enumerate(sorted(shards), start=1):
+        _survey_shard(survey, folder, format, shards[number])
+        if progress is not None:
+            progress(count, len(shards))
+    _compare_index(survey, folder, format)
+    return survey
+
+
+def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str) -> None:
+    place, builder = folder.place / name, IndexBuilder()
+    try:
+        with contextlib.closing(format.open_shard(place, None)) as handle:
+            for start in range(0, handle.num_packs, _ROWS):
+                rows = range(start, min(start + _ROWS, handle.num_packs))
+                for row, pack in zip(rows, handle.read(rows), strict=True):
+                    if problem := pack.problem():
+                        raise FormatError(f"the pack {problem}", where=handle.where(row))
+                    survey.pack_size = max(survey.pack_size, len(pack))
+                    builder.append(pack)
+            if not len(builder):
+                raise FormatError("the shard holds no packs")
+            survey.pack_size = max(survey.pack_size, _stored_size(handle))
+        files = folder.describe(_files_of(place, format))
+    except FormatError as error:
+        survey.problems.append(Problem(error.what, error.where or str(place)))
+    except (OSError, MemoryError) as error:
+        survey.problems.append(Problem(f"cannot be read: {error}", str(place)))
+    else:
+        totals, part = builder.totals(), builder.build()
+        survey.totals += totals
+        survey.parts.append(part)
+        survey.shards.append(Shard(name, totals.num_packs, files))
+
+
+def _stored_size(handle: ShardReader) -> int:
+    return int(getattr(handle, "pack_size", 0))
+
+
+def _files_of(place: Path, format: Format) -> list[str]:
+    if place.is_dir():
+        files = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
+        return [f"{place.name}/{name}" for name in sorted(files, key=natural_key)]
+    return [place.name + end for end in format.shard_files]
+
+
+def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
+    """Compare the packs with the files of the index, which cover order and number of packs."""
+    if not survey.parts:
+        return
+    counts = np.concatenate([part.sequence_counts for part in survey.parts])
+    arrays: dict[str, npt.NDArray[Any]] = {
+        PACK_CHECKSUMS: np.concatenate([part.checksums for part in survey.parts]),
+        SEQUENCE_LENGTHS: np.concatenate([part.sequence_lengths for part in survey.parts]),
+        PACK_OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
+    }
+    for name, found in arrays.items():
+        if not folder.exists(name):
+            if name == PACK_CHECKSUMS:
+                if format.has_checksums:
+                    last = survey.shards[-1].path
+                    survey.notes.append(f"without {name} nothing shows that {last} was the last shard")
+                else:
+                    what = f"missing, and shards of {format.name} have no checksums of their own to be whole by"
+                    survey.problems.append(Problem(what, folder.where(name)))
+            continue
+        try:
+            stored = map_npy(folder.place / name, found.dtype)
+        except FormatError as error:
+            survey.problems.append(Problem(error.what, error.where))
+            continue
+        if stored.shape != found.shape:
+            what = f"the index has {stored.shape[0]:,} entries, the shards make {found.shape[0]:,}"
+        elif (stored != found).any():
+            what = f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}"
+        else:
+            continue
+        survey.problems.append(Problem(what, folder.where(name)))
+
+
+def repair_manifest(
+    path: str, *, progress: Callable[[int, int], None] | None = None
+) -> tuple[Manifest | None, list[Problem], list[str]]:
+    """Write index and manifest again from whole shards; nothing is written unless every pack is whole.
+
+    A pack is whole if it has the checksum that the index has for it, or if its format keeps checksums in the shards.
+
+    Args:
+        path: folder of a dataset whose manifest is missing or damaged.
+        progress: called with shards read and shards in total.
+
+    Returns:
+        the manifest, None if it was not written; the problems that prevent it; what could not be restored.
+
+    Raises:
+        ConfigError: the path is not a folder on a disk.
+    """
+    folder = open_folder(path)
+    if not isinstance(folder, LocalFolder) or not folder.place.is_dir():
+        what = "a manifest is repaired in a folder on a disk"
+        raise ConfigError(what, where=str(path), fix="copy the dataset to a disk, repair it there, and copy it back")
+    survey = survey_folder(folder, progress)
+    if survey.problems:
+        return None, survey.problems, survey.notes
+    notes = [*survey.notes, _UNKNOWN]
+    if survey.format != "memmap":
+        notes.append(f"pack_size is that of the longest pack, {survey.pack_size:,}: {survey.format} does not store it")
+
+    def parts() -> Iterator[IndexPart]:
+        return iter(survey.parts)
+
+    totals = survey.totals
+    fingerprint = write_index(folder, parts, num_packs=totals.num_packs, num_sequences=totals.num_sequences)
+    manifest = Manifest(
+        format=survey.format,
+        pack_size=survey.pack_size,
+        num_packs=totals.num_packs,
+        num_sequences=totals.num_sequences,
+        num_tokens=totals.num_tokens,
+        num_trained_tokens=totals.num_trained_tokens,
+        fingerprint=fingerprint,
+        shards=tuple(survey.shards),
+        index=folder.describe(INDEX_NAMES),
+    ).sealed()
+    manifest.save(folder)
+    return manifest, [], notes
