@@ -135,7 +135,7 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
     rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}
     for name, value in rows.items():
-        counts.add_row(name, Text(value))
+        counts.add_row(name, Text(value.encode(errors="replace").decode()))
 
     most = max(count for _, _, count in summary.histogram)
     bars = Table.grid(padding=(0, 2))

@@ -128,13 +128,13 @@ class Totals:
 
 
 def content_checksum(values: Mapping[str, Any]) -> str:
-    """xxh3_128 (hexadecimal) of a manifest's values as JSON of sorted keys without spaces, in UTF-8.
+    """xxh3_128 (hexadecimal) of a manifest's values as ASCII JSON of sorted keys without spaces.
 
-    Every key counts, known or not, except `checksum` at the top. Raises UnicodeEncodeError for a lone surrogate.
+    Every key counts, known or not, except `checksum` at the top.
     """
     content = {name: value for name, value in values.items() if name != "checksum"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return str(xxhash.xxh3_128_hexdigest(text.encode("ascii")))
 
 
 def load_manifest(folder: Path | Folder) -> Manifest | None:
@@ -232,8 +232,6 @@ class _Parser:
             raise self._error(f"has the unknown key {min(unknown)[:40]!r} and no checksum")
         try:
             digest = content_checksum(values)
-        except UnicodeEncodeError:
-            raise self._error("holds text that is not Unicode: half of a surrogate pair") from None
         except RecursionError:
             raise self._error("is nested too deep") from None
         if checksum and digest != checksum:
@@ -283,6 +281,8 @@ class _Parser:
     def _path(self, values: Any) -> str:
         text = self._text(values, "path")
         path = PurePosixPath(text)
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise self._error(f"lists the path {text[:200]!r}, which is not Unicode: it has half of a surrogate pair")
         if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
             raise self._error(f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder")
         return text
