@@ -124,6 +124,8 @@ def inspect(
     """Show a dataset's counts, the text of one pack, the blend that a YAML file configures, or chats with --raw."""
     settings: InspectSettings = context.obj
     if raw:
+        if as_json or pack is not None:
+            raise ConfigError("chats have no packs, and are shown as text", where=path, fix="omit --json and --pack")
         from harness.prep import PrepareConfig, show_preview
 
         show_preview(PrepareConfig(**{**vars(settings), "source": replace(settings.source, kind="files", path=path)}))

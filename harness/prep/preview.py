@@ -117,9 +117,8 @@ def _show(
         return
     data = config.data
     fitted = fit_conversation(record, made, tokenizer, pack_size=data.pack_size, over_long=data.over_long)
-    count = len(fitted.pieces)
-    title = f"{record.where}: {len(record.messages)} turns, {count} sequence{'s' * (count != 1)}"
-    console.print(Text(printable(title), style="bold"))
+    sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
+    console.print(Text(printable(sample.title), style="bold"))
     if record.messages and record.messages[-1].role == "user":
         console.print(Text("ends with a user turn, which nothing answers", style="yellow"))
     if not fitted.pieces:
@@ -128,9 +127,8 @@ def _show(
     if fitted.is_cut or fitted.is_split or fitted.is_partial:
         done = "cut" if fitted.is_cut else "divided" if fitted.is_split else "in part too long"
         console.print(Text(f"longer than a pack, {done}: {fitted.num_lost:,} trained tokens are lost", style="yellow"))
-    sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
     for number, sequence in enumerate(sample.sequences, start=1):
         share = sequence.num_trained / sequence.num_tokens
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
-        console.print(Text(f"sequence {number} of {count}: {counts}", style="cyan"))
+        console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
         console.print(render_runs(sequence, has_color=has_color))

@@ -51,6 +51,12 @@ class Sample:
     num_sequences: int
     sequences: list[SequenceSample]
 
+    @property
+    def title(self) -> str:
+        """Place, turns and sequences in words."""
+        turns = f"{self.num_messages} turn{'s' * (self.num_messages != 1)}" if self.num_messages else "text"
+        return f"{self.where}: {turns}, {self.num_sequences} sequence{'s' * (self.num_sequences != 1)}"
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
         """Return the sample that `dataclasses.asdict` made plain."""

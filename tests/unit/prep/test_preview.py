@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.cli import app as cli
+from harness.cli import main
 from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, show_preview, train_bpe
 
 
@@ -60,8 +60,9 @@ def test_trained_text_is_in_color_on_a_terminal(source):
 
 def test_refused_records_and_over_long_conversations_are_named(source):
     page = shown(source, pack_size=300)
-    assert f"{source}, line 2" in page.replace("\n", "")
-    assert "refused, media: turn 2 (assistant) has images" in page.replace("\n", " ").replace("  ", " ")
+    # Long paths wrap anywhere.
+    words = " ".join(page.split())
+    assert "line 2 refused, media: turn 2 (assistant) has images" in words
     assert "ends with a user turn" in page
     assert "left out, over_long" in shown(source, pack_size=20)
     assert "longer than a pack, cut" in shown(source, pack_size=40, over_long="split")
@@ -79,6 +80,15 @@ def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     assert "sequence 2 of 2" in page
 
 
+def test_chats_have_no_packs_and_a_dataset_takes_no_settings_of_a_preparation(source, monkeypatch, capsys):
+    for arguments, words in ((["--raw", "--json"], "no packs"), (["data.pack_size=64"], "tokenizer.name")):
+        monkeypatch.setattr("sys.argv", ["harness", "inspect", source, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
+
+
 def test_a_preview_writes_nothing(source, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -94,7 +104,7 @@ def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monke
     settings += ["preview=2"] if command[0] == "inspect" else []
     monkeypatch.setattr("sys.argv", ["harness", *command, *path, *settings])
     with pytest.raises(SystemExit) as ended:
-        cli.app()
+        main()
     assert not ended.value.code
     page = capsys.readouterr().out
     assert "pack size  64 tokens" in page
