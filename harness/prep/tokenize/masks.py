@@ -473,7 +473,14 @@ class Masker:
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn of the assistant: those that it writes after an answer and after a call."""
+        """Special tokens that end a turn of the assistant: those that it writes after an answer and after a call.
+
+        A template that writes none may rely on the header of the next turn (`StockRule.ends`).
+        """
+        return self._written_ends or (self._stock.ends if self._stock else ())
+
+    @cached_property
+    def _written_ends(self) -> tuple[str, ...]:
         call = (ToolCall("f", {"a": "b"}, id="call00001"),)
         tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
         probes = [
@@ -488,8 +495,16 @@ class Masker:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
-        # A template that writes none relies on the header of the next turn.
-        return tuple(found) or (self._stock.ends if self._stock else ())
+        return tuple(found)
+
+    def warning(self) -> str:
+        """Return what a user of this template should know; empty if there is nothing."""
+        if self._written_ends or self.rule == "all":
+            return ""
+        return (
+            "the chat template ends no conversation with a special token, so the last turn does not teach the model to "
+            "stop"
+        )
 
 
 class _Chat:

@@ -122,7 +122,7 @@ class ChatTokenizer:
         }
         return {
             "rule": self._masker.rule,
-            "why": self._masker.why,
+            "why": "; ".join(filter(None, (self._masker.why, self._masker.warning()))),
             "history": config.history,
             "train_on": config.train_on,
             "untrained": json.dumps([name for name, trained in parts.items() if not trained]),

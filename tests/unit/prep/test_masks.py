@@ -350,3 +350,12 @@ def test_threads_render_one_template_at_once(folder: Path) -> None:
         made = list(pool.map(lambda conversation: encode(marked, conversation)[0].spans, chats * 4))
 
     assert made == expected * 4
+
+
+def test_a_template_without_an_end_of_turn_is_reported(tokenizer: Any) -> None:
+    open_ended = tokenizer(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' * add_generation_prompt }}"
+    )
+
+    assert "does not teach the model to stop" in open_ended.mask_facts()["why"]
+    assert "does not teach" not in tokenizer(TOOLS).mask_facts()["why"]
