@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.formats import printable
 from harness.prep.report import PrepareReport
 from harness.prep.samples import Sample
+from harness.prep.shards import read_samples
 
 # Rows of the table of source files.
 _MAX_SOURCES = 200
@@ -16,16 +17,20 @@ _MAX_SOURCES = 200
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 
 
-def choose_samples(samples: Iterable[tuple[str, Sample]]) -> list[Sample]:
-    """Return the first samples of each file, given with their files, as many as a page shows."""
+def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
+    """Return the first samples of each file, as many as a page shows.
+
+    Args:
+        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
+    """
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
-    for file, sample in samples:
-        if counts.get(file, 0) < _MAX_SAMPLES_A_FILE:
-            counts[file] = counts.get(file, 0) + 1
-            chosen.append(sample)
-        if len(chosen) == _MAX_SAMPLES:
-            break
+    for file, folder in shards:
+        wanted = min(_MAX_SAMPLES_A_FILE - counts.get(file, 0), _MAX_SAMPLES - len(chosen))
+        if wanted:
+            found = list(islice(read_samples(folder), wanted))
+            counts[file] = counts.get(file, 0) + len(found)
+            chosen += found
     return chosen
 
 

@@ -28,7 +28,7 @@ from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.samples import Sample
-from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, read_samples, refuse
+from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.storage import Place, Stamp, stamp_of, write_atomically
@@ -258,11 +258,7 @@ class _Preparation:
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
-            self.samples = choose_samples(
-                (shard.path, sample)
-                for folder, shard in zip(folders, shards, strict=True)
-                for sample in read_samples(folder)
-            )
+            self.samples = choose_samples((shard.path, folder) for folder, shard in zip(folders, shards, strict=True))
             spool = Spool(
                 (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
             )
