@@ -58,8 +58,8 @@ def fit_conversation(
     `drop` and `cut` treat each sequence by itself. `split` makes conversations of fewer turns and encodes these anew,
     each with the system prompt and the tools of the whole: as many exchanges (a user turn and what follows it) as fit.
     An exchange that is too long alone is divided before answers and calls of tools, and each part begins with the
-    question; an answer that is too long with its question is cut. Turns after the last answer are left out. Text
-    without turns is divided every `pack_size` tokens.
+    question, without the calls and results of the parts before it; an answer that is too long with its question is cut.
+    Turns after the last answer are left out. Text without turns is divided every `pack_size` tokens.
 
     Args:
         sequences: of the conversation, by `tokenizer`.

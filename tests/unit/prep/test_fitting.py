@@ -91,7 +91,7 @@ def test_a_long_exchange_is_divided_before_answers_and_each_part_begins_with_the
     parts = texts(tokenizer, fitted)
     assert len(parts) == 2
     assert all(part.startswith(question) for part in parts)
-    # A call without its result at the end; the results come before the answers that read them.
+    # The result of the last call of a part is in neither: nothing is trained from it in the first.
     assert parts[0].endswith("<|im_start|>assistant\nfind packs<|im_end|>\n")
     assert parts[1].endswith("<|im_start|>assistant\nturns<|im_end|>\n")
     assert trained(tokenizer, fitted) == ["find model<|im_end|>", "find packs<|im_end|>", "turns<|im_end|>"]
