@@ -45,7 +45,7 @@ class PrepareConfig:
 
     Attributes:
         source: chat records.
-        tokenizer: tokenizer, chat template and masking rule.
+        tokenizer: tokenizer, chat template and mask rule.
         data: packing and storage.
         engine: `local` tokenizes in processes of this machine; `ray` on the cluster at RAY_ADDRESS.
         preview: show this many of the first records as they will be trained, and write nothing (`--preview N`); 0

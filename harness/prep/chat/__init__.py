@@ -19,6 +19,7 @@ from harness.prep.chat.reader import (
 from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.turns import MEDIA_FIELDS
+from harness.prep.chat.values import BadRecordError
 
 __all__ = [
     "MEDIA_FIELDS",
@@ -27,6 +28,7 @@ __all__ = [
     "SCHEMAS",
     "BadReason",
     "BadRecord",
+    "BadRecordError",
     "Conversation",
     "Message",
     "RecordReader",

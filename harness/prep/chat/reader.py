@@ -187,6 +187,10 @@ class RecordReader:
 _READER = RecordReader()
 
 
+def _reader_of(schema: str, columns: Mapping[str, str] | None, ignore_fields: Sequence[str]) -> RecordReader:
+    return RecordReader(schema, columns or {}, ignore_fields) if schema or columns or ignore_fields else _READER
+
+
 def parse_record(
     record: object,
     where: str,
@@ -196,9 +200,7 @@ def parse_record(
     ignore_fields: Sequence[str] = (),
 ) -> Conversation | BadRecord:
     """Parse one decoded record with a `RecordReader` of these settings."""
-    if not schema and not columns and not ignore_fields:
-        return _READER.parse(record, where)
-    return RecordReader(schema, columns or {}, ignore_fields).parse(record, where)
+    return _reader_of(schema, columns, ignore_fields).parse(record, where)
 
 
 def parse_line(
@@ -210,9 +212,7 @@ def parse_line(
     ignore_fields: Sequence[str] = (),
 ) -> Conversation | BadRecord:
     """Parse one line of JSONL with a `RecordReader` of these settings."""
-    if not schema and not columns and not ignore_fields:
-        return _READER.parse_line(line, where)
-    return RecordReader(schema, columns or {}, ignore_fields).parse_line(line, where)
+    return _reader_of(schema, columns, ignore_fields).parse_line(line, where)
 
 
 def detect_schema(
@@ -235,7 +235,7 @@ def detect_schema(
     Raises:
         PrepError: none fits, several do, or the records differ.
     """
-    reader = RecordReader("", columns or {}, ignore_fields)
+    reader = _reader_of("", columns, ignore_fields)
     found: Counter[str] = Counter()
     names: dict[str, None] = {}
     problem = ""

@@ -37,7 +37,7 @@ _CALL_FIELDS, _FUNCTION_FIELDS = frozenset(("id", "type", "function")), frozense
 
 
 class BadRecordError(Exception):
-    """Stops the parsing of a record; its reason and detail become those of a BadRecord."""
+    """Stops the parsing or rendering of a record; its reason and detail become those of a BadRecord."""
 
     def __init__(self, reason: BadReason, detail: str) -> None:
         super().__init__(reason, detail)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use
-from harness.prep.sources.config import SOURCE_KINDS, SourceConfig
+from harness.prep.sources.config import SourceConfig
 
 if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from harness.prep.sources.schema import SourceSchema, find_schema
 
 __all__ = [
-    "SOURCE_KINDS",
     "Chunk",
     "Shard",
     "SourceConfig",

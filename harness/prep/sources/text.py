@@ -26,7 +26,6 @@ _CHUNK_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_SPACE = " \t\r\n"
 # Near the end of the window, an error may be due to what is still to come: the longest literal is -Infinity.
 _MARGIN = 16
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")

@@ -17,7 +17,7 @@ INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
 
 @dataclass
 class TokenizerConfig:
-    """Tokenizer, chat template and masking rule.
+    """Tokenizer, chat template and mask rule.
 
     Attributes:
         kind: `bpe` trains a byte-level BPE on the source if no name is given, `huggingface` requires a name.

@@ -25,7 +25,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, Conversation, Message, ToolCall
+from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
@@ -46,16 +46,12 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("drop_thinking", False),
 )
 _MAX_SHAPES = 8192
+# Conversations that templates are tried with.
+_ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
+_CALL = (ToolCall("f", {"a": "b"}, id="call00001"),)
+_TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)
 
 Turns = Sequence[Mapping[str, Any]]
-
-
-class RefusedError(Exception):
-    """Stops the rendering of a conversation: its reason and detail are the arguments."""
-
-    def __init__(self, reason: BadReason, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class Masker:
 
     Args:
         template: chat template.
-        config: masking rule and what to train.
+        config: mask rule and what to train.
         special: texts of the tokenizer's special tokens.
         where: name of the template, for errors.
 
@@ -145,7 +141,7 @@ class Masker:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
         self._special_texts = tuple(special)
-        self._forms: dict[Any, _Form | RefusedError] = {}
+        self._forms: dict[Any, _Form | BadRecordError] = {}
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
         self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
@@ -170,7 +166,7 @@ class Masker:
         """Return the sequences of a chat, in the order of their trained turns.
 
         Raises:
-            RefusedError: it cannot be trained on with this template.
+            BadRecordError: it cannot be trained on with this template.
         """
         form = self._form_of(conversation)
         chat = _Chat(self._template, conversation, form, self._keeping)
@@ -179,7 +175,7 @@ class Masker:
             return [Rendered(text, [(0, len(text))])]
         trained = self._trained_turns(conversation)
         if not trained:
-            raise RefusedError(BadReason.NOTHING_TRAINED, "no turn of it is marked as trained")
+            raise BadRecordError(BadReason.NOTHING_TRAINED, "no turn of it is marked as trained")
         if self.rule == "assistant_turns":
             found = [Rendered(chat.whole, [self._added_span(chat, turn) for turn in trained])]
         elif self.rule == "marks":
@@ -194,7 +190,7 @@ class Masker:
             weights = [conversation.messages[number].trained for number in turns]
             if all(weight is None for weight in weights):
                 detail = "no assistant turn has a weight, and tokenizer.train_on=marked trains those that have"
-                raise RefusedError(BadReason.NOTHING_TRAINED, detail)
+                raise BadRecordError(BadReason.NOTHING_TRAINED, detail)
             return [number for number, weight in zip(turns, weights, strict=True) if weight]
         if self._config.train_on == "last_turn":
             turns = turns[-1:]
@@ -213,19 +209,19 @@ class Masker:
             if len(self._forms) >= _MAX_SHAPES:
                 self._forms.clear()
             form = self._forms[shape] = self._probe(conversation)
-        if isinstance(form, RefusedError):
-            raise RefusedError(form.reason, form.detail)
+        if isinstance(form, BadRecordError):
+            raise BadRecordError(form.reason, form.detail)
         return form
 
-    def _probe(self, conversation: Conversation) -> _Form | RefusedError:
+    def _probe(self, conversation: Conversation) -> _Form | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
-                return RefusedError(
+                return BadRecordError(
                     BadReason.NOT_WRITTEN,
                     f"the chat template does not read `{name}` of chat_template_kwargs; "
                     "source.ignore_fields=[chat_template_kwargs] leaves it out",
                 )
-        first: RefusedError | None = None
+        first: BadRecordError | None = None
         probe, words = _with_unique_words(conversation)
         tried = set()
         for form in _FORMS:
@@ -242,7 +238,7 @@ class Masker:
         assert first is not None
         return first
 
-    def _try_form(self, chat: _Chat, words: list[tuple[int | None, str, str]]) -> RefusedError | None:
+    def _try_form(self, chat: _Chat, words: list[tuple[int | None, str, str]]) -> BadRecordError | None:
         """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
         try:
             text = chat.whole
@@ -267,7 +263,7 @@ class Masker:
                 if field in ("tools", "reasoning", "tool"):
                     keys = {"tools": "tools", "reasoning": "reasoning_content", "tool": "tool_calls"}
                     detail += f"; use another template, or leave it out with source.ignore_fields=[{keys[field]}]"
-                return RefusedError(BadReason.NOT_WRITTEN, detail)
+                return BadRecordError(BadReason.NOT_WRITTEN, detail)
         except Exception as error:  # a template is a user's program and can raise anything
             return _failure(error)
         return None
@@ -278,7 +274,7 @@ class Masker:
         before, after = chat.prompt(turn), chat.upto(turn)
         if not after.startswith(before) or not chat.whole.startswith(after):
             detail = f"it writes turn {turn + 1} differently once later turns follow; use tokenizer.mask=auto"
-            raise RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
+            raise BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
         return len(before), len(after)
 
     def _marked_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
@@ -293,20 +289,19 @@ class Masker:
     @cached_property
     def _keeps_turns(self) -> bool:
         """A turn without reasoning is marked and written alike at the end of a conversation and inside it."""
-        call = (ToolCall("f", {"a": "b"}, id="call00001"),)
-        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
-        ask, answer = Message("user", "a"), Message("assistant", "b")
-        called = Message("assistant", "", tool_calls=call)
-        result = Message("tool", "c", tool_call_id=call[0].id, name="f")
-        probes = [Conversation((ask, answer, ask, answer), "")]
-        probes.append(Conversation((ask, called, result, answer, ask, answer), "", tools=(tool,)))
+        called = Message("assistant", "", tool_calls=_CALL)
+        result = Message("tool", "c", tool_call_id=_CALL[0].id, name="f")
+        probes = [
+            Conversation((_ASK, _ANSWER, _ASK, _ANSWER), ""),
+            Conversation((_ASK, called, result, _ANSWER, _ASK, _ANSWER), "", tools=_TOOLS),
+        ]
         for probe in probes:
             chat = _Chat(self._template, probe, _FORMS[0], {})
             turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
             try:
                 whole, marks = chat.marked(len(probe.messages))
                 alone = [chat.marked(number + 1) for number in turns]
-            except RefusedError:
+            except BadRecordError:
                 continue
             for text, spans in alone:
                 if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
@@ -331,7 +326,7 @@ class Masker:
             prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
             if prompt is None:
                 shown = chat.prompt(turn)[-24:]
-                raise RefusedError(
+                raise BadRecordError(
                     BadReason.NOT_AS_SERVED,
                     f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
                     f"{shown!r}), so a model that is served with it would not generate this text",
@@ -373,7 +368,7 @@ class Masker:
             if placed is None:
                 if self._config.history == "kept":
                     detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
-                    raise RefusedError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
+                    raise BadRecordError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
                 if spans:
                     found.append(Rendered(text, spans))
                 text, spans, placed = own, [], turn_spans
@@ -456,11 +451,11 @@ class Masker:
 
     def _keeping_switch(self, where: str) -> dict[str, Any]:
         """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway."""
-        reasoned = Message("assistant", "b", reasoning="earlierreasoning")
-        probe = Conversation((Message("user", "a"), reasoned, Message("user", "c"), replace(reasoned, content="d")), "")
+        reasoned = replace(_ANSWER, reasoning="earlierreasoning")
+        probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
         try:
             form = self._form_of(probe)
-        except RefusedError:
+        except BadRecordError:
             return {}
         for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
             if _Chat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
@@ -481,17 +476,15 @@ class Masker:
 
     @cached_property
     def _written_ends(self) -> tuple[str, ...]:
-        call = (ToolCall("f", {"a": "b"}, id="call00001"),)
-        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
         probes = [
-            Conversation((Message("user", "a"), Message("assistant", "b")), ""),
-            Conversation((Message("user", "a"), Message("assistant", None, tool_calls=call)), "", tools=(tool,)),
+            Conversation((_ASK, _ANSWER), ""),
+            Conversation((_ASK, Message("assistant", None, tool_calls=_CALL)), "", tools=_TOOLS),
         ]
         found: dict[str, None] = {}
         for probe in probes:
             try:
                 text = _Chat(self._template, probe, self._form_of(probe), self._keeping).whole
-            except RefusedError:
+            except BadRecordError:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
@@ -588,14 +581,14 @@ class _Chat:
             raise _failure(error) from error
 
 
-def _failure(error: Exception) -> RefusedError:
-    if isinstance(error, RefusedError):
+def _failure(error: Exception) -> BadRecordError:
+    if isinstance(error, BadRecordError):
         return error
-    return RefusedError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
+    return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
 
 
 def _message_of(error: Exception) -> str:
-    return error.detail if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+    return error.detail if isinstance(error, BadRecordError) else f"{type(error).__name__}: {error}"
 
 
 def _is_plain(conversation: Conversation) -> bool:

@@ -6,13 +6,11 @@ The template sees what transformers shows it: `messages`, `tools`, `add_generati
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
-from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -272,11 +270,6 @@ class Template:
                 environment.now = datetime(self._today.year, self._today.month, self._today.day)
             made = self._of_thread.made = environment, environment.from_string(self.text)
         return made
-
-    @cached_property
-    def hash(self) -> str:
-        """16 hex digits over the text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @property
     def uses_date(self) -> bool:

@@ -1,4 +1,4 @@
-"""A tokenizer with its chat template and masking rule."""
+"""A tokenizer with its chat template and mask rule."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
-from harness.prep.tokenize.masks import Masker, RefusedError, Rendered
+from harness.prep.tokenize.masks import Masker, Rendered
 from harness.prep.tokenize.offsets import Span, mask_of_encoding
 from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import SequenceView
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One sequence of a conversation.
-
-    An over-long conversation is not cut here but made into conversations of fewer turns, each with its own encoding.
 
     Attributes:
         view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
@@ -48,7 +46,7 @@ class Encoded:
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template and masking rule.
+    """A tokenizer with its chat template and mask rule.
 
     Tokens equal those of `apply_chat_template(..., tokenize=True)`. The mask is computed here, from the characters of
     each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
@@ -63,7 +61,7 @@ class ChatTokenizer:
 
         Raises:
             ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
-                fit the masking rule.
+                fit the mask rule.
         """
         self.name = folder or config.name
         self._config = config
@@ -224,7 +222,7 @@ class ChatTokenizer:
             return [Rendered(text, [(0, len(text))])]
         try:
             return self._masker.sequences(conversation)
-        except RefusedError as refused:
+        except BadRecordError as refused:
             return BadRecord(conversation.where, refused.reason, refused.detail)
 
     def _spelled_control_token(self, conversation: Conversation) -> str:
