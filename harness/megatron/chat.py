@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ class Chat:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+            # Code that a folder brings is never run, and nobody is asked whether it may be.
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._tokenizer.get_chat_template()
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -49,7 +51,16 @@ class Chat:
                 where=str(folder),
                 fix="pip install peft, or `harness export` the run without --adapter",
             )
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        try:
+            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=False, weights_only=True
+            ).eval()
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ConfigError(
+                f"the model cannot be loaded: {str(error).strip().splitlines()[0]}",
+                where=str(folder),
+                fix="name a model that transformers knows, with weights in safetensors; code in the folder is not run",
+            ) from None
         self._ends = self._find_ends(folder)
         self._room = int(self._model.config.max_position_embeddings) - max_tokens
         if self._room < 1:

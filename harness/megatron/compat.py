@@ -10,7 +10,8 @@ import os
 import pickle
 import queue
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ import megatron.core
 import torch
 import xxhash
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from harness.errors import ConfigError
 from harness.storage import StoredFile
@@ -75,6 +79,24 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
     """Return the argument that selects Megatron's own background writer, which is not the default of 0.19."""
     return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+
+
+@contextmanager
+def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[None]:
+    """Let Megatron's loader open checkpoints with `reader` inside the block.
+
+    Megatron 0.16 opens one in its strategy of torch's format, 0.19 in its entry points too, for values that 0.16 keeps
+    in `common.pt`.
+    """
+    assert hasattr(torch_format, "_get_filesystem_reader"), (
+        "this version would unpickle checkpoints without restriction"
+    )
+    with ExitStack() as stack:
+        for module in (torch_format, serialization):
+            if hasattr(module, "_get_filesystem_reader"):
+                replaced = mock.patch.object(module, "_get_filesystem_reader", lambda path, *_, **__: reader(str(path)))
+                stack.enter_context(replaced)
+        yield
 
 
 def keep_checkpoint_results_in_a_file() -> None:

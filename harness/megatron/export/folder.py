@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import yaml
-from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -23,7 +22,7 @@ from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
-from harness.megatron.state import find_damage, find_newest
+from harness.megatron.state import find_damage, find_newest, load_tree
 from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
 from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
@@ -94,7 +93,9 @@ def export_checkpoint(
         device = torch.device("cpu")
         (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=device)
         try:
-            state = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(path))
+            state = load_tree({"model": chunk.sharded_state_dict()}, path)
+        except CheckpointError:
+            raise
         # Megatron and torch raise many kinds, one of which is not an Exception.
         except (Exception, CheckpointException) as error:
             raise CheckpointError(

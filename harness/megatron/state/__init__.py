@@ -1,10 +1,12 @@
 """Save and load the state of a run: checkpoints that any layout and either of Megatron's optimizers can load.
 
-`checkpoint.py` writes and reads them; `optimizer.py` gives the optimizer's state one form on disk.
+`checkpoint.py` writes and reads them; `loading.py` makes sure that reading runs no code of theirs; `optimizer.py` gives
+the optimizer's state one form on disk.
 """
 
 from __future__ import annotations
 
 from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, find_newest, load_checkpoint
+from harness.megatron.state.loading import load_tree
 
-__all__ = ["CheckpointWriter", "find_damage", "find_newest", "load_checkpoint"]
+__all__ = ["CheckpointWriter", "find_damage", "find_newest", "load_checkpoint", "load_tree"]

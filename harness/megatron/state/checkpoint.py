@@ -28,6 +28,7 @@ from harness.errors import CheckpointError, HarnessError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
+from harness.megatron.state.loading import load_tree
 from harness.megatron.step import MegatronStep
 from harness.storage import StoredFile, list_hash_problems, share_of
 from harness.train import (
@@ -143,7 +144,9 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
     """
     wanted, tensors = _run_state(step, is_loading=True)
     try:
-        state = dist_checkpointing.load(wanted, str(path))
+        state = load_tree(wanted, path)
+    except CheckpointError:
+        raise
     # Megatron and torch raise many kinds, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
         if is_about_ranks(error):

@@ -1,0 +1,200 @@
+"""Loading of checkpoints that runs no code of theirs: pickles may name only the classes that a checkpoint consists of.
+
+Megatron and torch unpickle `.metadata` and the objects beside the tensors in `.distcp` files without restriction. Here
+`.metadata` goes through an unpickler with a list of classes, and every object, like `common.pt`, through torch's own
+restricted one, before either library sees it.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.futures import Future
+
+from harness.errors import CheckpointError, HarnessError
+from harness.megatron import compat
+
+METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
+_FIX = "it was not written by training, or is damaged: do not load it with another tool; use an older checkpoint"
+# All that `.metadata` consists of, in any supported version of torch; dtypes of torch besides.
+_CLASSES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}
+
+
+def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
+
+    Raises:
+        CheckpointError: a file holds anything but tensors and plain values; the error names it.
+    """
+    try:
+        # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.
+        _check_common(path)
+        with (path / METADATA_FILE).open("rb") as file:
+            metadata = read_metadata(file, path)
+        with compat.checkpoints_read_by(lambda place: _Reader(place, metadata)):
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+            return loaded
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, HarnessError):
+                raise cause from error
+        raise
+
+
+def read_metadata(file: IO[bytes], where: Path) -> Metadata:
+    """Return the metadata of a checkpoint; raise CheckpointError if it has anything that is not part of one."""
+    try:
+        with _unchanged_classes():
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise pickle.UnpicklingError(
+                    f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
+                )
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise _refused(METADATA_FILE, where, error) from None
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'[:80]!r}")
+        return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Raise if the block changes one of the classes, which a pickle can by giving a class a state."""
+    owners: list[Any] = []
+    for module, names in _CLASSES.items():
+        if module.startswith("torch"):
+            owners += [getattr(importlib.import_module(module), name, None) for name in names]
+    for owner in [owner for owner in owners if isinstance(owner, enum.EnumMeta)]:
+        owners += list(owner)
+    owners = [owner for owner in owners if hasattr(owner, "__dict__")]
+    before = [dict(vars(owner)) for owner in owners]
+    changed = None
+    try:
+        yield
+    finally:
+        for owner, was in zip(owners, before, strict=True):
+            now = dict(vars(owner))
+            if now != was:
+                changed = owner
+                for name in now.keys() - was.keys():
+                    delattr(owner, name)
+                for name in was:
+                    if name not in now or now[name] is not was[name]:
+                        setattr(owner, name, was[name])
+    if changed is not None:
+        raise pickle.UnpicklingError(f"it changes {changed!r}")
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader of a checkpoint's files, given metadata that is checked; it checks the objects."""
+
+    def __init__(self, path: str, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        folder = Path(self.path)
+        checked: Any = _CheckedObjects(planner, folder, self.storage_data)
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        done: Any = Future()
+        done.set_result(None)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), checked)
+            except (pickle.UnpicklingError, EOFError) as error:
+                raise _refused(name, folder, error) from None
+        return done
+
+
+class _CheckedObjects:
+    """A load planner, to which only objects get through that are tensors and plain values."""
+
+    def __init__(self, planner: Any, folder: Path, storage: Mapping[Any, Any]) -> None:
+        self._planner, self._folder, self._storage = planner, folder, storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, item: Any, value: IO[bytes]) -> None:
+        file = self._storage[item.storage_index].relative_path
+        objects = _load(value, file, self._folder)
+        # Transformer Engine unpickles what an extra state holds; without FP8, which is not supported, it is empty.
+        if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
+            raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
+        value.seek(0)
+        self._planner.load_bytes(item, value)
+
+
+def _is_empty(state: Any) -> bool:
+    return state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
+
+
+def _check_common(path: Path) -> None:
+    file = path / COMMON_FILE
+    if file.exists():
+        _load(file, COMMON_FILE, path)
+
+
+def _load(file: Path | IO[bytes], name: str, folder: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise _refused(name, folder, error) from None
+
+
+def _refused(name: str, folder: Path, why: object) -> CheckpointError:
+    text = " ".join(str(why).split())
+    # Torch's message goes on with advice to switch the check off.
+    found = text[text.find("Unsupported") :] if "Unsupported" in text else text
+    what = f"the checkpoint's file {name} holds more than tensors and plain values, or is damaged: {found[:160]}"
+    return CheckpointError(what, where=str(folder), fix=_FIX)

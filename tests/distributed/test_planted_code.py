@@ -1,0 +1,200 @@
+"""Code that somebody planted in a checkpoint or a model does not run when it is loaded, and its file is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+import recipes.sft
+from harness.errors import CheckpointError, ConfigError, HarnessError
+from harness.megatron.chat import Chat, exported
+from harness.megatron.export import export_checkpoint
+from harness.plan import SftConfig
+from harness.storage import CHECKSUMS_FILE, digest_files, write_checksums
+from harness.train import CHECKPOINTS
+
+from .conftest import overrides_of, run_here
+
+SETTINGS = ("trainer.checkpoint_interval=2", "trainer.eval_interval=0")
+
+
+class Planted:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.fixture(scope="module")
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted") / "run"
+    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=2"))
+    return folder
+
+
+def _saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _metadata(checkpoint: Path) -> Metadata:
+    return pickle.loads((checkpoint / ".metadata").read_bytes())
+
+
+def _replace_item(checkpoint: Path, kind: type, payload: bytes, key: str = "") -> None:
+    """Append a payload to a file, and let `.metadata` name it as the content of every item of a kind."""
+    metadata = _metadata(checkpoint)
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], kind) and key in index.fqn:
+            with (checkpoint / "__0_0.distcp").open("ab") as file:
+                offset = file.tell()
+                file.write(payload)
+            place = replace(info, relative_path="__0_0.distcp", offset=offset, length=len(payload))
+            metadata.storage_data[index] = place
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def plant_in_metadata(checkpoint: Path, marker: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(marker)))
+
+
+def plant_inside_metadata(checkpoint: Path, marker: Path) -> None:
+    metadata = _metadata(checkpoint)
+    metadata.planner_data = {"more": Planted(marker)}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def plant_in_common(checkpoint: Path, marker: Path) -> None:
+    torch.save({"optimizer_steps": Planted(marker)}, checkpoint / "common.pt")
+
+
+def plant_in_objects(checkpoint: Path, marker: Path) -> None:
+    _replace_item(checkpoint, BytesStorageMetadata, _saved([Planted(marker)]))
+
+
+def plant_in_tensors(checkpoint: Path, marker: Path) -> None:
+    _replace_item(checkpoint, TensorStorageMetadata, _saved(Planted(marker)))
+
+
+def plant_in_extra_state(checkpoint: Path, marker: Path) -> None:
+    """Bytes that Transformer Engine would unpickle."""
+    state = torch.frombuffer(bytearray(pickle.dumps(Planted(marker))), dtype=torch.uint8)
+    _replace_item(checkpoint, BytesStorageMetadata, _saved([state]), key="_extra_state")
+
+
+PLANTS = [
+    (plant_in_metadata, ".metadata"),
+    (plant_inside_metadata, ".metadata"),
+    (plant_in_common, "common.pt"),
+    (plant_in_objects, "__0_0.distcp"),
+    (plant_in_tensors, "__0_0.distcp"),
+    (plant_in_extra_state, "__0_0.distcp"),
+]
+
+
+@pytest.fixture(params=PLANTS, ids=lambda plant: plant[0].__name__)
+def planted(request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A run whose checkpoint has planted code, and fitting hashes; and the file that has it."""
+    plant: Callable[[Path, Path], None]
+    plant, name = request.param
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint = folder / CHECKPOINTS / "step-00000002"
+    plant(checkpoint, tmp_path / "marker")
+    names = [path.name for path in checkpoint.iterdir() if path.name != CHECKSUMS_FILE]
+    write_checksums(checkpoint, digest_files(checkpoint, names))
+    return folder, name
+
+
+def refused(action: Callable[[], object], tmp_path: Path, name: str) -> HarnessError:
+    with pytest.raises(HarnessError) as error:
+        action()
+    assert not (tmp_path / "marker").exists()
+    assert name in error.value.what
+    return error.value
+
+
+def test_resume_runs_no_planted_code(planted: tuple[Path, str], dataset: Path, tmp_path: Path) -> None:
+    folder, name = planted
+    settings = overrides_of(dataset, folder, *SETTINGS, "trainer.steps=3", "resume=true")
+    error = refused(lambda: run_here(recipes.sft, SftConfig, settings), tmp_path, name)
+    assert isinstance(error, CheckpointError)
+
+
+def test_export_and_chat_run_no_planted_code(planted: tuple[Path, str], tmp_path: Path) -> None:
+    folder, name = planted
+    refused(lambda: export_checkpoint(folder, tmp_path / "model"), tmp_path, name)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(CheckpointError), exported(folder):
+        pass
+    assert not (tmp_path / "marker").exists()
+
+
+def test_planted_code_runs_where_nothing_refuses_it(tmp_path: Path) -> None:
+    """The attack of this file is a real one."""
+    pickle.loads(pickle.dumps(Planted(tmp_path / "marker")))
+    assert (tmp_path / "marker").exists()
+
+
+def a_model(folder: Path, marker: Path) -> Path:
+    """Write a folder of a model whose code and weights have planted code."""
+    folder.mkdir()
+    config = {
+        "architectures": ["Llama"],
+        "auto_map": dict.fromkeys(("AutoConfig", "AutoTokenizer"), "planted.Llama"),
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "planted"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    torch.save({"model.norm.weight": Planted(marker)}, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_chat_with_a_model_folder_runs_none_of_its_code(tmp_path: Path) -> None:
+    folder = a_model(tmp_path / "model", tmp_path / "marker")
+    with pytest.raises(ConfigError), exported(folder) as model:
+        Chat(model)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_chat_refuses_weights_with_planted_code(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path / "model"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<e>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    transformers.LlamaConfig(**sizes).save_pretrained(folder)
+    torch.save({"model.norm.weight": Planted(tmp_path / "marker")}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="the model cannot be loaded"):
+        Chat(folder)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_initial_weights_are_safetensors_or_nothing(dataset: Path, tmp_path: Path) -> None:
+    folder = a_model(tmp_path / "model", tmp_path / "marker")
+    settings = overrides_of(dataset, tmp_path / "run", "trainer.steps=1", f"model.init_from={folder}")
+    with pytest.raises(HarnessError):
+        run_here(recipes.sft, SftConfig, settings)
+    assert not (tmp_path / "marker").exists()
