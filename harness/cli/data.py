@@ -36,6 +36,9 @@ from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
 
+Verified = Annotated[
+    str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI; a run, checkpoint or export")
+]
 DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
 Source = Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
@@ -160,7 +163,7 @@ def inspect(
 
 @data_app.command()
 def verify(
-    path: DatasetPath,
+    path: Verified,
     repair: Annotated[
         bool,
         typer.Option(
@@ -169,17 +172,22 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every byte and every invariant of a dataset; exit code 1 if something is wrong.
+    """Check every byte and every invariant of a dataset or a run; exit code 1 if something is wrong.
 
     Of a dataset without a whole manifest, which no command opens, everything that is wrong is listed.
     --repair-manifest restores the manifest where every shard is there and its checksums hold, and prints what is lost.
-    Megatron's indexed datasets are checked too: X.idx, or the NAME.json of a family of them.
+    Megatron's indexed datasets are checked too: X.idx, or the NAME.json of a family of them. Of a run's folder the
+    settings, metrics, checkpoints and exports are checked; a checkpoint or an exported model can be named alone.
     """
+    from harness.train import describe_run_checks, find_run_check
+
     problems: list[Problem] = []
     notes: list[str] = []
     num_packs, check = 0, None
     if not is_uri(path):
-        check = find_check(path)
+        check = find_run_check(path)
+        notes += describe_run_checks(path) if check is not None else []
+        check = check or find_check(path)
         if check is None and not Path(path).exists():
             # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
             open_dataset(path).close()

@@ -2,8 +2,8 @@
 
 Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
 checkpoints, `metrics.py` and `digests.py` record each step, `trackers.py` feeds services from the metrics,
-`attempts.py` records how a run ended and decides about a restart, and `progress.py` shows the run in a terminal.
-Nothing here imports torch or Megatron-Core.
+`attempts.py` records how a run ended and decides about a restart, `progress.py` shows the run in a terminal, and
+`verify.py` checks a run's folder. Nothing here imports torch or Megatron-Core.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from harness.train.metrics import (
 )
 from harness.train.progress import RunProgress
 from harness.train.trackers import check_trackers
+from harness.train.verify import describe_run_checks, find_run_check, verify_run
 
 __all__ = [
     "CHECKPOINTS",
@@ -75,6 +76,8 @@ __all__ = [
     "check_trackers",
     "choose_run_folder",
     "decide",
+    "describe_run_checks",
+    "find_run_check",
     "from_json",
     "is_due",
     "keep_lines_before",
@@ -95,6 +98,7 @@ __all__ = [
     "step_metrics",
     "to_json",
     "train",
+    "verify_run",
     "whole_checkpoints",
     "whole_lines",
     "write_report",

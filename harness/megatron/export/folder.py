@@ -25,6 +25,7 @@ from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree
 from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
 from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
+from harness.storage import digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
 
 SHARD_BYTES = 5 * 10**9
@@ -131,6 +132,8 @@ def export_checkpoint(
                 _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
             card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
             (writing / CARD_FILE).write_text(card)
+            files = (str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
+            write_checksums(writing, digest_files(writing, files))
             if out.exists():
                 out.rmdir()
             writing.rename(out)

@@ -1,0 +1,178 @@
+"""Verification of a run's folder: its settings, the metrics of each step, checkpoints, and exported models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import CheckpointError, FormatError, Problem
+from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
+from harness.train.metrics import METRICS_FILE
+
+SETTINGS_FILE = "config.yaml"
+# A run of any recipe has these.
+_SECTIONS = ("model", "trainer", "optimizer", "parallel")
+# Null where a step had no validation; elsewhere null is a number that was not finite.
+_OPTIONAL = "validation_loss"
+
+
+def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
+    """Return the function that verifies a run's folder, a checkpoint, or an exported model; None for any other path."""
+    folder = Path(path)
+    if (folder / CHECKPOINTS).is_dir() or ((folder / METRICS_FILE).is_file() and (folder / SETTINGS_FILE).is_file()):
+        return verify_run
+    if (folder / RUN_FILE).is_file() or (
+        folder.parent.name == CHECKPOINTS and folder in list_checkpoints(folder.parent)
+    ):
+        return verify_checkpoint
+    return verify_folder if (folder / CHECKSUMS_FILE).is_file() else None
+
+
+def describe_run_checks(path: str) -> list[str]:
+    """Return a sentence about each checkpoint of which not every byte can be checked."""
+    folder = Path(path)
+    without = [place for place in [folder, *list_checkpoints(folder / CHECKPOINTS)] if (place / RUN_FILE).is_file()]
+    return [
+        f"{place} was written before there were checksums: only the sizes of its files are checked"
+        for place in without
+        if not (place / CHECKSUMS_FILE).exists()
+    ]
+
+
+def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """List all problems of a run's folder: settings, metrics, checkpoints, and models exported into it.
+
+    Args:
+        progress: called with parts checked and parts in total.
+    """
+    folder = Path(path)
+    checkpoints = list_checkpoints(folder / CHECKPOINTS)
+    exports = sorted(place.parent for place in folder.glob(f"*/{CHECKSUMS_FILE}"))
+    parts: list[Callable[[], list[Problem]]] = [
+        lambda: list(_settings_problems(folder / SETTINGS_FILE)),
+        lambda: list(_metrics_problems(folder / METRICS_FILE, checkpoints)),
+        *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
+        *(lambda place=place: verify_folder(place) for place in exports),
+    ]
+    problems = []
+    for number, part in enumerate(parts, start=1):
+        problems += part()
+        if progress is not None:
+            progress(number, len(parts))
+    return problems
+
+
+def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """List all problems of a checkpoint. One from before there were checksums has only its sizes checked."""
+    folder = Path(path)
+    problems: list[Problem] = []
+    try:
+        progress_of_run = read_checkpoint(folder)[0]
+    except CheckpointError as error:
+        problems.append(Problem(error.what, error.where))
+    else:
+        if folder.name.startswith("step-") and folder.name != f"step-{progress_of_run.step:08d}":
+            problems.append(
+                Problem(f"the folder is named {folder.name} and holds step {progress_of_run.step}", str(folder))
+            )
+    known = {problem.what.removeprefix("the checkpoint's ") for problem in problems}
+    is_run_file_named = any(RUN_FILE in problem.what for problem in problems)
+    return problems + [
+        problem
+        for problem in verify_folder(folder, progress=progress)
+        if problem.what.removeprefix("the ") not in known
+        and not (is_run_file_named and problem.where == str(folder / RUN_FILE))
+    ]
+
+
+def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """List all problems of the files that `checksums.json` lists, and the files that it does not list."""
+    folder = Path(path)
+    try:
+        files = read_checksums(folder)
+    except (OSError, FormatError) as error:
+        return [Problem(str(getattr(error, "what", error)), str(folder / CHECKSUMS_FILE))]
+    if files is None:
+        return []
+    problems = list_size_problems(folder, files)
+    damaged = {problem.where for problem in problems}
+    for number, stored in enumerate(files, start=1):
+        if str(folder / stored.path) not in damaged:
+            problems += _hash_problems(folder, stored)
+        if progress is not None:
+            progress(number, len(files))
+    listed = {stored.path for stored in files} | {CHECKSUMS_FILE}
+    there = sorted(str(place.relative_to(folder)) for place in folder.rglob("*") if place.is_file())
+    return problems + [
+        Problem(f"the file {name} is not in {CHECKSUMS_FILE}", str(folder / name))
+        for name in there
+        if name not in listed
+    ]
+
+
+def _hash_problems(folder: Path, stored: StoredFile) -> list[Problem]:
+    try:
+        return list_hash_problems(folder, [stored])
+    except OSError as error:
+        return [Problem(f"the file {stored.path} cannot be read: {error.strerror}", str(folder / stored.path))]
+
+
+def _settings_problems(path: Path) -> Iterator[Problem]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        yield Problem("the run's settings are missing", str(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        yield Problem(f"the run's settings cannot be read: {' '.join(str(error).split())}", str(path))
+    else:
+        missing = [name for name in _SECTIONS if not isinstance(settings, dict) or name not in settings]
+        if missing:
+            yield Problem(f"the run's settings have no {', '.join(missing)}", str(path))
+
+
+def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        yield Problem("the run's metrics are missing", str(path))
+        return
+    except (OSError, ValueError) as error:
+        yield Problem(f"the run's metrics cannot be read: {error}", str(path))
+        return
+    step = 0
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        where = f"{path}, line {number}"
+        if not line.endswith("\n"):
+            yield Problem("the last line is cut short; resuming the run removes it", where)
+            break
+        try:
+            values: dict[str, Any] = json.loads(line)
+            found = values["step"]
+            if type(found) is not int:
+                raise ValueError(f"the step is {found!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            yield Problem(f"not the metrics of a step: {error}", where)
+            step += 1
+            continue
+        if found != step + 1:
+            kind = "repeats" if found <= step else "skips to"
+            yield Problem(f"step {step} is followed by step {found}: the line {kind} it", where)
+        step = found
+        odd = [name for name, value in values.items() if not _is_number(value) and (name, value) != (_OPTIONAL, None)]
+        if odd:
+            yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
+    newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
+    if newest > step:
+        yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_number, value.values()))
+    return isinstance(value, int | float) and math.isfinite(value)

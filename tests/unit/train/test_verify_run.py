@@ -1,0 +1,126 @@
+"""Verification of a run's folder lists everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.app import app
+from harness.loader import LoaderState
+from harness.storage import digest_files, write_checksums
+from harness.train import Progress, verify_run, write_run_file
+from harness.train.verify import find_run_check, verify_checkpoint
+
+
+def line(step: int, **changes: Any) -> str:
+    values = {"step": step, "loss": 2.5, "validation_loss": None, "grad_norm": 1.0, "evaluation_losses": {"other": 3.0}}
+    return json.dumps({**values, **changes}) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four steps, with a checkpoint of steps 2 and 4 and an exported model."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: {}\ntrainer: {}\noptimizer: {}\nparallel: {}\n")
+    (folder / "metrics.jsonl").write_text("".join(line(step) for step in (1, 2, 3, 4)))
+    for step in (2, 4):
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "weights").write_bytes(bytes(100))
+        write_run_file(checkpoint, Progress(step, LoaderState(0)), {}, [], ["weights"])
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(bytes(50))
+    write_checksums(folder / "model", digest_files(folder / "model", ["model.safetensors"]))
+    return folder
+
+
+def found(run: Path) -> list[str]:
+    return [problem.what for problem in verify_run(run)]
+
+
+def test_a_whole_run_has_no_problems(run: Path) -> None:
+    assert found(run) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([line(1), line(2), line(4)], "step 2 is followed by step 4: the line skips to it"),
+        ([line(1), line(2), line(2), line(3), line(4)], "step 2 is followed by step 2: the line repeats it"),
+        ([line(2), line(3), line(4)], "step 0 is followed by step 2: the line skips to it"),
+        ([line(1), line(2, loss=None), line(3), line(4)], "step 2 has no finite loss"),
+        ([line(1), line(2, grad_norm=float("inf")), line(3), line(4)], "step 2 has no finite grad_norm"),
+        ([line(1), line(2, evaluation_losses={"a": None}), line(3), line(4)], "step 2 has no finite evaluation_losses"),
+        ([line(1), "{\n", line(3), line(4)], "not the metrics of a step: "),
+        ([line(1), "[]\n", line(3), line(4)], "not the metrics of a step: "),
+        ([line(1), line(2), line(3), line(4), '{"step": 5'], "the last line is cut short"),
+        ([line(1), line(2), line(3)], "the metrics end at step 3, and there is a checkpoint of step 4"),
+    ],
+)
+def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, lines: list[str], message: str) -> None:
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (what,) = found(run)
+    assert what.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "the run's settings are missing"),
+        ("model: [", "the run's settings cannot be read"),
+        ("model: {}\n", "the run's settings have no trainer, optimizer, parallel"),
+    ],
+)
+def test_settings_are_there_and_readable(run: Path, text: str | None, message: str) -> None:
+    (run / "config.yaml").unlink()
+    if text is not None:
+        (run / "config.yaml").write_text(text)
+    (what,) = found(run)
+    assert what.startswith(message)
+
+
+def test_everything_that_is_wrong_is_listed(run: Path) -> None:
+    (run / "checkpoints/step-00000002/weights").write_bytes(bytes(99) + b"\x01")
+    (run / "checkpoints/step-00000004/weights").write_bytes(bytes(99))
+    (run / "model/model.safetensors").unlink()
+    (run / "model/more").write_text("")
+    (run / "metrics.jsonl").unlink()
+    assert [what.partition(" has the hash")[0] for what in found(run)] == [
+        "the run's metrics are missing",
+        "the file weights",
+        "the checkpoint's file weights has 99 bytes, 100 were written",
+        "the file model.safetensors is missing, 50 were written",
+        "the file more is not in checksums.json",
+    ]
+
+
+def test_a_checkpoint_without_its_run_file_is_a_problem(run: Path) -> None:
+    (run / "checkpoints/step-00000004/run.json").unlink()
+    (what,) = found(run)
+    assert what.startswith("the checkpoint's run.json cannot be read")
+
+
+def test_a_renamed_checkpoint_is_a_problem(run: Path) -> None:
+    (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000003")
+    assert found(run) == ["the folder is named step-00000003 and holds step 2"]
+
+
+def test_the_path_decides_what_is_checked(run: Path) -> None:
+    assert find_run_check(str(run)) is verify_run
+    assert find_run_check(str(run / "checkpoints/step-00000002")) is verify_checkpoint
+    assert find_run_check(str(run.parent)) is None
+
+
+def test_the_command_prints_the_problems_and_ends_with_exit_code_1(run: Path) -> None:
+    whole = CliRunner().invoke(app, ["verify", str(run)])
+    assert (whole.exit_code, whole.stdout) == (0, f"{run}: nothing wrong\n")
+    (run / "checkpoints/step-00000002/weights").write_bytes(bytes(99) + b"\x01")
+    damaged = CliRunner().invoke(app, ["verify", str(run)])
+    assert damaged.exit_code == 1
+    assert "the file weights has the hash" in damaged.stdout
+    assert damaged.stdout.endswith(f"1 problem in {run}\n")
