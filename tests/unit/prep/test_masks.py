@@ -359,3 +359,11 @@ def test_a_template_without_an_end_of_turn_is_reported(tokenizer: Any) -> None:
 
     assert "does not teach the model to stop" in open_ended.mask_facts()["why"]
     assert "does not teach" not in tokenizer(TOOLS).mask_facts()["why"]
+
+
+def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
+    moved = "{% macro say(m) %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    bad = refused(tokenizer(moved + "{% for m in messages %}{{ say(m) }}{% endfor %}"), chat("Hi", "Hello"))
+
+    assert bad.reason == BadReason.TEMPLATE_FAILED
+    assert "inside a block whose text it moves" in bad.detail
