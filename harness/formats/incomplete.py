@@ -94,7 +94,7 @@ def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
     found = sum(map(len, traces.shards.values()))
     return FormatError(
-        f"the dataset is incomplete: {shown} missing (found {found:,} shards)",
+        f"the dataset is incomplete: {shown} missing (found {found:,} shard{'s' * (found != 1)})",
         where=folder.where(),
         fix=restore_hint(folder.where()),
     )

@@ -73,6 +73,7 @@ def lengths_from_starts(
     if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
         row = first_row + int(np.argmax(counts <= 0))
         raise FormatError(f"pack {row:,} has no sequences, or more than are stored", where=where)
+    _check_zeros(starts[int(offsets[0]) : int(offsets[-1])], counts.shape[0], where)
     begins = starts[int(offsets[0]) : int(offsets[-1])].astype(np.int64)
     lasts = np.cumsum(counts) - 1
     ends = np.append(begins[1:], 0)
@@ -87,6 +88,18 @@ def lengths_from_starts(
             f"pack {row:,} has seq_start_id that do not start at 0 and rise strictly below its tokens", where=where
         )
     return lengths.astype(np.int32)
+
+
+def _check_zeros(starts: npt.NDArray[Any], num_packs: int, where: str) -> None:
+    """Refuse more zeros among starts than there are packs, before memory is spent on them.
+
+    A file with a hole reads as any number of zeros, and takes no space.
+    """
+    zeros = 0
+    for begin in range(0, starts.shape[0], _BLOCK):
+        zeros += int(np.count_nonzero(starts[begin : begin + _BLOCK] == 0))
+        if zeros > num_packs + _BLOCK:
+            raise FormatError(f"has {zeros:,} sequences that start at 0 in {num_packs:,} packs", where=where)
 
 
 def index_names(manifest: Manifest) -> tuple[str, ...]:

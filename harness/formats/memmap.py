@@ -40,6 +40,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
 }
 SHARD_MANIFEST = "manifest.json"
 _MAX_COUNTS_BYTES = 1 << 16
+_BLOCK_ROWS = 1 << 20
 
 _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
@@ -77,11 +78,30 @@ class MemmapShard(ShardReader):
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
     def contents(self) -> ShardContents:
+        self._check_rows()
         offsets = np.asarray(self._offsets, np.int64)
         lengths = lengths_from_starts(
             np.asarray(self._lengths, np.int64), self._starts, offsets, where=str(self._path / SEQ_STARTS)
         )
         return ShardContents(np.diff(offsets), lengths, pack_size=self.pack_size)
+
+    def _check_rows(self) -> None:
+        """Check offsets and lengths a block at a time, before memory is spent on as many rows as a header claims.
+
+        A file can claim terabytes and take no space: what nothing was written to reads as zeros.
+        """
+        lengths, offsets = np.asarray(self._lengths), np.asarray(self._offsets)
+        for start in range(0, self.num_packs, _BLOCK_ROWS):
+            end = min(start + _BLOCK_ROWS, self.num_packs)
+            tokens, counts = lengths[start:end], np.diff(offsets[start : end + 1].astype(np.int64))
+            bad = (tokens == 0) | (tokens > self.pack_size) | (counts <= 0) | (counts > tokens)
+            if bad.any():
+                row = start + int(np.argmax(bad))
+                raise FormatError(
+                    f"pack {row:,} claims {int(lengths[row]):,} tokens of {self.pack_size:,} and "
+                    f"{int(counts[row - start]):,} sequences",
+                    where=self.where(row),
+                )
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"

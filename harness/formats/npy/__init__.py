@@ -27,6 +27,9 @@ __all__ = ["FORMAT"]
 
 SUFFIX = ".npy"
 
+# A dict of three lists takes at least this many bytes of a pickle beside its tokens.
+_ITEM_BYTES = 16
+_NUMBERS = frozenset((int, bool, float))
 _FIX = "write the dataset again; `harness convert` makes a format that streams"
 
 
@@ -62,7 +65,7 @@ class NpyShard(ShardReader):
                 pack = _pack_of(item, budget)
             except FormatError as error:
                 raise FormatError(f"pack {row:,} {error.what}", where=str(path), fix=_FIX) from None
-            budget -= len(pack)
+            budget -= len(pack) + _ITEM_BYTES
             self._packs.append(pack)
             objects[row] = None  # Python lists take ten times the memory of the arrays they become.
         self.num_packs = len(self._packs)
@@ -98,6 +101,9 @@ def _numbers(value: Any, name: str, budget: int) -> Any:
         raise FormatError(f"has {len(value):,} {name} entries, more than a file of this size can hold")
     if isinstance(value, np.ndarray):
         return value
+    # A list in a list can be shared: ten levels of ten are a hundred bytes here, and ten billion numbers to numpy.
+    if not _NUMBERS.issuperset(map(type, value)):
+        raise FormatError(f"has {name} that are not plain whole numbers")
     try:
         array = np.array(value)
     except (ValueError, OverflowError, TypeError) as error:

@@ -7,18 +7,22 @@ what the column can honestly hold.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import FormatError
 from harness.storage import ByteSource
 
-# Values of a row group that are always decoded: 16 MiB of tokens.
+# Values of a row group that are always decoded: 16 MiB of tokens, or 256 MiB where packs have a known size. The larger
+# one is also what a file without a manifest may hold in total.
 _FREE_VALUES = 1 << 22
+_FREE_KNOWN_VALUES = 1 << 26
 # A row group of 2,000 packs of 128 Ki tokens; more does not fit beside a model.
 _MAX_VALUES = 1 << 28
-# Token ids of real text take more than a byte each when compressed.
-_VALUES_PER_BYTE = 256
+# Token ids of real text take more than a byte each when compressed; more than this is made to fill the memory.
+_VALUES_PER_BYTE = 16
 # Eight bytes of value, and levels that can take up to two more.
 _BYTES_PER_VALUE = 10
 _SLACK_BYTES = 1 << 16
@@ -47,18 +51,23 @@ class RowGroup:
     chunks: dict[str, Chunk]
 
 
+def read_footer(source: ByteSource) -> bytes:
+    """Return the bytes of the footer; raises FormatError if there is none."""
+    num_bytes = source.num_bytes
+    tail = source.read_at(max(0, num_bytes - 8), 8)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != b"PAR1" or length > num_bytes - 12:
+        raise FormatError("not a Parquet file, or cut short")
+    return source.read_at(num_bytes - 8 - length, length)
+
+
 def read_row_groups(source: ByteSource) -> list[RowGroup]:
     """Read the row groups from the footer, not through pyarrow, which crashes on some damaged column metadata.
 
     Raises:
         FormatError: the footer is damaged.
     """
-    num_bytes = source.num_bytes
-    tail = source.read_at(max(0, num_bytes - 8), 8)
-    length = int.from_bytes(tail[:4], "little")
-    if tail[4:] != b"PAR1" or length > num_bytes - 12:
-        raise FormatError("not a Parquet file, or cut short")
-    footer = _Compact(source.read_at(num_bytes - 8 - length, length)).struct(0)
+    footer = _Compact(read_footer(source)).struct(0)
     groups = footer.get(4, [])
     if not isinstance(groups, list):
         raise FormatError("the footer is damaged: it has no row groups")
@@ -74,8 +83,9 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
                 chunks[name] = Chunk(name, int(metadata[5]), int(min(starts)), int(metadata[7]))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
-        if num_rows < 0:
-            raise FormatError("the footer is damaged: a row group has a negative number of rows")
+        # Each row has an entry in each column, even if its list is empty.
+        if not 0 <= num_rows <= min((chunk.num_values for chunk in chunks.values()), default=0) < 1 << 48:
+            raise FormatError(f"the footer is damaged: a row group claims {num_rows:,} rows, its columns hold others")
         row_groups.append(RowGroup(num_rows, chunks))
     return row_groups
 
@@ -86,11 +96,29 @@ def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:
     Args:
         rows: of the row group.
         ids: the input_ids column chunk.
-        pack_size: tokens that no pack exceeds; if None, the compressed size limits them as for real text.
+        pack_size: tokens that no pack exceeds, which allows more; the compressed size limits them as for real text.
     """
+    honest = _VALUES_PER_BYTE * ids.num_bytes
     if pack_size is not None:
-        return rows * pack_size
-    return min(_MAX_VALUES, max(_FREE_VALUES, _VALUES_PER_BYTE * ids.num_bytes))
+        return min(rows * pack_size, max(_FREE_KNOWN_VALUES, honest))
+    return min(_MAX_VALUES, max(_FREE_VALUES, honest))
+
+
+def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
+    """Refuse a file that claims more values in all its row groups than one of its size can honestly hold.
+
+    Raises:
+        FormatError: it does: listing its lengths would take hours or fill the memory.
+    """
+    most = max(_FREE_KNOWN_VALUES, _VALUES_PER_BYTE * num_bytes)
+    totals: Counter[str] = Counter()
+    for group in row_groups:
+        for name, chunk in group.chunks.items():
+            totals[name] += chunk.num_values
+    for name, total in totals.items():
+        if total > most:
+            what = f"the column {name} claims {total:,} values in {num_bytes:,} bytes, at most {most:,} can be honest"
+            raise FormatError(what)
 
 
 def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:

@@ -20,7 +20,14 @@ from harness.formats.base import FIELDS, ShardContents, ShardReader, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.manifest import Manifest
-from harness.formats.parquet.pages import check_extent, check_pages, count_limit, read_row_groups
+from harness.formats.parquet.pages import (
+    check_extent,
+    check_pages,
+    check_totals,
+    count_limit,
+    read_footer,
+    read_row_groups,
+)
 from harness.formats.parquet.writer import METADATA_PREFIX, SCHEMA
 from harness.records import Pack
 from harness.storage import ByteSource, Place, open_source
@@ -99,9 +106,13 @@ class ParquetShard(ShardReader):
         return self.read((row,))[0]
 
     def contents(self) -> ShardContents:
+        assert self._source is not None
+        with self._explained("the footer"):
+            check_totals(self._groups, self._source.num_bytes)
         stored = self._file.metadata.metadata or {}
         own = {name: value for name, value in stored.items() if name.startswith(METADATA_PREFIX.encode())}
-        if own:
+        # A footer has no checksum: where its metadata is not found, their names are still in its bytes.
+        if own or METADATA_PREFIX.encode() in read_footer(self._source):
             manifest, index = (own.pop(f"{METADATA_PREFIX}{name}".encode(), None) for name in ("manifest", "index"))
             if manifest is None or index is None or own:
                 what = "the metadata of the dataset in this file is damaged: it needs a manifest and an index"
@@ -121,6 +132,10 @@ class ParquetShard(ShardReader):
     def _own_contents(self, text: bytes, index: bytes) -> ShardContents:
         """Parse manifest and index of a dataset of a single file."""
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
+        # Counts beyond those of the footer, which were checked, could expand the index to any size.
+        if manifest.num_packs != self.num_packs or manifest.num_sequences > self._count_values("seq_start_id"):
+            what = f"holds {self.num_packs:,} packs, its manifest counts {manifest.num_packs:,}, or other sequences"
+            raise FormatError(what, where=str(self._place), fix="copy the file again")
         size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
         try:
             data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
@@ -145,6 +160,9 @@ class ParquetShard(ShardReader):
             checksums=part.checksums,
             manifest=manifest,
         )
+
+    def _count_values(self, column: str) -> int:
+        return sum(group.chunks[column].num_values for group in self._groups if column in group.chunks)
 
     @property
     def is_own(self) -> bool:
