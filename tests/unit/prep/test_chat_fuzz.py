@@ -100,6 +100,7 @@ def broken_records(draw: st.DrawFn) -> object:
 
 
 RECORDS = ANYTHING | broken_records()
+NUM_EXAMPLES = (100, pytest.param(5_000, marks=pytest.mark.nightly))
 
 
 @pytest.mark.parametrize("record", GOOD)
@@ -108,9 +109,12 @@ def test_the_records_that_are_broken_below_are_good(record):
     assert isinstance(parse_record(record, "", schema=schema), Conversation)
 
 
-@settings(max_examples=300, deadline=None)
-@given(RECORDS, st.sampled_from(["", *SCHEMAS]))
-def test_no_record_raises_an_exception_and_a_good_one_survives_storage(record, schema):
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_no_record_raises_an_exception_and_a_good_one_survives_storage(num_examples):
+    settings(max_examples=num_examples, deadline=None)(given(RECORDS, st.sampled_from(["", *SCHEMAS]))(check_record))()
+
+
+def check_record(record, schema):
     parsed = parse_record(record, "here", schema=schema)
     if isinstance(record, dict):
         assert isinstance(RecordReader(schema).parse_row(record, "here"), Conversation | BadRecord)
@@ -124,9 +128,12 @@ def test_no_record_raises_an_exception_and_a_good_one_survives_storage(record, s
     assert pickle.loads(pickle.dumps(parsed)) == parsed
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(RECORDS, max_size=4))
-def test_detection_gives_a_schema_or_an_error_in_words(records):
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_detection_gives_a_schema_or_an_error_in_words(num_examples):
+    settings(max_examples=num_examples, deadline=None)(given(st.lists(RECORDS, max_size=4))(check_detection))()
+
+
+def check_detection(records):
     try:
         assert detect_schema(records) in ("", *SCHEMAS)
     except PrepError as error:
