@@ -164,8 +164,8 @@ class _Preparation:
         self._find_schema()
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
-        self.report.mask = tokenizer.mask_facts() | ({"schema": self.report.schema} if self.report.schema else {})
-        self.stages.show(f"Mask: {tokenizer.mask_rule}, because {self.report.mask['why']}.")
+        self.report.mask = tokenizer.mask_facts(self.report.schema)
+        self.stages.show(f"Mask: {self.report.mask['rule']}, because {self.report.mask['why']}.")
         if tokenizer.uses_date:
             self.report.settings["date"] = self.today.isoformat()
             self.report.settings_hash = settings_hash(self.report.settings)

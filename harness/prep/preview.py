@@ -47,7 +47,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         schema = find_schema(files.files, config.source)
         records = list(_parsed(files, schema.reader, config.preview))
         tokenizer, origin = _load(config.tokenizer, _parsed(files, schema.reader, _TRAINING_RECORDS), Path(scratch))
-        facts = tokenizer.mask_facts()
+        facts = tokenizer.mask_facts(schema.reader.schema)
         has_color = console.color_system is not None
         table = Table.grid(padding=(0, 2))
         table.add_column()
@@ -58,7 +58,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("not read", ", ".join(schema.unused)),
             ("tokenizer", origin),
             ("mask", f"{facts['rule']}, because {facts['why']}"),
-            ("history", f"{facts['history']}; trains {facts['train_on']}"),
+            ("history", f"{facts['history']}; trains {facts['train_on']}" if "history" in facts else ""),
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
         ):
             if text:
@@ -68,7 +68,8 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         console.print(table)
         for record in records:
             _show(record, tokenizer, config, console, has_color=has_color)
-    console.print(Text(f"\nThe first {len(records):,} records as they are trained; nothing was written."))
+    shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
+    console.print(Text(f"\n{shown} trained; nothing was written."))
 
 
 def _find(config: PrepareConfig, scratch: Path, console: Console) -> SourceFiles:

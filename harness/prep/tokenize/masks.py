@@ -45,6 +45,8 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("truncate_history_thinking", False),
     ("drop_thinking", False),
 )
+# What a conversation is still one without, and the fields of records that hold it.
+_OPTIONAL = {"tools": ("tools",), "reasoning": _REASONING_KEYS}
 _MAX_SHAPES = 8192
 # Conversations that templates are tried with.
 _ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
@@ -258,11 +260,10 @@ class Masker:
                     if word in served and f'\\"{word}' not in served:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
-                field = name.split(" ")[0]
                 detail = f"the chat template does not write the {name}{turn}"
-                if field in ("tools", "reasoning", "tool"):
-                    keys = {"tools": "tools", "reasoning": "reasoning_content", "tool": "tool_calls"}
-                    detail += f"; use another template, or leave it out with source.ignore_fields=[{keys[field]}]"
+                detail += "; name one that does with tokenizer.chat_template (qwen3 writes tools, calls and reasoning)"
+                if name in _OPTIONAL:
+                    detail += f", or leave it out with source.ignore_fields=[{','.join(_OPTIONAL[name])}]"
                 return BadRecordError(BadReason.NOT_WRITTEN, detail)
         except Exception as error:  # a template is a user's program and can raise anything
             return _failure(error)
@@ -543,7 +544,14 @@ class _Chat:
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
         if turn not in self._prompts:
-            self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
+            try:
+                self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
+            except BadRecordError as refused:
+                if turn:
+                    raise
+                detail = "turn 1 is the assistant's, and the chat template has no prompt without a turn before it"
+                detail += "; a weight of 0 leaves the turn untrained"
+                raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
         return self._prompts[turn]
 
     def prompts(self, turn: int) -> Iterator[str]:

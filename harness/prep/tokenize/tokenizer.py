@@ -110,9 +110,17 @@ class ChatTokenizer:
         """The chat template writes the date, so that its text depends on the day."""
         return self._template.uses_date
 
-    def mask_facts(self) -> dict[str, str]:
-        """Return how masks are made, for the manifest of a dataset."""
+    def mask_facts(self, schema: str = "") -> dict[str, str]:
+        """Return how masks are made, for the manifest of a dataset.
+
+        Args:
+            schema: of the records; all of plain `text` is trained, whatever the template is.
+        """
         config = self._config
+        if schema == "text":
+            ends = [self._hf.eos_token] if self._hf.eos_token else []
+            why = "the records are plain text, which is trained as a whole"
+            return {"rule": "text", "why": why, "end_tokens": json.dumps(ends, ensure_ascii=False), "schema": schema}
         parts = {
             "reasoning": config.train_reasoning,
             "tool_calls": config.train_tool_calls,
@@ -125,6 +133,7 @@ class ChatTokenizer:
             "train_on": config.train_on,
             "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
             "end_tokens": json.dumps(list(self._masker.end_tokens), ensure_ascii=False),
+            **({"schema": schema} if schema else {}),
         }
 
     @property

@@ -272,6 +272,30 @@ def test_what_a_template_leaves_out_is_refused_by_name(
     assert words in bad.detail
 
 
+def test_only_what_a_conversation_can_do_without_is_proposed_to_be_ignored(tokenizer: Any) -> None:
+    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]
+    plain = tokenizer("{% for m in messages %}{{ (m.content or '').split('</think>')[-1] }}<|im_end|>{% endfor %}")
+
+    reasoning = refused(plain, chat("Hi", "Hello", thinking="A greeting.")).detail
+    others = [refused(plain, chat("Hi", *made)).detail for made in (["<think>Yes</think>Hello"],)]
+    others.append(refused(plain, chat("Hi", "", tool_calls=call)).detail)
+
+    assert "source.ignore_fields=[reasoning_content,thinking,reasoning]" in reasoning
+    assert all("tokenizer.chat_template" in detail and "ignore_fields" not in detail for detail in others)
+
+
+def test_an_answer_before_any_question_needs_a_prompt_of_the_template(tokenizer: Any) -> None:
+    greeting = {"role": "assistant", "content": "Hello"}
+    rest = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+    strict = tokenizer("{{ '' if messages[0].role else '' }}" + TOOLS)
+
+    bad = refused(strict, parsed([greeting, *rest]))
+
+    assert (bad.reason, "weight of 0" in bad.detail) == (BadReason.NOT_AS_SERVED, True)
+    (made,) = encode(strict, parsed([{**greeting, "weight": 0}, *rest]))
+    assert trained(made) == ["Bye<|im_end|>"]
+
+
 def test_plain_text_is_trained_in_full_without_the_template(tokenizer: Any) -> None:
     (sequence,) = encode(tokenizer(TOOLS), Conversation((), "x", text="The lazy dog."))
 
@@ -321,6 +345,13 @@ def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokeniz
     assert "no marks" in facts["why"]
     assert (facts["history"], facts["train_on"]) == ("as_served", "last_turn")
     assert (facts["untrained"], facts["end_tokens"]) == ('["reasoning"]', '["<|im_end|>"]')
+
+
+def test_the_mask_of_plain_text_does_not_come_from_the_template(tokenizer: Any) -> None:
+    facts = tokenizer(TOOLS).mask_facts("text")
+
+    assert (facts["rule"], facts["schema"], facts["end_tokens"]) == ("text", "text", '["<|im_end|>"]')
+    assert "plain text" in facts["why"]
 
 
 def test_a_control_token_in_arguments_or_reasoning_is_refused(tokenizer: Any) -> None:
