@@ -71,6 +71,11 @@ BENCHES = {
     "step": Bench(
         "step:bench_step", "the training loop against Megatron's bare step, and the wait for data", uses_megatron=True
     ),
+    "checkpoint": Bench(
+        "checkpoints:bench_checkpoint",
+        "save a checkpoint with and without hashes, and check it at resume against loading it",
+        uses_megatron=True,
+    ),
     "corpus": Bench(
         "corpus:bench_corpus", "start of pretraining on a blend of many .bin and .idx pairs", uses_megatron=True
     ),

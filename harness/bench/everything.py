@@ -124,6 +124,12 @@ SECTIONS = (
         "The training loop against Megatron-Core's bare step on the same batches.",
         ("megatron-core",),
     ),
+    Section(
+        "Checkpoints",
+        ("checkpoint",),
+        "Saving with the hashes of all files against saving without, and their check at resume against loading.",
+        ("megatron-core",),
+    ),
 )
 
 

@@ -188,7 +188,7 @@ def export_of(run: Path, tmp_path: Path, **settings: Any) -> tuple[Exported, str
 def test_without_its_data_a_run_is_exported_and_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
     done, card = export_of(run, tmp_path, path=str(tmp_path / "gone"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md", "config.json", "generation_config.json", "model.safetensors",
+        "README.md", "checksums.json", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
     assert not done.has_tokenizer
     assert done.end_tokens == ()
@@ -278,6 +278,7 @@ def test_adapters_serve_through_peft_merged_or_not(
         "adapter_config.json",
         "adapter_model.safetensors",
         "chat_template.jinja",
+        "checksums.json",
         "generation_config.json",
     }
     card = (adapter / "README.md").read_text()

@@ -176,6 +176,7 @@ class CheckpointWriter:
         keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
+        hashes: takes the hashes of files while they are written; None for a new one.
     """
 
     def __init__(
@@ -186,11 +187,12 @@ class CheckpointWriter:
         keep: int,
         in_background: bool = True,
         on_whole: Callable[[Progress], None] = lambda progress: None,
+        hashes: compat.WrittenHashes | None = None,
     ) -> None:
         self._folder, self._step = folder, step
         self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
         compat.keep_checkpoint_results_in_a_file()
-        self._hashes = compat.WrittenHashes()
+        self._hashes = hashes or compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
         self._writing: Progress | None = None
         self._unfinished = folder

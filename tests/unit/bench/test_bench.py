@@ -385,7 +385,7 @@ def test_an_unknown_setting_names_the_nearest():
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_explains_its_settings_and_has_quick_sizes(name):
-    pytest.importorskip("megatron.core" if name in ("step", "corpus") else "numpy")
+    pytest.importorskip("megatron.core" if name in ("step", "corpus", "checkpoint") else "numpy")
     schema = type(BENCHES[name].quick)
     assert all(setting.text for setting in explain_settings(schema))
     assert callable(BENCHES[name].measure)
