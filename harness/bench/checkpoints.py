@@ -59,7 +59,7 @@ class _NoHashes:
 
 
 def bench_checkpoint(settings: CheckpointSettings, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Measure one rank on a CPU. Saving lasts until a checkpoint is complete; loading reads from the machine's cache."""
+    """Measure one rank on a CPU. Saving lasts until a checkpoint is complete; loading reads the machine's cache."""
     report = BenchReport("checkpoint", asdict(settings))
     folder = workspace.folder / "checkpoints"
     with runtime.start("cpu") as job:
