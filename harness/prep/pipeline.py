@@ -28,8 +28,9 @@ from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.samples import Sample
-from harness.prep.shards import VERSION, ShardJob, Split, Spool, divide, refuse
+from harness.prep.shards import VERSION, ShardJob, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
+from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.storage import Place, Stamp, stamp_of, write_atomically
 

@@ -4,8 +4,7 @@ Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`,
 and `receipt.json`. It is written under another name and renamed once complete, so that an abandoned attempt, wherever
 it may still be running, changes nothing.
 
-`Spool` reads the sequences of all shards by number, and `divide` divides them among splits; memory does not grow with
-the tokens.
+`harness.prep.spool` reads the sequences of all shards.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
@@ -33,19 +31,15 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.samples import Sample, make_sample
 from harness.prep.sources import Chunk, Shard, read_shard
+from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
-from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
 VERSION = 2
 RECEIPT = "receipt.json"
-SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
 SAMPLES = "samples.jsonl"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
-# A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences
-# of the conversation, its tokens, and how many are trained.
-SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("part", "<i4"), ("length", "<i4"), ("trained", "<i4")])
 _SHOWN_BAD = 10
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
@@ -330,123 +324,3 @@ def _digest(source: Place, shard: Shard) -> str:
 
 def _describe(path: Path) -> dict[str, Any]:
     return {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)}
-
-
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
-
-
-class Spool:
-    """Sequences of all shards, numbered in the order of the shards.
-
-    Args:
-        shards: folder, number of sequences and number of tokens of each.
-    """
-
-    def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
-        self._sequences, self._input_ids, self._loss_mask = [], [], []
-        for folder, num_sequences, num_tokens in shards:
-            self._sequences.append(_map(folder / SEQUENCES, SEQUENCE, num_sequences))
-            self._input_ids.append(_map(folder / INPUT_IDS, np.dtype("<i4"), num_tokens))
-            self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
-        self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._first[-1])
-
-    def hashes(self) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the conversations, uint64 [conversations], in the order of their first sequences."""
-        firsts = (sequences["hash"][sequences["part"] == 0] for sequences in self._sequences)
-        return np.concatenate([np.zeros(0, np.uint64), *firsts])
-
-    def conversations(self) -> Int64Array:
-        """Return the number of each sequence's conversation, int64 [sequences]; those of one follow each other."""
-        firsts = (sequences["part"] == 0 for sequences in self._sequences)
-        return np.cumsum(np.concatenate([np.zeros(0, np.bool_), *firsts])) - 1
-
-    def pack(self, sequence_ids: Int64Array) -> Pack:
-        """Join sequences end to end in the given order."""
-        shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
-        ids, masks, lengths = [], [], []
-        for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
-            offset, _, _, length, _ = self._sequences[at][number].item()
-            ids.append(self._input_ids[at][offset : offset + length])
-            masks.append(self._loss_mask[at][offset : offset + length])
-            lengths.append(length)
-        starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
-        return Pack(input_ids=np.concatenate(ids), loss_mask=np.concatenate(masks), seq_start_id=starts)
-
-    def column(self, name: str, ids: Int64Array) -> Int32Array:
-        """Return `part`, `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
-        values = np.empty(len(ids), np.int32)
-        for at, sequences in enumerate(self._sequences):
-            low, high = np.searchsorted(ids, self._first[at : at + 2])
-            values[low:high] = sequences[name][ids[low:high] - self._first[at]]
-        return values
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Sequences `ids` (int64 [sequences], ascending) of a spool."""
-
-    spool: Spool
-    ids: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @cached_property
-    def lengths(self) -> Int32Array:
-        """int32 [sequences], in tokens."""
-        return self.spool.column("length", self.ids)
-
-    @property
-    def num_conversations(self) -> int:
-        return int(np.count_nonzero(self.spool.column("part", self.ids) == 0))
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64))
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return int(self.spool.column("trained", self.ids).sum(dtype=np.int64))
-
-    def pack(self, numbers: Int64Array) -> Pack:
-        """Join sequences of the split, given by their number in it, end to end in the given order."""
-        return self.spool.pack(self.ids[numbers])
-
-
-def divide(
-    spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
-) -> tuple[dict[str, Split], int]:
-    """Divide sequences among splits by the hashes of their conversations, those of one conversation together.
-
-    A conversation stays in its split when others are added or removed.
-
-    Args:
-        shares: share of the conversations for each split; a split with share 0 is not made.
-        rest: name of the split for the remaining conversations, which comes first in the result.
-        drop_duplicates: leave out all but the first of several conversations with the same hash.
-
-    Returns:
-        the splits, and the number of conversations left out.
-    """
-    hashes = spool.hashes()
-    # The hash, scaled to 0 to 1, picks the split.
-    places = np.searchsorted(np.cumsum(list(shares.values())), hashes.astype(np.float64) / 2.0**64, side="right")
-    num_duplicates = 0
-    if drop_duplicates:
-        is_first = np.zeros(len(hashes), np.bool_)
-        is_first[np.unique(hashes, return_index=True)[1]] = True
-        places[~is_first] = -1
-        num_duplicates = len(hashes) - int(is_first.sum())
-    if len(spool) > len(hashes):
-        # All sequences of a conversation go where it goes.
-        places = places[spool.conversations()]
-    splits = {rest: Split(spool, np.flatnonzero(places == len(shares)))}
-    for place, (name, share) in enumerate(shares.items()):
-        if share:
-            splits[name] = Split(spool, np.flatnonzero(places == place))
-    return splits, num_duplicates

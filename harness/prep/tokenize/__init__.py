@@ -3,8 +3,8 @@
     tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
     tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
 
-`train_bpe` trains a tokenizer on the conversations themselves. The libraries (transformers, tokenizers, jinja2) are
-imported when a tokenizer is loaded.
+Read `masks` first: it finds the text to train; `rendering` runs the template. `train_bpe` trains a tokenizer on the
+conversations themselves. The libraries (transformers, tokenizers, jinja2) are imported when a tokenizer is loaded.
 """
 
 from __future__ import annotations

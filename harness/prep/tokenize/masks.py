@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, shape_of, with_unique_words
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Names under which templates read the reasoning of a turn.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _INLINE_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 # Variables by which templates switch a model's thinking on and off, and those that keep earlier reasoning.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -46,7 +45,7 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("drop_thinking", False),
 )
 # What a conversation is still one without, and the fields of records that hold it.
-_OPTIONAL = {"tools": ("tools",), "reasoning": _REASONING_KEYS}
+_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
 _MAX_SHAPES = 8192
 # Conversations that templates are tried with.
 _ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
@@ -67,59 +66,6 @@ class Rendered:
 
     text: str
     spans: list[Span]
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """One way to hand conversations to a template.
-
-    Attributes:
-        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
-            `parts`.
-        arguments: of tool calls: `given`, `object` or `text`.
-    """
-
-    content: str = "given"
-    arguments: str = "given"
-
-    def turn(self, message: Message) -> dict[str, Any]:
-        turn = message.as_dict()
-        if message.reasoning:
-            turn |= dict.fromkeys(_REASONING_KEYS, message.reasoning)
-        if self.content == "text":
-            turn["content"] = message.text
-        elif self.content == "parts":
-            given = message.content
-            texts = given if isinstance(given, tuple) else [given] if given else []
-            turn["content"] = [{"type": "text", "text": text} for text in texts]
-        elif self.content == "null" and message.tool_calls and not message.text:
-            turn["content"] = None
-        if message.tool_calls and self.arguments != "given":
-            convert = _as_object if self.arguments == "object" else _as_text
-            turn["tool_calls"] = [
-                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
-            ]
-        return turn
-
-
-_FORMS = tuple(
-    _Form(content, arguments)
-    for arguments, content in product(("given", "object", "text"), ("given", "text", "null", "parts"))
-)
-
-
-def _as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        decoded = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return decoded if isinstance(decoded, dict) else arguments
-
-
-def _as_text(arguments: str | Mapping[str, Any]) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class Masker:
@@ -143,7 +89,7 @@ class Masker:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
         self._special_texts = tuple(special)
-        self._forms: dict[Any, _Form | BadRecordError] = {}
+        self._forms: dict[Any, Form | BadRecordError] = {}
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
         self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
@@ -201,11 +147,11 @@ class Masker:
 
     # ---- forms -------------------------------------------------------------------------------------------------
 
-    def _form_of(self, conversation: Conversation) -> _Form:
+    def _form_of(self, conversation: Conversation) -> Form:
         # A template with marks is used as it is.
         if self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation):
-            return _FORMS[0]
-        shape = _shape(conversation)
+            return FORMS[0]
+        shape = shape_of(conversation)
         form = self._forms.get(shape)
         if form is None:
             if len(self._forms) >= _MAX_SHAPES:
@@ -215,7 +161,7 @@ class Masker:
             raise BadRecordError(form.reason, form.detail)
         return form
 
-    def _probe(self, conversation: Conversation) -> _Form | BadRecordError:
+    def _probe(self, conversation: Conversation) -> Form | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
                 return BadRecordError(
@@ -224,9 +170,9 @@ class Masker:
                     "source.ignore_fields=[chat_template_kwargs] leaves it out",
                 )
         first: BadRecordError | None = None
-        probe, words = _with_unique_words(conversation)
+        probe, words = with_unique_words(conversation)
         tried = set()
-        for form in _FORMS:
+        for form in FORMS:
             turns = [form.turn(message) for message in probe.messages]
             if (key := json.dumps(turns)) in tried:
                 continue
@@ -245,7 +191,7 @@ class Masker:
         try:
             text = chat.whole
             if any(message["content"] is None for message in chat.messages) and "None" in text:
-                empty = _Chat(self._template, chat.conversation, _Form("text", chat.form.arguments), {}).whole
+                empty = _Chat(self._template, chat.conversation, Form("text", chat.form.arguments), {}).whole
                 if text.count("None") > empty.count("None"):
                     raise ValueError("it writes None for a turn without content")
             if "{'type': 'text'" in text:
@@ -297,7 +243,7 @@ class Masker:
             Conversation((_ASK, called, result, _ANSWER, _ASK, _ANSWER), "", tools=_TOOLS),
         ]
         for probe in probes:
-            chat = _Chat(self._template, probe, _FORMS[0], {})
+            chat = _Chat(self._template, probe, FORMS[0], {})
             turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
             try:
                 whole, marks = chat.marked(len(probe.messages))
@@ -505,7 +451,7 @@ class _Chat:
     """One conversation in one form; renders each of its beginnings once."""
 
     def __init__(
-        self, template: Template, conversation: Conversation, form: _Form, variables: Mapping[str, Any]
+        self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
     ) -> None:
         self._template, self.conversation, self.form = template, conversation, form
         self._variables = {**variables, **conversation.template_kwargs}
@@ -607,77 +553,6 @@ def _is_plain(conversation: Conversation) -> bool:
         type(turn.content) is str and not turn.reasoning and not turn.tool_calls and "</think>" not in turn.content
         for turn in conversation.messages
     )
-
-
-def _shape(conversation: Conversation) -> tuple[Any, ...]:
-    """Return what a template's treatment of fields can depend on, without the texts."""
-    turns = tuple(
-        (
-            turn.role,
-            type(turn.content) if not isinstance(turn.content, tuple) else len(turn.content),
-            bool(turn.text.strip()),
-            bool(turn.reasoning.strip()),
-            "</think>" in turn.text,
-            tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
-            bool(turn.tool_call_id),
-            bool(turn.name),
-        )
-        for turn in conversation.messages
-    )
-    return turns, len(conversation.tools), json.dumps(dict(conversation.template_kwargs), sort_keys=True, default=str)
-
-
-def _with_unique_words(conversation: Conversation) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return a conversation of the same shape whose texts are unique words.
-
-    Returns:
-        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
-    """
-    words: list[tuple[int | None, str, str]] = []
-
-    def word(number: int | None, name: str) -> str:
-        words.append((number, f"zq{len(words)}wz", name))
-        return words[-1][1]
-
-    def text(number: int, given: str) -> str:
-        if not given.strip():
-            return given
-        if "</think>" in given:
-            thought = word(number, "reasoning inside <think>")
-            return f"<think>\n{thought}\n</think>\n\n{word(number, 'content')}"
-        return word(number, "content")
-
-    def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-        if isinstance(given, str) and not isinstance(_as_object(given), dict):
-            return given
-        made = {word(number, "tool call's arguments"): word(number, "tool call's arguments")}
-        return json.dumps(made) if isinstance(given, str) else made
-
-    turns = []
-    for number, message in enumerate(conversation.messages):
-        content = message.content
-        turns.append(
-            replace(
-                message,
-                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
-                content=tuple(text(number, part) for part in content)
-                if isinstance(content, tuple)
-                else text(number, content)
-                if content
-                else content,
-                tool_calls=tuple(
-                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
-                    for call in message.tool_calls
-                ),
-            )
-        )
-    tools = tuple(_with_name(tool, word(None, "tools")) for tool in conversation.tools)
-    return replace(conversation, messages=tuple(turns), tools=tools), words
-
-
-def _with_name(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return {**tool, "function": {**function, "name": name}} if isinstance(function, Mapping) else {**tool, "name": name}
 
 
 def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

@@ -100,7 +100,7 @@ def broken_records(draw: st.DrawFn) -> object:
 
 
 RECORDS = ANYTHING | broken_records()
-NUM_EXAMPLES = (100, pytest.param(5_000, marks=pytest.mark.nightly))
+NUM_EXAMPLES = (100, pytest.param(2_000, marks=pytest.mark.nightly))
 
 
 @pytest.mark.parametrize("record", GOOD)

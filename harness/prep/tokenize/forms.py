@@ -1,0 +1,138 @@
+"""The forms in which a template may take a conversation, and the words that show which of them it understands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from harness.prep.chat import Conversation, Message
+
+# Names under which templates read the reasoning of a turn.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to hand conversations to a template.
+
+    Attributes:
+        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
+            `parts`.
+        arguments: of tool calls: `given`, `object` or `text`.
+    """
+
+    content: str = "given"
+    arguments: str = "given"
+
+    def turn(self, message: Message) -> dict[str, Any]:
+        turn = message.as_dict()
+        if message.reasoning:
+            turn |= dict.fromkeys(REASONING_KEYS, message.reasoning)
+        if self.content == "text":
+            turn["content"] = message.text
+        elif self.content == "parts":
+            given = message.content
+            texts = given if isinstance(given, tuple) else [given] if given else []
+            turn["content"] = [{"type": "text", "text": text} for text in texts]
+        elif self.content == "null" and message.tool_calls and not message.text:
+            turn["content"] = None
+        if message.tool_calls and self.arguments != "given":
+            convert = _as_object if self.arguments == "object" else _as_text
+            turn["tool_calls"] = [
+                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
+            ]
+        return turn
+
+
+FORMS = tuple(
+    Form(content, arguments)
+    for arguments, content in product(("given", "object", "text"), ("given", "text", "null", "parts"))
+)
+
+
+def _as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _as_text(arguments: str | Mapping[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def shape_of(conversation: Conversation) -> tuple[Any, ...]:
+    """Return what a template's treatment of fields can depend on, without the texts."""
+    turns = tuple(
+        (
+            turn.role,
+            type(turn.content) if not isinstance(turn.content, tuple) else len(turn.content),
+            bool(turn.text.strip()),
+            bool(turn.reasoning.strip()),
+            "</think>" in turn.text,
+            tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
+            bool(turn.tool_call_id),
+            bool(turn.name),
+        )
+        for turn in conversation.messages
+    )
+    return turns, len(conversation.tools), json.dumps(dict(conversation.template_kwargs), sort_keys=True, default=str)
+
+
+def with_unique_words(conversation: Conversation) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
+    """Return a conversation of the same shape whose texts are unique words.
+
+    Returns:
+        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
+    """
+    words: list[tuple[int | None, str, str]] = []
+
+    def word(number: int | None, name: str) -> str:
+        words.append((number, f"zq{len(words)}wz", name))
+        return words[-1][1]
+
+    def text(number: int, given: str) -> str:
+        if not given.strip():
+            return given
+        if "</think>" in given:
+            thought = word(number, "reasoning inside <think>")
+            return f"<think>\n{thought}\n</think>\n\n{word(number, 'content')}"
+        return word(number, "content")
+
+    def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if isinstance(given, str) and not isinstance(_as_object(given), dict):
+            return given
+        made = {word(number, "tool call's arguments"): word(number, "tool call's arguments")}
+        return json.dumps(made) if isinstance(given, str) else made
+
+    turns = []
+    for number, message in enumerate(conversation.messages):
+        content = message.content
+        turns.append(
+            replace(
+                message,
+                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
+                content=tuple(text(number, part) for part in content)
+                if isinstance(content, tuple)
+                else text(number, content)
+                if content
+                else content,
+                tool_calls=tuple(
+                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
+                    for call in message.tool_calls
+                ),
+            )
+        )
+    tools = tuple(_with_name(tool, word(None, "tools")) for tool in conversation.tools)
+    return replace(conversation, messages=tuple(turns), tools=tools), words
+
+
+def _with_name(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return {**tool, "function": {**function, "name": name}} if isinstance(function, Mapping) else {**tool, "name": name}
