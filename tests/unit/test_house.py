@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ SHARED_NAMES = {"harness/schedule/__init__.py: schedule"}
 RIDDLES = re.compile(r"(What|How|Whether|Where|Who|Why)\b")
 # Packages that read stored bytes.
 STORED = ("formats", "storage", "indexed")
+OPEN_PACKAGES = {"harness.cli", "harness.megatron", "harness.prep"}
 VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 
 
@@ -108,6 +110,16 @@ def test_every_package_has_a_door_that_lists_its_exports() -> None:
 
     assert [name for name, door in doors.items() if not ast.get_docstring(door)] == []
     assert imports_own - names_exports == set()
+
+
+def test_every_package_but_the_open_ones_is_entered_by_its_door_only() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    protected = {name for contract in contracts for name in contract.get("protected_modules", ())}
+    packages = {relative(path.parent).replace("/", ".") for path in MODULES if path.name == "__init__.py"}
+
+    unprotected = {name for name in packages if f"{name}.*" not in protected and name not in protected}
+    # With files of their own; the commands and prep's parts are used one by one.
+    assert {name for name in unprotected if name.startswith("harness.")} == OPEN_PACKAGES
 
 
 def incomplete_errors() -> Iterator[str]:

@@ -538,11 +538,7 @@ class _Chat:
 def _failure(error: Exception) -> BadRecordError:
     if isinstance(error, BadRecordError):
         return error
-    return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {_message_of(error)}")
-
-
-def _message_of(error: Exception) -> str:
-    return error.detail if isinstance(error, BadRecordError) else f"{type(error).__name__}: {error}"
+    return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
 
 
 def _is_plain(conversation: Conversation) -> bool:

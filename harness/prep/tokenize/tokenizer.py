@@ -302,11 +302,8 @@ def _load(name: str) -> Any:
     try:
         with _without_advice():
             from transformers import AutoTokenizer
-            from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"tokenizing needs a newer `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX
-        ) from error
+        raise ConfigError(f"tokenizing needs `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX) from error
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not folder.is_dir():
