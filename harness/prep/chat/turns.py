@@ -202,8 +202,9 @@ def _parse_part(part: object, what: str) -> str:
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'")
     if others:
         media = any(_MEDIA_PART.search(str(key)) for key in others)
+        fix = "" if media else f"; to leave out: source.ignore_fields=[{min(map(str, others))}]"
         reason = BadReason.MEDIA if media else BadReason.UNKNOWN_FIELD
-        raise BadRecordError(reason, f"{what} has the field {first_name(others)}")
+        raise BadRecordError(reason, f"{what} has the field {first_name(others)}{fix}")
     return check_text(part.get("text"), what)
 
 

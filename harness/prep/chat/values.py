@@ -189,13 +189,14 @@ def parse_call(value: object, what: str) -> ToolCall:
     if not isinstance(call, Mapping):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(call).__name__}, expected an object")
     function = call.get("function")
-    if function is None:
+    is_flat = function is None
+    if is_flat:
         function = {key: item for key, item in call.items() if key not in ("id", "type")}
         call = {key: call.get(key) for key in ("id", "type")}
     if not isinstance(function, Mapping):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has a function of type {type(function).__name__}")
-    _refuse_others(call, _CALL_FIELDS, what)
-    _refuse_others(function, _FUNCTION_FIELDS, what)
+    _refuse_others(call, _CALL_FIELDS, what, can_be_ignored=True)
+    _refuse_others(function, _FUNCTION_FIELDS, what, can_be_ignored=is_flat)
     if call.get("type") not in (None, "", "function"):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(call['type'])}, expected 'function'")
     name, id_ = function.get("name"), call.get("id")
@@ -221,11 +222,12 @@ def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
     return value if isinstance(value, str) else arguments
 
 
-def _refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str) -> None:
+def _refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str, *, can_be_ignored: bool) -> None:
     if item.keys() <= known:
         return
     if unknown := [key for key, value in item.items() if key not in known and not is_empty(value)]:
-        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {first_name(unknown)}")
+        fix = f"; to leave out: source.ignore_fields=[{min(map(str, unknown))}]" if can_be_ignored else ""
+        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {first_name(unknown)}{fix}")
 
 
 def parse_template_kwargs(value: object) -> Mapping[str, Any]:

@@ -181,7 +181,12 @@ def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_tur
         ([{"arguments": {}}], BadReason.BAD_TOOLS, "has the name None"),
         ([{"name": "f", "id": 7}], BadReason.BAD_TOOLS, "has the id 7"),
         ([{"type": "custom", "name": "f"}], BadReason.BAD_TOOLS, "is of type 'custom'"),
-        ([{"name": "f", "arguments": {}, "index": 3}], BadReason.UNKNOWN_FIELD, "has the field 'index'"),
+        ([{"name": "f", "arguments": {}, "index": 3}], BadReason.UNKNOWN_FIELD, "ignore_fields=[index]"),
+        (
+            [{"function": {"name": "f"}, "index": 3}],
+            BadReason.UNKNOWN_FIELD,
+            "'index'; to leave out: source.ignore_fie",
+        ),
         ({"name": "f"}, BadReason.BAD_TOOLS, "of type dict, expected a list"),
     ],
 )
@@ -230,7 +235,11 @@ def test_content_may_be_parts_of_text(content, expected):
         ({"type": "video"}, BadReason.MEDIA, "'video'"),
         ({"type": "text", "text": "x", "image": "x"}, BadReason.MEDIA, "has the field 'image'"),
         ({"type": "tool_use", "id": "x"}, BadReason.NOT_TEXT, "is of type 'tool_use', expected 'text'"),
-        ({"type": "text", "text": "x", "cache_control": {"a": 1}}, BadReason.UNKNOWN_FIELD, "'cache_control'"),
+        (
+            {"type": "text", "text": "x", "cache_control": {"a": 1}},
+            BadReason.UNKNOWN_FIELD,
+            "ignore_fields=[cache_control]",
+        ),
         ({"type": "text"}, BadReason.NOT_TEXT, "NoneType"),
         (7, BadReason.NOT_TEXT, "of type int"),
     ],
