@@ -2,11 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import operator
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 from harness.errors import ConfigError
+
+# Counts, sizes and seeds stay below it, so that their products fit 64 bits and libraries that take 32 bits take them.
+LARGEST = 2**31 - 1
+# 30 days: clocks of threads and of the operating system take no longer waits.
+LONGEST_S = 30 * 24 * 3600
+_BOUNDS = "bounds"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Bounds of a number: `lowest` and `highest` are allowed themselves, `above` and `below` are not."""
+
+    lowest: float | None = None
+    above: float | None = None
+    highest: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            isinstance(value, numbers.Real)
+            and not isinstance(value, bool)
+            and abs(value) < math.inf  # false for NaN
+            and (self.lowest is None or value >= self.lowest)
+            and (self.above is None or value > self.above)
+            and (self.highest is None or value <= self.highest)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        texts = {"lowest": "{:,} or more", "above": "above {:,}", "highest": "at most {:,}", "below": "below {:,}"}
+        given = [text.format(getattr(self, name)) for name, text in texts.items() if getattr(self, name) is not None]
+        return " and ".join(given) or "a finite number"
+
+
+def bounded(
+    default: Any = dataclasses.MISSING,
+    *,
+    lowest: float | None = None,
+    above: float | None = None,
+    highest: float | None = LARGEST,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
+
+    `num_workers: int = bounded(2, lowest=0)`. `check_numbers` in `__post_init__` refuses other values.
+
+    Args:
+        default: of the field; omit for a field that is required.
+        lowest, highest: bounds that are allowed themselves; 0 and `LARGEST` where none is given.
+        above, below: bounds that are not.
+    """
+    bounds = Bounds(
+        lowest=0 if lowest is None and above is None else lowest,
+        above=above,
+        highest=None if below is not None else highest,
+        below=below,
+    )
+    return dataclasses.field(default=default, metadata={_BOUNDS: bounds})
+
+
+def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
+    """Return the bounds that `bounded` declares for a field."""
+    bounds: Bounds | None = field.metadata.get(_BOUNDS)
+    return bounds
+
+
+def check_numbers(config: Any, section: str) -> None:
+    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes.
+
+    Args:
+        config: the dataclass.
+        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
+    """
+    for field in dataclasses.fields(config):
+        if (bounds := bounds_of(field)) is not None:
+            _check(getattr(config, field.name), bounds, field.name, section)
 
 
 def require_choice(value: str, choices: Iterable[str], *, setting: str) -> None:
@@ -31,9 +109,9 @@ def require_numbers(
     highest: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise ConfigError unless each of these fields is a finite number within bounds; a field of None passes.
+    """Raise ConfigError unless each of these fields is a finite number within bounds that depend on other settings.
 
-    `require_numbers(self, "loader", "num_workers", "prefetch_factor", lowest=1)` is one line of a `__post_init__`.
+    Bounds that do not are declared with `bounded`, beside the field. A field of None passes.
 
     Args:
         config: the dataclass.
@@ -42,22 +120,12 @@ def require_numbers(
         lowest, highest: bounds that are allowed themselves.
         above, below: bounds that are not.
     """
-    bounds = [
-        (text.format(bound), holds, bound)
-        for bound, text, holds in (
-            (lowest, "{:,} or more", operator.ge),
-            (above, "above {:,}", operator.gt),
-            (highest, "at most {:,}", operator.le),
-            (below, "below {:,}", operator.lt),
-        )
-        if bound is not None
-    ]
     for name in names:
-        value = getattr(config, name)
-        if value is None or (math.isfinite(value) and all(holds(value, bound) for _, holds, bound in bounds)):
-            continue
-        raise ConfigError(
-            f"{name} is {value}",
-            where=f"{section}.{name}" if section else name,
-            fix=f"set it to {' and '.join(text for text, _, _ in bounds) or 'a finite number'}",
-        )
+        _check(getattr(config, name), Bounds(lowest, above, highest, below), name, section)
+
+
+def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:
+    for one in value if isinstance(value, list | tuple) else () if value is None else (value,):
+        if one not in bounds:
+            where = f"{section}.{name}" if section else name
+            raise ConfigError(f"{name} is {value}", where=where, fix=f"set it to {bounds}")

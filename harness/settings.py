@@ -1,7 +1,8 @@
 """Settings as dataclasses: their keys, explanations and values, without Hydra and without torch.
 
-A settings dataclass explains its fields in the `Attributes:` section of its docstring. From there come `--cfg` of every
-command, the generated reference of all settings and the nearest-name hints.
+A settings dataclass explains its fields in the `Attributes:` section of its docstring, and declares the bounds of its
+numbers with `harness.checks.bounded`. From there come `--cfg` of every command, the generated reference of all settings
+and the nearest-name hints.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.checks import Bounds, bounds_of
+
 _PACKAGE = Path(__file__).resolve().parent
 # A wheel carries the folder inside the package; a checkout has it beside the package.
 CONFIGS = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
@@ -33,12 +36,14 @@ class Setting(NamedTuple):
         type: as users read it, such as `int`, `list of str` or `float or null`.
         default: plain value, or the text `required`.
         text: explanation from the docstring of the dataclass; empty if it has none.
+        bounds: those of a number, or of each number in a list.
     """
 
     key: str
     type: str
     default: Any
     text: str
+    bounds: Bounds | None = None
 
 
 def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
@@ -54,7 +59,7 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
             default = to_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
             default = to_plain(field.default_factory())
-        settings.append(Setting(key, _type_name(hint), default, texts.get(field.name, "")))
+        settings.append(Setting(key, _type_name(hint), default, texts.get(field.name, ""), bounds_of(field)))
         for inner in typing.get_args(hint):
             if dataclasses.is_dataclass(inner) and isinstance(inner, type):
                 settings += explain_settings(inner, prefix=f"{key}[].")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
@@ -89,11 +89,11 @@ class ParityConfig:
     versions: list[str] = field(default_factory=list)
     folder: str = "runs/parity"
     fresh: bool = False
-    steps: int = 20
-    steps_before: int = 2
-    slots: int | None = None
-    timeout_s: float = 900.0
-    max_ranks: int = 8
+    steps: int = bounded(20, lowest=1)
+    steps_before: int = bounded(2, lowest=1)
+    slots: int | None = bounded(None, lowest=1, highest=100_000)
+    timeout_s: float = bounded(900.0, above=0, highest=LONGEST_S)
+    max_ranks: int = bounded(8, lowest=1)
     device: str = "cpu"
     keep_batches: bool = True
     tolerances: Tolerances = field(default_factory=Tolerances)
@@ -119,8 +119,7 @@ class ParityConfig:
                 where="sft, sft_more",
                 fix="dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format",
             )
-        require_numbers(self, "", "steps", "steps_before", "max_ranks", "slots", lowest=1)
-        require_numbers(self, "", "timeout_s", above=0)
+        check_numbers(self, "")
         require_choice(self.device, ("cpu", "cuda"), setting="device")
         for name in ("datasets", "versions"):
             for text in getattr(self, name):

@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.bench.figures import BenchReport, Figure, Progress, take_turns
 from harness.bench.workspace import Workspace
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
 from harness.loader import CorpusConfig, CorpusSource, SplitSources
 from harness.megatron.data import build_corpus
@@ -32,16 +32,15 @@ class CorpusSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    sources: int = 1000
-    documents: int = 2000
-    tokens: int = 200
-    sequence_length: int = 2048
-    samples: int = 150_000
-    rounds: int = 5
+    sources: int = bounded(1000, lowest=2)
+    documents: int = bounded(2000, lowest=1)
+    tokens: int = bounded(200, lowest=1)
+    sequence_length: int = bounded(2048, lowest=1)
+    samples: int = bounded(150_000, lowest=1)
+    rounds: int = bounded(5, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "sources", lowest=2)
-        require_numbers(self, "", "documents", "tokens", "samples", "rounds", lowest=1)
+        check_numbers(self, "")
 
 
 QUICK = CorpusSettings(sources=20, documents=50, samples=50, rounds=2)

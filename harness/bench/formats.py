@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
 from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, make_packs
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.formats import PackReader, ShardReader, open_dataset, open_writer
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
@@ -65,21 +65,20 @@ class FormatsSettings:
         parts: measurements to make: random, order, peer, checks, open, write, legacy.
     """
 
-    packs: int = 20_000
-    pack_size: int = 4096
-    rounds: int = 9
-    reads: int = 4096
-    peer_reads: int = 60
-    open_packs: int = 2_000_000
-    write_packs: int = 50_000
-    write_pack_size: int = 2048
+    packs: int = bounded(20_000, lowest=1)
+    pack_size: int = bounded(4096, lowest=2)
+    rounds: int = bounded(9, lowest=1)
+    reads: int = bounded(4096, lowest=1)
+    peer_reads: int = bounded(60, lowest=1)
+    open_packs: int = bounded(2_000_000, lowest=1)
+    write_packs: int = bounded(50_000, lowest=1)
+    write_pack_size: int = bounded(2048, lowest=2)
     parts: tuple[str, ...] = ("random", "order", "peer", "checks", "open", "write", "legacy")
 
     def __post_init__(self) -> None:
         for part in self.parts:
             require_choice(part, PARTS, setting="parts")
-        require_numbers(self, "", "packs", "rounds", "reads", "peer_reads", "open_packs", "write_packs", lowest=1)
-        require_numbers(self, "", "pack_size", "write_pack_size", lowest=2)
+        check_numbers(self, "")
 
 
 def bench_formats(settings: FormatsSettings, workspace: Workspace, progress: Progress) -> BenchReport:

@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.bench.figures import BenchReport, Figure, Progress, Side, take_turns
 from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader import BatchRange, BatchReader, LoaderConfig, LoaderState, RankLayout, build_batch, steps_from
@@ -44,24 +44,22 @@ class LoaderSettings:
         first_batch_workers: worker processes for it.
     """
 
-    packs: int = 20_000
-    pack_size: int = 4096
+    packs: int = bounded(20_000, lowest=1)
+    pack_size: int = bounded(4096, lowest=2)
     formats: tuple[str, ...] = ("memmap", "binidx", "parquet", "npy", "jsonl")
-    workers: tuple[int, ...] = (0, 2, 4)
+    workers: tuple[int, ...] = bounded((0, 2, 4), highest=1024)
     scheduler: str = "dp_balanced"
-    max_tokens_per_rank: int = 8192
-    global_batch: int = 64
-    steps: int = 120
-    rounds: int = 5
-    first_batch_packs: int = 2_000_000
-    first_batch_workers: int = 4
+    max_tokens_per_rank: int = bounded(8192, lowest=1)
+    global_batch: int = bounded(64, lowest=1)
+    steps: int = bounded(120, lowest=1)
+    rounds: int = bounded(5, lowest=1)
+    first_batch_packs: int = bounded(2_000_000)
+    first_batch_workers: int = bounded(4, highest=1024)
 
     def __post_init__(self) -> None:
         for name in self.formats:
             require_choice(name, FORMATS, setting="formats")
-        require_numbers(self, "", "packs", "global_batch", "max_tokens_per_rank", "steps", "rounds", lowest=1)
-        require_numbers(self, "", "pack_size", lowest=2)
-        require_numbers(self, "", "first_batch_packs", "first_batch_workers", lowest=0)
+        check_numbers(self, "")
 
 
 QUICK = LoaderSettings(

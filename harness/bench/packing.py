@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.formats import open_dataset
 from harness.prep import PACKERS, plan_packs, repack_store
 from harness.records import Int64Array
@@ -35,18 +35,18 @@ class PackSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    sequences: int = 13_000_000
-    median: float = 600.0
-    sigma: float = 1.0
-    pack_sizes: tuple[int, ...] = (4096, 8192)
-    compared: int = 200_000
+    sequences: int = bounded(13_000_000, lowest=1)
+    median: float = bounded(600.0, above=0, highest=1_000_000)
+    sigma: float = bounded(1.0, lowest=0, highest=10)
+    pack_sizes: tuple[int, ...] = bounded((4096, 8192), lowest=2)
+    compared: int = bounded(200_000, lowest=1)
     algorithms: tuple[str, ...] = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")
-    rounds: int = 3
+    rounds: int = bounded(3, lowest=1)
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
             require_choice(name, PACKERS, setting="algorithms")
-        require_numbers(self, "", "sequences", "compared", "rounds", lowest=1)
+        check_numbers(self, "")
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class BenchRepackSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    packs: int = 2_000_000
-    shard_packs: int = 20_000
-    store_pack_size: int = 4096
-    pack_sizes: tuple[int, ...] = (4096, 8192)
-    read_packs: int = 5_000
-    rounds: int = 3
+    packs: int = bounded(2_000_000, lowest=1)
+    shard_packs: int = bounded(20_000, lowest=1)
+    store_pack_size: int = bounded(4096, lowest=2)
+    pack_sizes: tuple[int, ...] = bounded((4096, 8192), lowest=2)
+    read_packs: int = bounded(5_000, lowest=1)
+    rounds: int = bounded(3, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "packs", "shard_packs", "read_packs", "rounds", lowest=1)
+        check_numbers(self, "")
 
 
 QUICK = PackSettings(sequences=500_000, compared=50_000)

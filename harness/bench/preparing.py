@@ -12,7 +12,7 @@ import numpy as np
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.prep import Conversation, cut_shards, read_shard, train_bpe
 from harness.prep.tokenize import texts_of
 
@@ -38,16 +38,15 @@ class PrepareSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    conversations: int = 4_000
-    median: float = 300.0
-    vocab_size: int = 8_000
-    memory_conversations: int = 10_000
-    growth: tuple[int, ...] = (1, 4, 16)
-    rounds: int = 3
+    conversations: int = bounded(4_000, lowest=10)
+    median: float = bounded(300.0, above=0, highest=1_000_000)
+    vocab_size: int = bounded(8_000, lowest=259, highest=100_000_000)
+    memory_conversations: int = bounded(10_000, lowest=10)
+    growth: tuple[int, ...] = bounded((1, 4, 16), lowest=1, highest=10_000)
+    rounds: int = bounded(3, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "conversations", "memory_conversations", lowest=10)
-        require_numbers(self, "", "rounds", lowest=1)
+        check_numbers(self, "")
 
 
 QUICK = PrepareSettings(conversations=300, vocab_size=1000, memory_conversations=500, growth=(1, 4), rounds=1)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from harness.bench.figures import BenchReport, Figure, Progress, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
@@ -53,28 +53,25 @@ class ScheduleSettings:
     """
 
     path: str = ""
-    dp_size: int = 8
-    cp_size: int = 1
-    max_tokens_per_rank: int = 8192
-    group_size: int = 1
-    global_batch: int = 256
-    batches: int = 40
-    median: float = 600.0
-    sigma: float = 1.0
-    attention_at: int = 8192
+    dp_size: int = bounded(8, lowest=1)
+    cp_size: int = bounded(1, lowest=1)
+    max_tokens_per_rank: int = bounded(8192, lowest=1)
+    group_size: int = bounded(1, lowest=1)
+    global_batch: int = bounded(256, lowest=1)
+    batches: int = bounded(40, lowest=1)
+    median: float = bounded(600.0, lowest=2, highest=1_000_000)
+    sigma: float = bounded(1.0, lowest=0, highest=10)
+    attention_at: int = bounded(8192, lowest=1)
     schedulers: tuple[str, ...] = tuple(SCHEDULERS)
-    planned: int = 8192
-    rounds: int = 9
-    seed: int = 0
+    planned: int = bounded(8192)
+    rounds: int = bounded(9, lowest=1)
+    seed: int = bounded(0)
     png: str = ""
 
     def __post_init__(self) -> None:
         for name in self.schedulers:
             ScheduleConfig(name=name)
-        sizes = ("dp_size", "cp_size", "max_tokens_per_rank", "group_size", "global_batch", "batches", "attention_at")
-        require_numbers(self, "", *sizes, "rounds", lowest=1)
-        require_numbers(self, "", "planned", "sigma", lowest=0)
-        require_numbers(self, "", "median", lowest=2)
+        check_numbers(self, "")
 
     @property
     def max_tokens_per_row(self) -> int:

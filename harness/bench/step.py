@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.workspace import Workspace, make_packs
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.megatron import MegatronStep, RowTensors, to_device
@@ -51,22 +51,20 @@ class StepSettings:
         peak_tflops: of the device, dense, in the model's dtype (H100 SXM in bfloat16: 989); 0 leaves MFU out.
     """
 
-    layers: int = 4
-    hidden: int = 128
-    packs: int = 96
-    pack_size: int = 1024
-    global_batch: int = 8
-    max_tokens_per_rank: int = 2048
-    workers: int = 2
-    steps: int = 20
-    warm_up: int = 4
+    layers: int = bounded(4, lowest=1, highest=10_000)
+    hidden: int = bounded(128, lowest=32, highest=1_000_000)
+    packs: int = bounded(96, lowest=1)
+    pack_size: int = bounded(1024, lowest=2)
+    global_batch: int = bounded(8, lowest=1)
+    max_tokens_per_rank: int = bounded(2048, lowest=1)
+    workers: int = bounded(2, highest=1024)
+    steps: int = bounded(20, lowest=1)
+    warm_up: int = bounded(4)
     device: str = "auto"
-    peak_tflops: float = 0.0
+    peak_tflops: float = bounded(0.0, lowest=0, highest=1_000_000_000)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "layers", "packs", "global_batch", "max_tokens_per_rank", "steps", lowest=1)
-        require_numbers(self, "", "workers", "warm_up", "peak_tflops", lowest=0)
-        require_numbers(self, "", "hidden", lowest=32)
+        check_numbers(self, "")
 
 
 QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, max_tokens_per_rank=512, steps=4, warm_up=1)

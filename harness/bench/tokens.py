@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from harness.bench.figures import BenchReport, Progress, Work
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.indexed import UINT16, IndexedWriter, convert_tokens
 from harness.records import Int64Array
 
@@ -37,15 +37,14 @@ class TokensSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    tokens: int = 20_000_000
-    medians: tuple[float, ...] = (60.0, 600.0)
-    sigma: float = 1.0
-    rows_per_group: int = 1000
-    rounds: int = 3
+    tokens: int = bounded(20_000_000, lowest=1000)
+    medians: tuple[float, ...] = bounded((60.0, 600.0), above=0, highest=1_000_000)
+    sigma: float = bounded(1.0, lowest=0, highest=10)
+    rows_per_group: int = bounded(1000, lowest=1)
+    rounds: int = bounded(3, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "tokens", lowest=1000)
-        require_numbers(self, "", "rounds", "rows_per_group", lowest=1)
+        check_numbers(self, "")
 
 
 QUICK = TokensSettings(tokens=500_000, rounds=1)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.cli.indexed import find_check
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
 from harness.errors import ConfigError, FormatError, Problem
@@ -54,8 +54,11 @@ class StoredPacks:
         packs_per_shard: packs of one shard; null for the default of the format.
     """
 
-    pack_size: int | None = None
-    packs_per_shard: int | None = None
+    pack_size: int | None = bounded(None, lowest=2)
+    packs_per_shard: int | None = bounded(None, lowest=1)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "data")
 
 
 @dataclass
@@ -87,9 +90,12 @@ class PlannedPacks:
         seed: chooses which of equal sequences share a pack, and the order of the packs.
     """
 
-    pack_size: int
+    pack_size: int = bounded(lowest=2)
     algorithm: str = "best_fit_decreasing"
-    seed: int = 0
+    seed: int = bounded(0)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "data")
 
 
 @dataclass
@@ -110,10 +116,10 @@ class InspectSettings:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     source: SourceConfig = field(default_factory=SourceConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
-    preview: int = 3
+    preview: int = bounded(3, lowest=1, highest=1_000_000)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "preview", lowest=1)
+        check_numbers(self, "")
 
 
 @data_app.command(cls=class_of(InspectSettings, {"--tokenizer": "tokenizer.name"}))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.checks import bounded, check_numbers
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
 
@@ -39,8 +40,11 @@ class TokenRows:
     """
 
     column: str = "input_ids"
-    eod: int | None = None
+    eod: int | None = bounded(None)
     empty: str = "drop"
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "data")
 
 
 @dataclass
@@ -51,7 +55,10 @@ class Vocabulary:
         vocab_size: size of the vocabulary: fixes the dtype and bounds the ids; null takes the dtype from the ids.
     """
 
-    vocab_size: int | None = None
+    vocab_size: int | None = bounded(None, lowest=1)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "tokenizer")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
 from harness.launch import SubmitConfig
@@ -32,10 +32,10 @@ class AssumedData:
         pack_size: tokens of each pack.
     """
 
-    pack_size: int = 8192
+    pack_size: int = bounded(8192, lowest=2)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "data", "pack_size", lowest=2)
+        check_numbers(self, "data")
 
 
 @dataclass
@@ -50,18 +50,15 @@ class PlanSettings:
         sequence_tokens: tokens of each conversation in them.
     """
 
-    gpu_gib: float | None = 80
-    peak_tflops: float = 989
-    mfu: float | None = None
-    packs: int | None = None
-    sequence_tokens: int = 1024
+    gpu_gib: float | None = bounded(80, above=0, highest=1_000_000)
+    peak_tflops: float = bounded(989, above=0, highest=1_000_000_000)
+    mfu: float | None = bounded(None, above=0, highest=1)
+    packs: int | None = bounded(None, lowest=1, highest=10**12)
+    sequence_tokens: int = bounded(1024, lowest=2)
     data: AssumedData = field(default_factory=AssumedData)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "packs", lowest=1)
-        require_numbers(self, "", "sequence_tokens", lowest=2)
-        require_numbers(self, "", "gpu_gib", "peak_tflops", above=0)
-        require_numbers(self, "", "mfu", above=0, highest=1)
+        check_numbers(self, "")
 
 
 _RENAMED = {"ranks": "parallel.ranks", "--ranks": "parallel.ranks", "pack_size": "data.pack_size"}

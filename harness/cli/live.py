@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
@@ -42,16 +42,15 @@ class ChunkSettings:
 
     kind: str = "chat"
     format: str = "jsonl"
-    rows: int = 1000
-    flush_s: float = 60.0
-    max_waiting: int = 16
-    keep: int = 4
+    rows: int = bounded(1000, lowest=1)
+    flush_s: float = bounded(60.0, lowest=0, highest=LONGEST_S)
+    max_waiting: int = bounded(16, lowest=1)
+    keep: int = bounded(4)
 
     def __post_init__(self) -> None:
         require_choice(self.kind, ("chat", "packs"), setting="chunks.kind")
         require_choice(self.format, ("jsonl", "parquet"), setting="chunks.format")
-        require_numbers(self, "chunks", "rows", "max_waiting", lowest=1)
-        require_numbers(self, "chunks", "keep", "flush_s", lowest=0)
+        check_numbers(self, "chunks")
 
 
 @dataclass
@@ -63,11 +62,11 @@ class LivePacks:
         over_long: conversations above the pack size: drop, cut or split, as in `harness prepare`.
     """
 
-    pack_size: int = 4096
+    pack_size: int = bounded(4096, lowest=2)
     over_long: str = "drop"
 
     def __post_init__(self) -> None:
-        require_numbers(self, "data", "pack_size", lowest=2)
+        check_numbers(self, "data")
         require_choice(self.over_long, OVER_LONG, setting="data.over_long")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.cli.runs import run_recipe
 from harness.cli.settings import AsJson, class_of, print_json, stdout_console
 
@@ -52,12 +52,12 @@ class RecordSettings:
     """
 
     baselines: str = _BASELINES
-    loss: float = 1e-5
-    grad_norm: float = 1e-4
+    loss: float = bounded(1e-5, lowest=0, highest=1)
+    grad_norm: float = bounded(1e-4, lowest=0, highest=1)
     reason: str = "other machines and versions round otherwise"
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "loss", "grad_norm", lowest=0)
+        check_numbers(self, "")
 
 
 @dataclass
@@ -83,10 +83,10 @@ class HistorySettings:
     """
 
     out: str | None = None
-    step: int | None = None
+    step: int | None = bounded(None, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "step", lowest=1)
+        check_numbers(self, "")
 
 
 @dataclass

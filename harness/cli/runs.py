@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.cli.settings import class_of, complete_keys
 from harness.errors import ConfigError, HarnessError
 
@@ -49,13 +49,12 @@ class ChatSettings:
     """
 
     prompt: str | None = None
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
+    max_tokens: int = bounded(128, lowest=1)
+    temperature: float = bounded(0.0, lowest=0, highest=1000)
+    seed: int = bounded(0)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "max_tokens", lowest=1)
-        require_numbers(self, "", "temperature", lowest=0)
+        check_numbers(self, "")
 
 
 @dataclass
@@ -66,10 +65,10 @@ class RequeueLimits:
         max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
     """
 
-    max_same_failures: int = 3
+    max_same_failures: int = bounded(3, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "cluster", "max_same_failures", lowest=1)
+        check_numbers(self, "cluster")
 
 
 @dataclass
@@ -80,8 +79,11 @@ class RequeueSettings:
         exit_code: exit code of the run.
     """
 
-    exit_code: int
+    exit_code: int = bounded(lowest=-255, highest=255)
     cluster: RequeueLimits = field(default_factory=RequeueLimits)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})

@@ -135,7 +135,7 @@ class SettingsCommand(TyperCommand):
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
         table = Table("setting", "value", "meaning", box=None, pad_edge=False)
-        for key, kind, default, text in explain_settings(self.schema):
+        for key, kind, default, text, _ in explain_settings(self.schema):
             if "[]" not in key:
                 shown = "null" if default is None else json.dumps(default) if kind == "bool" else str(default)
                 table.add_row(key, values.get(key, shown), text)
@@ -176,7 +176,7 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
     """
     known = explain_settings(schema)
     types = {setting.key: setting.type for setting in known}
-    missing = [key for key, _, default, _ in known if base is None and default == REQUIRED and "[]" not in key]
+    missing = [key for key, _, default, *_ in known if base is None and default == REQUIRED and "[]" not in key]
     tree: dict[str, Any] = {}
     for argument in arguments:
         match = _ASSIGNMENT.fullmatch(argument)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 
 # Options of sbatch that are settings of the same name.
@@ -31,15 +31,14 @@ class PreflightConfig:
     """
 
     enabled: bool = True
-    timeout_s: float = 40.0
-    min_shm_mib: int = 1024
-    min_disk_gib: float = 10.0
-    max_clock_offset_s: float = 2.0
+    timeout_s: float = bounded(40.0, lowest=5, highest=3600)
+    min_shm_mib: int = bounded(1024)
+    min_disk_gib: float = bounded(10.0, lowest=0)
+    max_clock_offset_s: float = bounded(2.0, lowest=0, highest=LONGEST_S)
     same_code: bool = True
 
     def __post_init__(self) -> None:
-        require_numbers(self, "cluster.preflight", "timeout_s", lowest=5, highest=3600)
-        require_numbers(self, "cluster.preflight", "min_shm_mib", "min_disk_gib", "max_clock_offset_s", lowest=0)
+        check_numbers(self, "cluster.preflight")
 
 
 @dataclass
@@ -83,9 +82,9 @@ class ClusterConfig:
     reservation: str = ""
     exclude: str = ""
     time: str = "04:00:00"
-    gpus_per_node: int = 0
-    ranks_per_node: int = 1
-    cpus_per_rank: int = 1
+    gpus_per_node: int = bounded(0, highest=1024)
+    ranks_per_node: int = bounded(1, lowest=1, highest=1024)
+    cpus_per_rank: int = bounded(1, lowest=1, highest=65_536)
     memory: str = ""
     exclusive: bool = False
     sbatch: list[str] = field(default_factory=list)
@@ -98,8 +97,8 @@ class ClusterConfig:
     env: dict[str, str] = field(default_factory=dict)
     cpu_bind: str = ""
     master_addr: str = "%N"
-    signal_lead_s: int = 120
-    max_same_failures: int = 3
+    signal_lead_s: int = bounded(120, lowest=1, highest=LONGEST_S)
+    max_same_failures: int = bounded(3, lowest=1)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
@@ -109,10 +108,7 @@ class ClusterConfig:
             raise ConfigError(
                 f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
             )
-        require_numbers(self, "cluster", "gpus_per_node", lowest=0)
-        require_numbers(
-            self, "cluster", "ranks_per_node", "cpus_per_rank", "signal_lead_s", "max_same_failures", lowest=1
-        )
+        check_numbers(self, "cluster")
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
                 f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
@@ -144,11 +140,11 @@ class SubmitConfig:
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    nodes: int = 1
+    nodes: int = bounded(1, lowest=1, highest=100_000)
     run_dir: str | None = None
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "nodes", lowest=1)
+        check_numbers(self, "")
 
 
 def check_directive(text: str, where: str) -> None:

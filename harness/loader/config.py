@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.checks import require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers
 from harness.errors import ConfigError, LoaderError
 
 
@@ -29,24 +29,21 @@ class LoaderConfig:
         allow_other_data: resume although the dataset, seed, order or tokenizer differs from that of the checkpoint.
     """
 
-    global_batch_size: int = 8
-    seed: int = 0
-    num_workers: int = 2
+    global_batch_size: int = bounded(8, lowest=1)
+    seed: int = bounded(0)
+    num_workers: int = bounded(2, lowest=0, highest=1024)
     persistent_workers: bool = True
-    prefetch_factor: int = 2
+    prefetch_factor: int = bounded(2, lowest=1, highest=1024)
     start_method: str | None = None
-    block_packs: int = 64
-    window_blocks: int = 16
+    block_packs: int = bounded(64, lowest=1)
+    window_blocks: int = bounded(16, lowest=1)
     drop_last: bool = False
     shuffle: bool = True
-    timeout_s: float = 300.0
+    timeout_s: float = bounded(300.0, above=0, highest=LONGEST_S)
     allow_other_data: bool = False
 
     def __post_init__(self) -> None:
-        names = ("global_batch_size", "prefetch_factor", "block_packs", "window_blocks")
-        require_numbers(self, "loader", *names, lowest=1)
-        require_numbers(self, "loader", "num_workers", lowest=0)
-        require_numbers(self, "loader", "timeout_s", above=0)
+        check_numbers(self, "loader")
         if self.start_method not in (None, "fork", "spawn", "forkserver"):
             raise ConfigError(
                 f"there is no start method {self.start_method!r}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
 
 # Names of Megatron.
@@ -26,7 +26,10 @@ class CorpusSource:
     """
 
     path: str = ""
-    weight: float | None = None
+    weight: float | None = bounded(None, lowest=0, highest=10**12)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "data.blend")
 
 
 @dataclass
@@ -77,24 +80,23 @@ class CorpusConfig:
     split: str = "99,1,0"
     blend_per_split: SplitSources = field(default_factory=SplitSources)
     per_split_data_args_path: str | None = None
-    sequence_length: int = 1024
-    micro_batch_size: int = 1
-    num_samples: int | None = None
-    eod: int | None = None
+    sequence_length: int = bounded(1024, lowest=1)
+    micro_batch_size: int = bounded(1, lowest=1)
+    num_samples: int | None = bounded(None, lowest=1, highest=10**12)
+    eod: int | None = bounded(None)
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     path_to_cache: str | None = None
     object_storage_cache_path: str | None = None
-    object_storage_chunk_bytes: int = 4 << 20
-    num_dataset_builder_threads: int = 1
+    object_storage_chunk_bytes: int = bounded(4 << 20, lowest=1)
+    num_dataset_builder_threads: int = bounded(1, lowest=1, highest=1024)
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
     per_dataset_sequences_path: str | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("sequence_length", "micro_batch_size", "object_storage_chunk_bytes", "num_dataset_builder_threads")
-        require_numbers(self, "data", *sizes, "num_samples", lowest=1)
+        check_numbers(self, "data")
         per_split = vars(self.blend_per_split)
         unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
         if unknown:

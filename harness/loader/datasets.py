@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.formats import PackReader, Provenance, holds_dataset, holds_manifest, open_dataset
 from harness.loader.blend import Blend, check_sources
@@ -34,8 +34,8 @@ class BlendSource:
     """
 
     path: str = ""
-    weight: float | None = None
-    epochs: int | None = None
+    weight: float | None = bounded(None, lowest=0, highest=10**12)
+    epochs: int | None = bounded(None, lowest=1)
 
     def __post_init__(self) -> None:
         kinds = {"path": (str,), "weight": (int, float, type(None)), "epochs": (int, type(None))}
@@ -47,6 +47,7 @@ class BlendSource:
                     where="data.blend",
                     fix="path is text, weight a number, epochs a whole number",
                 )
+        check_numbers(self, "data.blend")
 
 
 @dataclass
@@ -69,20 +70,17 @@ class LiveConfig:
     """
 
     path: str = ""
-    pack_size: int = 4096
+    pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     over_long: str = "drop"
     on_bad: str = "refuse"
-    open_packs: int = 16
-    timeout_s: float = 1800.0
+    open_packs: int = bounded(16, lowest=1, highest=1_000_000)
+    timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     require_ready: bool = True
-    settle_s: float = 5.0
+    settle_s: float = bounded(5.0, lowest=0, highest=LONGEST_S)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "data.live", "pack_size", lowest=MIN_SEQUENCE_TOKENS)
-        require_numbers(self, "data.live", "open_packs", lowest=1)
-        require_numbers(self, "data.live", "timeout_s", above=0)
-        require_numbers(self, "data.live", "settle_s", lowest=0)
+        check_numbers(self, "data.live")
         require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
         require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
 

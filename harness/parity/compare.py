@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from harness.checks import bounded, check_numbers
 from harness.errors import FormatError
 from harness.parity.locate import Recorded, data_difference, placement_difference
 from harness.parity.result import Check, Difference
@@ -25,9 +26,12 @@ class Tolerances:
         reason: why these values, for the report.
     """
 
-    loss: float = 1e-5
-    grad_norm: float = 1e-4
+    loss: float = bounded(1e-5, lowest=0, highest=1)
+    grad_norm: float = bounded(1e-4, lowest=0, highest=1)
     reason: str = "sums are taken in another order, and float32 rounds them otherwise"
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "tolerances")
 
 
 IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbers in the same order")

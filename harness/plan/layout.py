@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
@@ -26,18 +26,17 @@ class ParallelConfig:
             any other number is refused; null for any.
     """
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    virtual_pipeline_parallel_size: int | None = None
-    context_parallel_size: int = 1
+    tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
+    pipeline_parallel_size: int = bounded(1, lowest=1, highest=100_000)
+    virtual_pipeline_parallel_size: int | None = bounded(None, lowest=2, highest=10_000)
+    context_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
-    ranks: int | None = None
+    ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     def __post_init__(self) -> None:
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-        require_numbers(self, "parallel", *sizes, "ranks", lowest=1)
+        check_numbers(self, "parallel")
         chunks = self.virtual_pipeline_parallel_size
         if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
             raise ConfigError(

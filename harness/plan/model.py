@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
 from harness.schedule import SequenceCost
@@ -53,33 +53,30 @@ class ModelConfig:
 
     family: str = "llama"
     init_from: str | None = None
-    num_layers: int = 4
-    hidden_size: int = 128
-    ffn_hidden_size: int = 384
-    num_attention_heads: int = 4
-    num_query_groups: int = 2
-    head_dim: int | None = None
-    max_sequence_length: int = 4096
-    vocab_size: int | None = None
+    num_layers: int = bounded(4, lowest=1, highest=10_000)
+    hidden_size: int = bounded(128, lowest=1, highest=1_000_000)
+    ffn_hidden_size: int = bounded(384, lowest=1, highest=1_000_000)
+    num_attention_heads: int = bounded(4, lowest=1, highest=1_000_000)
+    num_query_groups: int = bounded(2, lowest=1, highest=1_000_000)
+    head_dim: int | None = bounded(None, lowest=1, highest=1_000_000)
+    max_sequence_length: int = bounded(4096, lowest=1)
+    vocab_size: int | None = bounded(None, lowest=1, highest=100_000_000)
     tie_embeddings: bool = True
-    rotary_base: int = 10000
+    rotary_base: int = bounded(10000, lowest=1, highest=10**12)
     rope_scaling: str = "none"
-    rope_scaling_factor: float = 1.0
-    norm_epsilon: float = 1e-5
-    init_std: float = 0.02
+    rope_scaling_factor: float = bounded(1.0, lowest=1, highest=10_000)
+    norm_epsilon: float = bounded(1e-5, above=0, below=1)
+    init_std: float = bounded(0.02, above=0, highest=10)
     dtype: str = "float32"
     recompute: str = "none"
     attention: str = "auto"
-    seed: int = 1234
-    lora_rank: int = 0
-    lora_alpha: float = 32.0
+    seed: int = bounded(1234)
+    lora_rank: int = bounded(0, highest=100_000)
+    lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-        require_numbers(self, "model", *sizes, "max_sequence_length", "vocab_size", "rope_scaling_factor", lowest=1)
-        require_numbers(self, "model", "init_std", "norm_epsilon", "lora_alpha", above=0)
-        require_numbers(self, "model", "lora_rank", lowest=0)
+        check_numbers(self, "model")
         for name, choices in _CHOICES.items():
             require_choice(getattr(self, name), choices, setting=f"model.{name}")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import ParallelConfig
@@ -34,23 +34,20 @@ class OptimizerConfig:
         clip_grad: largest gradient norm; 0 for no clipping.
     """
 
-    lr: float = 2e-3
-    min_lr: float = 2e-4
-    warmup_steps: int = 5
-    decay_steps: int | None = None
+    lr: float = bounded(2e-3, above=0, highest=100)
+    min_lr: float = bounded(2e-4, lowest=0, highest=100)
+    warmup_steps: int = bounded(5)
+    decay_steps: int | None = bounded(None, lowest=1)
     decay: str = "cosine"
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    weight_decay: float = bounded(0.01, lowest=0, highest=100)
+    beta1: float = bounded(0.9, lowest=0, below=1)
+    beta2: float = bounded(0.95, lowest=0, below=1)
+    eps: float = bounded(1e-8, above=0, highest=1)
+    clip_grad: float = bounded(1.0, lowest=0)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "optimizer", "lr", "eps", above=0)
+        check_numbers(self, "optimizer")
         require_numbers(self, "optimizer", "min_lr", lowest=0, highest=self.lr)
-        require_numbers(self, "optimizer", "warmup_steps", "clip_grad", "weight_decay", lowest=0)
-        require_numbers(self, "optimizer", "beta1", "beta2", lowest=0, below=1)
-        require_numbers(self, "optimizer", "decay_steps", lowest=1)
         choices = ("cosine", "linear", "constant", "inverse-square-root")
         require_choice(self.decay, choices, setting="optimizer.decay")
 
@@ -80,26 +77,24 @@ class TrainerConfig:
         sample_tokens: longest answer, in tokens.
     """
 
-    steps: int = 60
-    eval_interval: int = 20
-    eval_batches: int | None = None
-    early_stop: int = 0
-    checkpoint_interval: int = 20
-    keep_checkpoints: int = 2
+    steps: int = bounded(60, lowest=1)
+    eval_interval: int = bounded(20)
+    eval_batches: int | None = bounded(None, lowest=1)
+    early_stop: int = bounded(0)
+    checkpoint_interval: int = bounded(20)
+    keep_checkpoints: int = bounded(2, lowest=1)
     background_checkpoints: bool = True
     device: str = "auto"
-    timeout_s: float = 600.0
-    startup_timeout_s: float = 1800.0
+    timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
+    startup_timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     sample_prompts: list[str] = field(default_factory=list)
-    sample_tokens: int = 48
+    sample_tokens: int = bounded(48, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "trainer", "steps", "keep_checkpoints", "sample_tokens", "eval_batches", lowest=1)
-        require_numbers(self, "trainer", "eval_interval", "early_stop", "checkpoint_interval", lowest=0)
-        require_numbers(self, "trainer", "timeout_s", "startup_timeout_s", above=0)
+        check_numbers(self, "trainer")
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             fix = f"[] or some of {', '.join(TRACKERS)}, each once"
             raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import require_at_least, require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.placement import Placement, best_fit_decreasing, first_fit, first_fit_decreasing, next_fit
 from harness.records import Int64Array, Pack, SequenceView
@@ -60,22 +60,19 @@ class PackingConfig:
     """
 
     path: str = "data/pydoc"
-    pack_size: int = 4096
+    pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     algorithm: str = "best_fit_decreasing"
-    seed: int = 0
+    seed: int = bounded(0)
     over_long: str = "drop"
     packed_storage: str = "parquet"
-    validation_fraction: float = 0.02
-    test_fraction: float = 0.0
+    validation_fraction: float = bounded(0.02, lowest=0, below=1)
+    test_fraction: float = bounded(0.0, lowest=0, below=1)
     drop_duplicates: bool = False
-    num_workers: int = -1
+    num_workers: int = bounded(-1, lowest=-1, highest=1024)
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        require_numbers(self, "data", "pack_size", lowest=MIN_SEQUENCE_TOKENS)
-        require_numbers(self, "data", "seed", lowest=0)
-        require_numbers(self, "data", "num_workers", lowest=-1)
-        require_numbers(self, "data", "validation_fraction", "test_fraction", lowest=0, below=1)
+        check_numbers(self, "data")
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
         require_choice(self.over_long, OVER_LONG, setting="data.over_long")
         storage = PACKED_STORAGE.get(self.packed_storage, self.packed_storage)

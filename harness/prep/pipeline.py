@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import PrepError
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
@@ -57,10 +57,10 @@ class PrepareConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
     engine: str = "local"
-    preview: int = 0
+    preview: int = bounded(0, highest=1_000_000)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "preview", lowest=0)
+        check_numbers(self, "")
         require_choice(self.engine, ENGINES, setting="engine")
 
 

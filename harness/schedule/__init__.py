@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
@@ -52,11 +52,11 @@ class ScheduleConfig:
     """
 
     name: str = "dp_balanced"
-    max_tokens_per_rank: int = 8192
+    max_tokens_per_rank: int = bounded(8192, lowest=1)
 
     def __post_init__(self) -> None:
         require_choice(self.name, SCHEDULERS, setting="schedule.name")
-        require_numbers(self, "schedule", "max_tokens_per_rank", lowest=1)
+        check_numbers(self, "schedule")
 
 
 def schedule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 
 SOURCE_KINDS = ("files", "pydoc")
@@ -39,15 +39,14 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     on_bad: str = "refuse"
-    limit: int = 0
-    shard_bytes: int = 16 << 20
+    limit: int = bounded(0, highest=10**15)
+    shard_bytes: int = bounded(16 << 20, lowest=1, highest=2**40)
 
     def __post_init__(self) -> None:
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
-        require_numbers(self, "source", "limit", lowest=0)
-        require_numbers(self, "source", "shard_bytes", lowest=1)
+        check_numbers(self, "source")
         if self.kind == "pydoc" and self.path:
             what = f"{self.path} would not be read: the source is the built-in corpus"
             raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.checks import require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 
 MASK_RULES = ("auto", "generation", "assistant_turns", "all")
@@ -43,7 +43,7 @@ class TokenizerConfig:
 
     kind: str = "bpe"
     name: str = ""
-    vocab_size: int = 8192
+    vocab_size: int = bounded(8192, lowest=MIN_VOCAB_SIZE, highest=100_000_000)
     chat_template: str = ""
     mask: str = "auto"
     history: str = "as_served"
@@ -57,7 +57,7 @@ class TokenizerConfig:
         require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
         if self.kind == "huggingface" and not self.name:
             raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
-        require_numbers(self, "tokenizer", "vocab_size", lowest=MIN_VOCAB_SIZE)
+        check_numbers(self, "tokenizer")
         require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
         require_choice(self.history, HISTORY_RULES, setting="tokenizer.history")
         require_choice(self.train_on, TRAINED_TURNS, setting="tokenizer.train_on")
