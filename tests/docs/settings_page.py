@@ -6,8 +6,10 @@ python tests/docs/settings_page.py > configs/README.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from harness.checks import LARGEST
 from harness.config import compose_config
 from harness.launch import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
@@ -74,7 +76,7 @@ def _tables(settings: Iterable[Setting], values: dict[str, Any]) -> Iterator[str
         yield (f"\n### `{name}`\n" if name else "") + "\n| setting | type | default | meaning |\n|---|---|---|---|"
         for setting in group:
             default = _value(values.get(setting.key, setting.default))
-            yield f"| `{setting.key}` | {setting.type} | {default} | {_cell(setting.text)} |"
+            yield f"| `{setting.key}` | {_type(setting)} | {default} | {_cell(setting.text)} |"
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,6 +84,14 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         yield prefix + key, value
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
+
+
+def _type(setting: Setting) -> str:
+    """Return the type with the bounds of numbers; where none is set on purpose, the highest one is left out."""
+    bounds = setting.bounds
+    if bounds is None:
+        return setting.type
+    return f"{setting.type}, {replace(bounds, highest=None) if bounds.highest == LARGEST else bounds}"
 
 
 def _value(value: Any) -> str:
