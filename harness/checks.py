@@ -46,6 +46,7 @@ class Bounds:
 def bounded(
     default: Any = dataclasses.MISSING,
     *,
+    default_factory: Any = dataclasses.MISSING,
     lowest: float | None = None,
     above: float | None = None,
     highest: float | None = LARGEST,
@@ -56,7 +57,7 @@ def bounded(
     `num_workers: int = bounded(2, lowest=0)`. `check_numbers` in `__post_init__` refuses other values.
 
     Args:
-        default: of the field; omit for a field that is required.
+        default, default_factory: of the field; omit both for a field that is required.
         lowest, highest: bounds that are allowed themselves; 0 and `LARGEST` where none is given.
         above, below: bounds that are not.
     """
@@ -66,7 +67,8 @@ def bounded(
         highest=None if below is not None else highest,
         below=below,
     )
-    return dataclasses.field(default=default, metadata={_BOUNDS: bounds})
+    values: dict[str, Any] = {"default": default, "default_factory": default_factory}
+    return dataclasses.field(**values, metadata={_BOUNDS: bounds})
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
@@ -125,7 +127,10 @@ def require_numbers(
 
 
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:
-    for one in value if isinstance(value, list | tuple) else () if value is None else (value,):
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    for one in values:
+        if one is None:
+            continue
         if one not in bounds:
             where = f"{section}.{name}" if section else name
             raise ConfigError(f"{name} is {value}", where=where, fix=f"set it to {bounds}")

@@ -18,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -189,13 +190,17 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
     """Raise ConfigError for a setting that does not exist, or whose value cannot be read."""
     value = known.check(text)
     try:
-        is_sweep = OverridesParser.create().parse_override(text).is_sweep_override()
-    except HydraException:
+        override = OverridesParser.create().parse_override(known.as_hydra(text))
+    except (HydraException, ValueError):
         fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
         raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
-    if is_sweep and not may_sweep:
+    if override.is_sweep_override():
+        if may_sweep:
+            return
         fix = "KEY='[A, B]' is a list, KEY=\"'A,B'\" is text, and --multirun runs each value; "
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
+    if override.is_add() or override.is_force_add() or override.type is OverrideType.CHANGE:
+        known.check_kinds(override.key_or_group, override.value(), where=text)
 
 
 def compose_run(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,6 +25,10 @@ _MERGED = re.compile(r"Error merging override (\S+?)=")
 _NO_TYPE = re.compile(r"Value (.*) of type '\w+' could not be converted to (\w+)", re.DOTALL)
 _TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool", "String": "str"}
 _NO_NAME = re.compile(r"Interpolation key '([^']+)' not found")
+# Whole numbers below it are exact as float.
+_EXACT = 2**53
+# Values that Hydra reads as something else than text.
+_NUMBER = re.compile(r"(?i)[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?(inf|nan)|true|false")
 # Lines that help nobody here.
 _NOISE = (
     *("full_key", "object_type", "reference_type", "To append to your", "See https:", "raised while composing"),
@@ -50,7 +55,7 @@ class KnownSettings:
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Type of each setting by its dotted name."""
-        return {setting.key: setting.type for setting in explain_settings(self.schema)}
+        return _types_of(self.schema)
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -102,12 +107,37 @@ class KnownSettings:
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
 
+    def check_kinds(self, key: str, value: Any, *, where: str) -> None:
+        """Raise ConfigError for values that OmegaConf would change: 2.7 for an int, -1 for a bool, 1e30 for text.
+
+        Args:
+            key: of a setting or of a section of them; `value` is as YAML has it.
+            where: for the error.
+        """
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where)
+        elif isinstance(value, list):
+            for inner in value:
+                self.check_kinds(f"{key}[]" if isinstance(inner, Mapping) else key, inner, where=where)
+        kind = self.types.get(key, "").removeprefix("list of ").removesuffix(" or null")
+        if _is_text(kind) and isinstance(value, float | bool):
+            raise self.error(f"{value} is not text", where=where, fix="write it in quotes; ")
+        is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
+        is_switch = value in (0, 1) if isinstance(value, int | float) else True
+        if (kind == "int" and is_fraction) or (kind == "bool" and not is_switch):
+            raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
+
     def as_hydra(self, text: str) -> str:
         """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
         match = _OVERRIDE.fullmatch(text)
         if match is None or match[1]:
             return text
         _, key, _, value = match.groups()
+        of_map = next((kind for name, kind in self.types.items() if key.startswith(f"{name}.") and "map" in kind), "")
+        if _is_text(self.types.get(key, of_map)) and _NUMBER.fullmatch(value):
+            value = f"'{value}'"  # text as it is written: not 1e+30 for 1e30
+            text = f"{key}={value}"
         for name in (name for name, kind in self.types.items() if kind.startswith("map of ")):
             if key.startswith(f"{name}.") and "." in key.removeprefix(f"{name}."):
                 return f"++{name}={{{key.removeprefix(f'{name}.')}:{value}}}"
@@ -147,7 +177,8 @@ class KnownSettings:
         in_file = _FILE.search(message)
         place = self.find(in_file[1] if in_file else root)
         key = next((match[1] for pattern in (_KEY, _MERGED) if (match := pattern.search(message))), "")
-        own = [text for text in given if key and text.lstrip("+~").startswith(f"{key}=")]
+        inside = re.compile(rf"\b{re.escape(key)}\s*:")  # a record in a list
+        own = [text for text in given if key and (text.lstrip("+~").startswith(f"{key}=") or inside.search(text))]
         where = own[-1] if own else (str(place) if place else f"{root}.yaml") + (f", key {key}" if key else "")
         if missing := _NO_FILE.search(message):
             if missing[1].endswith("_schema"):
@@ -177,6 +208,15 @@ class KnownSettings:
         lines = [line.strip().rstrip(".:") for line in message.partition("search path")[0].splitlines()]
         lines = [line for line in lines if line and not any(word in line for word in _NOISE)]
         return self.error("; ".join(dict.fromkeys(lines)) or "the settings do not compose", where=where, fix="")
+
+
+@cache
+def _types_of(schema: type[Any]) -> Mapping[str, str]:
+    return MappingProxyType({setting.key: setting.type for setting in explain_settings(schema)})
+
+
+def _is_text(kind: str) -> bool:
+    return kind in ("str", "str or null", "map of str")
 
 
 def _top_keys(file: Path) -> set[str]:

@@ -22,7 +22,7 @@ from harness.formats import open_dataset
 from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Float64Array, Int64Array
-from harness.schedule import SCHEDULERS, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
+from harness.schedule import SCHEDULERS, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths, padding_multiple
 
 NEXT_FIT = "next fit"
@@ -70,7 +70,7 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         for name in self.schedulers:
-            ScheduleConfig(name=name)
+            require_choice(name, SCHEDULERS, setting="schedulers")
         check_numbers(self, "")
 
     @property

@@ -83,8 +83,11 @@ class FamilySettings(TokenSettings):
         shards: shards of each split, as shards.valid=PATH; in place of SRC and of split.
     """
 
-    split: dict[str, float] = field(default_factory=dict)
+    split: dict[str, float] = bounded(default_factory=dict, lowest=0, highest=10**12)
     shards: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
 
 @dataclass

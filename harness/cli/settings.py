@@ -209,6 +209,8 @@ def _convert(kind: str, text: str) -> Any:
     if kind.endswith(" or null"):
         return None if text == "null" else _convert(kind.removesuffix(" or null"), text)
     if kind.startswith("list of "):
+        if text == "null" or text.startswith("{"):
+            raise ValueError
         between = text[1:-1] if text[:1] in "[(" and text[-1:] in "])" else text
         items = [item.strip() for row in csv.reader([between], skipinitialspace=True) for item in row]
         return [_convert(kind.removeprefix("list of "), item) for item in items]

@@ -112,7 +112,7 @@ class ClusterConfig:
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
                 f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
-                where="cluster.ranks_per_node",
+                where="cluster.ranks_per_node, cluster.gpus_per_node",
                 fix="at most one rank per GPU",
             )
         require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")

@@ -26,10 +26,7 @@ class CorpusSource:
     """
 
     path: str = ""
-    weight: float | None = bounded(None, lowest=0, highest=10**12)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "data.blend")
+    weight: float | None = bounded(None, above=0, highest=10**12)
 
 
 @dataclass
@@ -200,10 +197,7 @@ def check_sources(sources: Sources, *, where: str) -> None:
     for number, source in enumerate(sources):
         if not isinstance(source, CorpusSource) or not source.path or not isinstance(source.path, str):
             raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
-        if source.weight is not None and not source.weight > 0:
-            raise ConfigError(
-                f"the weight is {source.weight}", where=f"{where}[{number}]", fix="set it to a number above 0"
-            )
+        check_numbers(source, f"{where}[{number}]")
     if len({source.weight is None for source in sources}) > 1:
         raise ConfigError(
             "some sources have a weight and some have none",

@@ -34,7 +34,7 @@ class BlendSource:
     """
 
     path: str = ""
-    weight: float | None = bounded(None, lowest=0, highest=10**12)
+    weight: float | None = bounded(None, above=0, highest=10**12)
     epochs: int | None = bounded(None, lowest=1)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,6 @@ class BlendSource:
                     where="data.blend",
                     fix="path is text, weight a number, epochs a whole number",
                 )
-        check_numbers(self, "data.blend")
 
 
 @dataclass
@@ -124,6 +123,7 @@ class DataConfig:
         for number, source in enumerate(self.blend):
             if not source.path:
                 raise ConfigError("the source has no path", where=f"data.blend[{number}]", fix="name a dataset")
+            check_numbers(source, f"data.blend[{number}]")
         names, weights = [source.path for source in self.blend], [source.weight for source in self.blend]
         check_sources(names, weights, [source.epochs for source in self.blend])
 

@@ -1,0 +1,158 @@
+"""Every setting of every command refuses by name what it cannot hold, and otherwise holds exactly what was given.
+
+The settings and their bounds come from the dataclasses, so a new setting is tried without a line here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import harness.config
+from harness.bench import BENCHES
+from harness.cli import main
+from harness.cli.settings import SettingsCommand, parse_settings
+from harness.config import compose_config
+from harness.errors import ConfigError
+from harness.launch import SubmitConfig
+from harness.plan import PretrainConfig, RunConfig, SftConfig
+from harness.prep import PrepareConfig
+from harness.settings import REQUIRED, Setting, explain_settings
+from recipes.parity import ParityConfig
+
+RECIPES: dict[str, type[Any]] = {
+    "prepare": PrepareConfig,
+    "sft": SftConfig,
+    "pretrain": PretrainConfig,
+    "parity": ParityConfig,
+    "submit": SubmitConfig,
+}
+COMMANDS: dict[str, type[Any]] = {
+    **{
+        command.schema.__name__: command.schema
+        for command in SettingsCommand.__subclasses__()
+        if main and not command.is_composed
+    },
+    **{f"harness bench {name}": type(bench.quick) for name, bench in BENCHES.items()},
+}
+NUMBERS = ("-1", "0", "1", "2.7", "1e30", "1" + "0" * 30, "nan", "inf", "-inf", "'1'")
+VALUES = (*NUMBERS, "words", "[1, 2]", "{a: 1}", "null", "true", "")
+
+
+def kind_of(setting: Setting) -> str:
+    return setting.type.removesuffix(" or null").removeprefix("list of ").removeprefix("map of ")
+
+
+@pytest.mark.parametrize("schema", [*RECIPES.values(), *COMMANDS.values()], ids=[*RECIPES, *COMMANDS])
+def test_every_number_has_a_lowest_and_a_highest_value(schema):
+    unbounded = [
+        setting.key
+        for setting in explain_settings(schema)
+        if kind_of(setting) in ("int", "float")
+        and (
+            setting.bounds is None
+            or (setting.bounds.lowest is None and setting.bounds.above is None)
+            or (setting.bounds.highest is None and setting.bounds.below is None)
+        )
+    ]
+    assert unbounded == []
+
+
+@pytest.fixture
+def compose_quickly(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[str], Any]]:
+    """Return a function that composes a recipe's files once, and then as `compose_config` with one setting each."""
+    compose = harness.config.compose
+
+    def of(recipe: str) -> Callable[[str], Any]:
+        compose_config(recipe, RECIPES[recipe])
+        files = []
+        monkeypatch.setattr(
+            harness.config, "compose", lambda *args, **given: files.append(compose(*args, **given)) or files[0]
+        )
+        compose_config(recipe, RECIPES[recipe])
+
+        def applied(root: str, overrides: list[str]) -> Any:
+            composed = copy.deepcopy(files[0])
+            parsed = OverridesParser.create().parse_overrides(overrides)
+            ConfigLoaderImpl._apply_overrides_to_config(parsed, composed)
+            return composed
+
+        monkeypatch.setattr(harness.config, "compose", applied)
+        monkeypatch.setattr(ConfigStore, "store", lambda *args, **given: None)
+        return lambda text: compose_config(recipe, RECIPES[recipe], [text])
+
+    return of
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_refuses_by_name_or_holds_exactly(recipe, compose_quickly):
+    shared = {setting.key for setting in explain_settings(RunConfig)} if recipe == "pretrain" else set()
+    settings = [setting for setting in explain_settings(RECIPES[recipe]) if setting.key not in shared]
+    wrong = find_wrong(settings, compose_quickly(recipe))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_refuses_by_name_or_holds_exactly(command):
+    schema = COMMANDS[command]
+    settings = explain_settings(schema)
+    required = [f"{setting.key}=8" for setting in settings if setting.default == REQUIRED]
+    parse = partial(parse_settings, schema, command=command)
+    assert find_wrong(settings, lambda text: parse([*required, text])) == []
+
+
+def find_wrong(settings: list[Setting], settings_with: Callable[[str], Any]) -> list[str]:
+    """Return the settings that fail, are refused without their name or a fix, or hold other values."""
+    wrong = []
+    for setting in settings:
+        for value in VALUES:
+            above, is_record, name = setting.key.partition("[].")
+            text = f"{above}=[{{{name}: {value}}}]" if is_record else f"{setting.key}={value}"
+            try:
+                config = settings_with(text)
+            except ConfigError as error:
+                names = above.split(".")[-2:]
+                if not any(part in str(error) for part in names) or not error.fix or not error.where:
+                    wrong.append(f"{text}: {error}")
+                continue
+            except Exception as error:
+                wrong.append(f"{text}: {type(error).__name__}: {error}")
+                continue
+            held = attrgetter(above)(config)
+            held = getattr(held[0], name) if is_record else held
+            if not is_held(setting, value, held):
+                wrong.append(f"{text} is {held!r}")
+    return wrong
+
+
+def is_held(setting: Setting, value: str, held: Any) -> bool:
+    plain, kind = value.strip("'"), kind_of(setting)
+    if setting.bounds is not None and isinstance(held, int | float) and held not in setting.bounds:
+        return False
+    if value == "null":
+        # A command without files has no null but that of optional settings.
+        return held is None if "or null" in setting.type else held == "null"
+    if isinstance(held, list | tuple | dict):
+        items = {"[1, 2]": ["1", "2"], "{a: 1}": ["1"]}.get(value, [plain] if plain else [])
+        values = [held["a"]] if isinstance(held, dict) and items else list(held)
+        return [str(item) for item in values] == [str(float(item)) if kind == "float" else item for item in items]
+    if kind == "bool":
+        return held is {"true": True, "1": True, "0": False}[plain]
+    if kind in ("int", "float"):
+        return type(held).__name__ == kind and float(held) == float(plain)
+    return str(held) in (plain, value)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("text", ["+no.such=1", "++other.key=3", "no=1", "~no", "++data={no: 1}"])
+def test_an_unknown_setting_is_refused_whatever_its_prefix(recipe, text):
+    with pytest.raises(ConfigError, match=r"no|other\.key"):
+        compose_config(recipe, RECIPES[recipe], [text])
