@@ -16,7 +16,7 @@ from rich.text import Text
 
 from harness.bench.figures import BenchReport, Figure, Progress, measure_rates
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import bounded, check_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
