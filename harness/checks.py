@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.errors import ConfigError
 LARGEST = 2**31 - 1
 # 30 days: clocks of threads and of the operating system take no longer waits.
 LONGEST_S = 30 * 24 * 3600
+PROCESSES_PER_CORE = 8
 _BOUNDS = "bounds"
 
 
@@ -124,6 +126,18 @@ def require_numbers(
     """
     for name in names:
         _check(getattr(config, name), Bounds(lowest, above, highest, below), name, section)
+
+
+def require_cores(num_processes: int, *, setting: str, cores: int | None = None) -> None:
+    """Raise ConfigError for more processes than this machine can run: 8 for each of its cores, 16 on one core."""
+    cores = cores or os.cpu_count() or 1
+    most = max(16, PROCESSES_PER_CORE * cores)
+    if num_processes > most:
+        raise ConfigError(
+            f"{num_processes:,} processes on {cores:,} cores would only wait for each other",
+            where=setting,
+            fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} a core",
+        )
 
 
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:

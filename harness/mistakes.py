@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -55,7 +55,7 @@ class KnownSettings:
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Type of each setting by its dotted name."""
-        return _types_of(self.schema)
+        return _types_of(cast(Hashable, self.schema))
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -211,8 +211,8 @@ class KnownSettings:
 
 
 @cache
-def _types_of(schema: type[Any]) -> Mapping[str, str]:
-    return MappingProxyType({setting.key: setting.type for setting in explain_settings(schema)})
+def _types_of(schema: Hashable) -> Mapping[str, str]:
+    return MappingProxyType({setting.key: setting.type for setting in explain_settings(cast(Any, schema))})
 
 
 def _is_text(kind: str) -> bool:

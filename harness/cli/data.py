@@ -92,7 +92,7 @@ class PlannedPacks:
 
     pack_size: int = bounded(lowest=2)
     algorithm: str = "best_fit_decreasing"
-    seed: int = bounded(0)
+    seed: int = bounded(0, highest=2**63 - 1)
 
     def __post_init__(self) -> None:
         check_numbers(self, "data")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import bounded, check_numbers, require_choice, require_cores
 from harness.cli.settings import class_of, complete_keys
 from harness.errors import ConfigError, HarnessError
 
@@ -121,6 +121,7 @@ def train(
         become_rank_of_slurm()
         run_recipe(recipe, arguments or [])
         return
+    require_cores(ranks, setting="parallel.ranks")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, "-m", f"recipes.{recipe}", *(arguments or [])]
     sys.stdout.flush()

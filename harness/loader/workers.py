@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from harness.checks import require_cores
 from harness.errors import HarnessError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
@@ -44,6 +45,7 @@ class BatchStream(Generic[T]):
         self._where = where
         self._ranges = _Ranges()
         workers = config.num_workers
+        require_cores(workers, setting="loader.num_workers")
         if workers and (config.start_method or multiprocessing.get_start_method()) == "forkserver":
             # The server imports once what every worker needs. Without effect when it already runs.
             multiprocessing.get_context("forkserver").set_forkserver_preload(

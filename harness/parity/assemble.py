@@ -50,7 +50,7 @@ def cell_result(
                 reason = f"its reference, {cell.reference}, failed"
             else:
                 expected = recorded_run(known[cell.reference].run_folder(folder))
-                tolerances = on_device(cell.plan.tolerances, device)
+                tolerances = on_device(cell.plan.tolerances, device, num_ranks=cell.case.ranks)
                 checks = compare_runs(expected, recorded, tolerances, same_layout=cell.plan.same_layout)
     except FormatError as error:
         steps, checks, reason = [], [], f"{error.what} ({error.where})"

@@ -132,6 +132,19 @@ class RunConfig(ABC):
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
+    def warnings(self) -> list[str]:
+        """Return what the run will do otherwise than its settings say, each by the name of the setting."""
+        optimizer = self.optimizer
+        steps, of = optimizer.decay_steps, "optimizer.decay_steps"
+        if steps is None:
+            steps, of = self.trainer.steps, "trainer.steps"
+        if 0 < optimizer.warmup_steps < steps or optimizer.warmup_steps == 0:
+            return []
+        return [
+            f"optimizer.warmup_steps is {optimizer.warmup_steps:,}, and {of} {steps:,}: "
+            f"the warm-up ends at step {steps - 1:,}"
+        ]
+
     @abstractmethod
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
@@ -184,6 +197,10 @@ class PretrainConfig(RunConfig):
 
     data: CorpusConfig = field(default_factory=CorpusConfig)
     name: str = "pretrain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self.loader, "loader", "seed", lowest=0, highest=2**32 - 1)  # what Megatron's shuffle takes
 
     def check_layout(self, world_size: int) -> None:
         data, parallel = self.data, self.parallel

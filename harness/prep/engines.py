@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 
+from harness.checks import require_cores
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources import Shard
@@ -62,6 +63,7 @@ def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> It
         for number, shard in enumerate(shards):
             yield do_shard(job, number, shard)
         return
+    require_cores(num_workers, setting="data.num_workers")
     # Spawned, not forked: the tokenizers library has threads of its own, which a fork would leave locked.
     context = get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:

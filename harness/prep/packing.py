@@ -62,7 +62,7 @@ class PackingConfig:
     path: str = "data/pydoc"
     pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     algorithm: str = "best_fit_decreasing"
-    seed: int = bounded(0)
+    seed: int = bounded(0, highest=2**63 - 1)
     over_long: str = "drop"
     packed_storage: str = "parquet"
     validation_fraction: float = bounded(0.02, lowest=0, below=1)

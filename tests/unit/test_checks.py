@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.checks import require_at_least, require_choice, require_numbers
+from harness.checks import bounded, check_numbers, require_at_least, require_choice, require_cores, require_numbers
 from harness.errors import ConfigError
 
 
@@ -48,3 +48,38 @@ def test_choices_and_minimums_name_the_setting() -> None:
         require_choice("cut", ("drop", "truncate"), setting="data.over_long")
     with pytest.raises(ConfigError, match="2,048 or more"):
         require_at_least(1024, 2048, setting="data.pack_size")
+
+
+@dataclass
+class Sizes:
+    rows: int | None = bounded(4, lowest=1)
+    shares: tuple[float, ...] = bounded((0.5,), above=0, below=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares", "where", "fix"),
+    [
+        (0, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
+        (10**30, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
+        (10**400, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
+        (True, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
+        (None, (0.5, 1.0), "data.shares", "set it to above 0 and below 1"),
+        (None, (float("nan"),), "data.shares", "set it to above 0 and below 1"),
+    ],
+)
+def test_bounds_that_stand_beside_a_field_are_checked_by_its_name(rows, shares, where, fix):
+    with pytest.raises(ConfigError) as error:
+        check_numbers(Sizes(rows, shares), "data")
+    assert (error.value.where, error.value.fix) == (where, fix)
+
+
+def test_numbers_within_the_bounds_of_their_fields_pass():
+    check_numbers(Sizes(), "data")
+    check_numbers(Sizes(None, (0.1, 0.9)), "data")
+
+
+def test_more_than_eight_processes_a_core_are_refused():
+    require_cores(32, setting="loader.num_workers", cores=4)
+    with pytest.raises(ConfigError, match=r"33 processes on 4 cores") as error:
+        require_cores(33, setting="loader.num_workers", cores=4)
+    assert error.value.where == "loader.num_workers"

@@ -81,7 +81,8 @@ class LiveLoader:
             offers = self._exchange(ahead.result() if ahead is not None else None)
             self._raise_together(offers)
             after = self._position.after([offer.position for offer in offers])
-            self._report(after, offers)
+            # The steps whose batches were handed out, not the one that is read.
+            self._report(replace(after, steps=self._position.steps), offers)
             waits = [(offer.waiting.waited_s, offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
             if waits:
                 waited_s, dp_rank, waiting = max(waits, key=lambda wait: wait[0])

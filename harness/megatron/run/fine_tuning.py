@@ -58,7 +58,18 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
         },
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
+        warnings=_warnings(config, data),
     )
+
+
+def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
+    size = config.loader.global_batch_size
+    if isinstance(data, LiveData) or data.blend is not None or size <= len(data.train):
+        return []
+    return [
+        f"loader.global_batch_size is {size:,}, and the dataset has {len(data.train):,} packs: "
+        f"every step trains all {len(data.train):,}, which are one epoch"
+    ]
 
 
 def _paths(data: DataConfig) -> list[str]:

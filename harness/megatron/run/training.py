@@ -65,6 +65,7 @@ class Task:
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
         answering: for sample prompts; None where there are none.
+        warnings: about settings and data that do not go together, each by the name of the setting.
     """
 
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
@@ -74,6 +75,7 @@ class Task:
     data_names: Sequence[str]
     facts: Mapping[str, str]
     answering: Answering | None = None
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
             records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
             log = stack.enter_context(records.progress).log
+            for warning in [*config.warnings(), *run.task.warnings]:
+                log(f"warning: {warning}")
             if run.newest is not None:
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
                 if ranks.rank == 0:

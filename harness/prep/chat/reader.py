@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list
-from harness.prep.chat.values import BadRecordError, decoded, is_empty
+from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
 
 # Records that tell the schema of a source.
 NUM_DETECTION_RECORDS = 100
@@ -99,7 +98,7 @@ class RecordReader:
     def parse_line(self, line: bytes, where: str) -> Conversation | BadRecord:
         """Parse one line of JSONL (UTF-8), with or without its newline."""
         try:
-            record = json.loads(line.decode("utf-8-sig"))
+            record = load_json(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             return BadRecord(where, BadReason.NOT_UTF8, f"byte {error.start} of the line is not UTF-8")
         except RecursionError:

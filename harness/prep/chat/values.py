@@ -85,6 +85,23 @@ def text_field(record: Mapping[str, Any], name: str) -> str:
     return text
 
 
+def load_json(text: str) -> Any:
+    """Decode JSON; raise ValueError, as for other text that is not JSON, where an object has a key twice."""
+    return _DECODER.decode(text)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:100]!r} is given twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def decoded(value: object, what: str, reason: BadReason) -> object:
     """Return a value that may be given as JSON text; an empty text is None."""
     if not isinstance(value, str):
@@ -92,7 +109,7 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
     if not value.strip():
         return None
     try:
-        return json.loads(value)
+        return load_json(value)
     except RecursionError:
         raise BadRecordError(reason, f"{what}: nested too deeply") from None
     except ValueError as error:

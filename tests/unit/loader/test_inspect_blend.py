@@ -65,7 +65,7 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
     [
         ({"data": {"path": "x"}}, "configures no blend"),
         ({"blend": [{"wieght": 1}]}, "is not a source"),
-        ({"blend": [{"path": "x", "weight": -1.0}]}, "the weight is -1.0"),
+        ({"blend": [{"path": "x", "weight": -1.0}]}, "weight is -1.0"),
         (["a"], "holds no settings"),
         ({"blend": [{"path": "x", "weight": "abc"}]}, "weight is 'abc'"),
         ({"blend": [{"path": "x", "epochs": 1.5}]}, "epochs is '1.5'"),

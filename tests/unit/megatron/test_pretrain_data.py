@@ -88,7 +88,7 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"fast_cache_load": True, "path_to_cache": "c"}, "cannot divide"),
         ({"defer_npy_index_mmap": True}, "folder of the built indices"),
         ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),
-        ({"blend": [CorpusSource("a", -1.0)]}, "the weight is -1.0"),
+        ({"blend": [CorpusSource("a", -1.0)]}, "weight is -1.0"),
         ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "no source is for training"),
         ({"split": "999,1,0"}, "valid gets 0 of 200 documents"),
         ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be written"),
