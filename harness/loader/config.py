@@ -30,7 +30,7 @@ class LoaderConfig:
     """
 
     global_batch_size: int = bounded(8, lowest=1)
-    seed: int = bounded(0, lowest=-(2**63), highest=2**63 - 1)
+    seed: int = bounded(0, lowest=-(2**63), highest=2**64 - 1)
     num_workers: int = bounded(2, lowest=0, highest=1024)
     persistent_workers: bool = True
     prefetch_factor: int = bounded(2, lowest=1, highest=1024)

@@ -93,10 +93,11 @@ def wait_until(condition: Callable[[], bool], *, deadline_s: float = 60.0) -> No
 
 @dataclass
 class Trained:
-    """The batches of all ranks by step, and the lines that were logged."""
+    """The batches of all ranks by step, the lines that were logged, and the numbers of steps that were reported."""
 
     steps: list[list[RankBatch]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
 
     @property
     def digests(self) -> list[list[str]]:
@@ -163,6 +164,7 @@ def train(
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
             log=trained.log.append if rank == 0 else lambda line: None,
+            report=lambda position, offers: trained.reported.append(position.steps) if rank == 0 else None,
         )
         try:
             if steps == 0:

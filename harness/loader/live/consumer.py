@@ -113,6 +113,11 @@ class LiveLoader:
             ahead = self._read()
             yield self._batch(self._share(mine), offers, after)
 
+    @property
+    def steps(self) -> int:
+        """Number of global batches that were handed out, those before a resume included."""
+        return self._position.steps
+
     def close(self) -> None:
         self._reading.shutdown()
         if self._stream is not None:

@@ -123,6 +123,7 @@ class LiveFeed:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._loader.close()
         if error is None and self._is_rank_0:
+            self._status |= {"steps": self._loader.steps} if self._status else {}
             self._write_status(state="ended")
         self._mark.release(remove=False)
 

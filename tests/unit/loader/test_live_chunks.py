@@ -174,6 +174,13 @@ def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_p
         assert position.trained_chunks(range(len(SIZES))) == whole
 
 
+def test_the_reported_steps_are_those_that_were_trained(tmp_path: Path) -> None:
+    write_stream(tmp_path, some_packs(8), [8])
+    trained = train(tmp_path, size=2)
+    assert len(trained.steps) == 4
+    assert trained.reported == [0, 1, 2, 3, 4]
+
+
 def test_a_late_chunk_is_awaited_and_the_wait_is_logged(tmp_path: Path) -> None:
     rows = some_packs(8)
     write_stream(tmp_path, rows[:4], [4], end=False)

@@ -72,6 +72,14 @@ def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_default_one_on_a_gpu() 
     assert "atomically" in on_device(IDENTICAL, "cuda").reason
 
 
+def test_several_ranks_have_the_tolerance_of_layouts_on_losses_and_none_on_data() -> None:
+    found = [step(1), step(2), step(3, loss=4.0 * (1 + 3.5e-8))]
+    across = on_device(IDENTICAL, "cpu", num_ranks=2)
+    assert messages_of(found, across) == []
+    assert (across.loss, across.grad_norm) == (1e-5, 1e-4)
+    assert "order in which their parts arrive" in across.reason
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -20,7 +20,7 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.memory import count_weights, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
 from harness.plan.run_plan import AssumedPacks, plan_run
-from harness.plan.settings import OptimizerConfig, SftConfig
+from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
 from harness.settings import to_plain
@@ -192,3 +192,29 @@ def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
     assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 16 * 10 * 99, 2)
     with pytest.raises(ConfigError, match="sequences of 200 tokens in packs of 100"):
         AssumedPacks(1, pack_size=100, sequence_tokens=200)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (["trainer.steps=10", "optimizer.warmup_steps=9"], []),
+        (["trainer.steps=1", "optimizer.warmup_steps=0"], []),
+        (
+            ["trainer.steps=10", "optimizer.warmup_steps=100"],
+            ["optimizer.warmup_steps is 100, and trainer.steps 10: the warm-up ends at step 9"],
+        ),
+        (
+            ["optimizer.decay_steps=7", "optimizer.warmup_steps=7"],
+            ["optimizer.warmup_steps is 7, and optimizer.decay_steps 7: the warm-up ends at step 6"],
+        ),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_is_named(overrides, warning):
+    assert compose_config("sft", SftConfig, overrides).warnings() == warning
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_the_shuffle_of_megatron_cannot_take_is_refused(seed):
+    with pytest.raises(ConfigError, match="seed is") as error:
+        compose_config("pretrain", PretrainConfig, [f"loader.seed={seed}"])
+    assert error.value.where == "loader.seed"

@@ -30,6 +30,12 @@ def test_every_role_is_accepted(role):
         (b"not json", BadReason.NOT_JSON, "Expecting value"),
         (b'{"messages": [', BadReason.NOT_JSON, "Expecting value"),
         (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            BadReason.NOT_JSON,
+            "the key 'content' is given twice in one object",
+        ),
+        (b'{"messages": [], "messages": []}', BadReason.NOT_JSON, "the key 'messages' is given twice in one object"),
         (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
         (b"[1, 2]", BadReason.NOT_AN_OBJECT, "a JSON list"),
         (b"null", BadReason.NOT_AN_OBJECT, "a JSON NoneType"),
