@@ -102,7 +102,7 @@ def train(
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
-    from harness.config import TRAINING
+    from harness.config import TRAINING, Options, compose_run
     from harness.launch import become_rank_of_slurm
 
     require_choice(recipe, TRAINING, setting="harness train")
@@ -121,6 +121,10 @@ def train(
         become_rank_of_slurm()
         run_recipe(recipe, arguments or [])
         return
+    options = Options.parse(arguments or [], where=f"harness train {recipe}")
+    if not (options.hydra_flags or options.config_name or options.help):
+        # Refused once and here, not by every rank and their launcher.
+        compose_run(recipe, options.overrides, config_dir=options.config_dir)
     require_cores(ranks, setting="parallel.ranks")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, "-m", f"recipes.{recipe}", *(arguments or [])]

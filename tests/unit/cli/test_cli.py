@@ -276,6 +276,15 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
         assert [text for text in arguments if "=" in text] == [text for text in started[0] if "=" in text]
 
 
+def test_wrong_settings_are_refused_before_ranks_start(harness, monkeypatch):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.execv", lambda program, command: pytest.fail("started ranks"))
+    code, _, errors = harness("train", "sft", "parallel.ranks=2", "trainer.step=1")
+    assert code == 2
+    assert "unknown setting 'trainer.step'" in errors
+
+
 @pytest.mark.parametrize("module", ["harness", "harness.cli"])
 def test_both_modules_run_the_command_and_print_its_version(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
