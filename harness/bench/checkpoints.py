@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.bench.figures import BenchReport, Figure, Progress, take_turns
 from harness.bench.workspace import Workspace
-from harness.checks import require_numbers
+from harness.checks import bounded, check_numbers
 from harness.loader import LoaderState
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
@@ -32,13 +32,12 @@ class CheckpointSettings:
         rounds: turns of each side of a comparison; figures are medians over them.
     """
 
-    layers: int = 8
-    hidden: int = 512
-    rounds: int = 5
+    layers: int = bounded(8, lowest=1, highest=10_000)
+    hidden: int = bounded(512, lowest=64, highest=1_000_000)
+    rounds: int = bounded(5, lowest=1)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "", "layers", "rounds", lowest=1)
-        require_numbers(self, "", "hidden", lowest=64)
+        check_numbers(self, "")
 
 
 QUICK = CheckpointSettings(layers=1, hidden=64, rounds=1)
