@@ -173,11 +173,16 @@ def _check_order(source: str, folder: str) -> None:
     """Raise ConfigError where the folder is named before the input, as in earlier versions."""
     from harness.loader.live import STDIN, LiveFolder
 
+    def is_stream(path: str) -> bool:
+        try:
+            return Path(path).is_dir() and LiveFolder(path).has_begun
+        except ConfigError:  # it holds a stored dataset
+            return False
+
     is_swapped = folder == STDIN or Path(folder).is_file()
     if Path(folder).is_dir() and source != STDIN and not is_uri(source):
         is_missing = not Path(source).exists() and not has_magic(source)
-        is_stream = Path(source).is_dir() and LiveFolder(source).has_begun
-        is_swapped = is_missing or (is_stream and any(Path(folder).iterdir()) and not LiveFolder(folder).has_begun)
+        is_swapped = is_missing or (is_stream(source) and any(Path(folder).iterdir()) and not is_stream(folder))
     if is_swapped:
         raise ConfigError(
             "the input comes first, then the folder of chunks",

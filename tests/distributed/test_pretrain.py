@@ -132,7 +132,7 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
             "its validation needs one",
         ),
         (("data.blend_per_split.train=[{path:a}]",), "a.bin is missing"),
-        (("+data.blend_per_split.training=[{path:a}]",), "'training' is not a split"),
+        (("+data.blend_per_split.training=[{path:a}]",), "unknown setting 'data.blend_per_split.training'"),
     ],
 )
 def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, settings, message) -> None:
