@@ -86,7 +86,10 @@ class Options:
             elif name == "--overwrite":
                 overrides.append("data.overwrite=true")
             elif name == "--preview" and (equals or rest):
-                overrides.append(f"preview={value if equals else rest.pop(0)}")
+                number = value if equals else rest.pop(0)
+                if number.strip("0") == "":
+                    raise ConfigError("--preview 0 shows nothing", where=where, fix="omit it to prepare")
+                overrides.append(f"preview={number}")
             elif name in _HYDRA_FLAGS:
                 flags.append(argument)
                 flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []

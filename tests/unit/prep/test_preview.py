@@ -110,3 +110,13 @@ def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monke
     assert "pack size  64 tokens" in page
     assert "The first 2 records" in page
     assert not (tmp_path / "data").exists()
+
+
+def test_a_preview_of_nothing_is_refused_and_nothing_is_prepared(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["harness", "prepare", "--preview", "0", f"source.path={source}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "--preview 0 shows nothing" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
