@@ -23,6 +23,10 @@ from tests.samples.stock_templates import SHAPES, stock_templates, tokenizer_for
 TEMPLATES = stock_templates()
 # What a template may leave out, or refuse, without an error of ours.
 LEFT_OUT = {BadReason.NOT_WRITTEN, BadReason.TEMPLATE_FAILED}
+# Marked by their makers, or never trained by TRL.
+WITHOUT_TWIN = {"llama3_1", "llama3_2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"} | {
+    f"gemma4{revision}" for revision in ("", "_v2", "_v3", "_v4", "_v5")
+}
 
 
 @dataclass
@@ -139,7 +143,8 @@ def text_of(message: dict[str, Any]) -> str:
 
 def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
     if stock.twin is None:
-        pytest.skip("trl has no twin of this template")
+        assert stock.name in WITHOUT_TWIN
+        return
     compared = 0
     for shape, (messages, tools) in SHAPES.items():
         (made,) = stock.ours.encode_each([conversation_of(shape)])
