@@ -1,10 +1,11 @@
 """Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
 
     harness parity                      # every format against legacy npy
-    harness parity check=workers        # or layouts, schedules, versions, isolation, all
+    harness parity check=workers        # or layouts, schedules, versions, isolation, integrations, all
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
-`check=isolation` shows on each layout that documents of a packed row do not see each other. Writes report.json,
+`check=isolation` shows on each layout that documents of a packed row do not see each other, and `check=integrations`
+that other trainers read the same global batches. Writes report.json,
 report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out.
 Started again it keeps the cells that are finished.
 """
@@ -26,11 +27,13 @@ from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
+from harness.loader import open_train
 from harness.parity import (
     FORMAT,
     IDENTICAL,
     ISOLATION,
     ISOLATION_TURNS,
+    KIND,
     VERSION,
     Cell,
     CellResult,
@@ -39,10 +42,12 @@ from harness.parity import (
     Tolerances,
     cell_result,
     command_line,
+    compare_integrations,
     default_slots,
     environment,
     live_table,
     parse_case,
+    parse_integrations,
     plan_check,
     run_cells,
     skipped,
@@ -50,7 +55,9 @@ from harness.parity import (
 from harness.parity.pages import publish
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "isolation", "versions")
+CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "versions", "integrations")
+# Experts leave less room: a token that goes to another expert moves a loss by more than rounding does.
+_EXPERTS = Tolerances(1e-6, 1e-5, "sums are taken in another order, and float32 rounds them otherwise")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
 THIS = "this"
@@ -61,10 +68,13 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, isolation or versions, several as `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, experts, isolation, versions or integrations, several as
+            `formats+workers`, or all.
         dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
         versions: interpreters as `NAME=PATH` whose environments have other versions of the libraries.
+        integrations: trainers of `harness.integrations` to check, as NAME, or as `NAME=PATH` with the python of an
+            environment that has the trainer; empty for all.
         folder: folder of the runs and the report.
         fresh: run finished cells again.
         steps: steps of each run.
@@ -79,14 +89,18 @@ class ParityConfig:
         tolerances: across layouts, schedules and versions.
         sft: settings of `recipes.sft` for every case.
         sft_more: further settings of `recipes.sft`, for the command line.
-        formats, workers, schedules, layouts, isolation: cases of the check as `"ranks setting=value ..."`, the
-            reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter.
+        kinds: settings of `recipes.sft`, separated by spaces, by name, for the cases of `experts` that choose one with
+            `kind=NAME`.
+        formats, workers, schedules, layouts, experts, isolation: cases of the check as `"ranks setting=value ..."`, the
+            reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter. Those of `experts`
+            have a reference for each kind.
     """
 
     check: str = "formats"
     dataset: str | None = None
     datasets: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    integrations: list[str] = field(default_factory=list)
     folder: str = "runs/parity"
     fresh: bool = False
     steps: int = bounded(20, lowest=1)
@@ -103,6 +117,8 @@ class ParityConfig:
     workers: list[str] = field(default_factory=list)
     schedules: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,6 +141,7 @@ class ParityConfig:
             for text in getattr(self, name):
                 if not all(text.partition("=")):
                     raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
+        parse_integrations(self.integrations)
         if self.check == "versions" and not self.versions:
             raise ConfigError(
                 "no other version's interpreter is named, so there is nothing to compare",
@@ -135,6 +152,15 @@ class ParityConfig:
     @property
     def checks(self) -> list[str]:
         return list(CHECKS) if self.check == "all" else self.check.split("+")
+
+    def kinds_of(self, cases: list[str]) -> list[str]:
+        """Return the kinds that cases of `experts` name, in their order."""
+        named = [parse_case(text, where="experts").value_of(KIND) or "" for text in cases]
+        unknown = next((kind for kind in named if kind not in self.kinds), None)
+        if unknown is not None:
+            fix = f"kind=NAME, one of {', '.join(self.kinds)}"
+            raise ConfigError(f"a case names the kind {unknown!r}", where="experts, kinds", fix=fix)
+        return list(dict.fromkeys(named))
 
     def cases(self, check: str) -> list[str]:
         if check == "versions":
@@ -156,7 +182,8 @@ def main(config: ParityConfig) -> int:
         shutil.rmtree(folder / "cells", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     device = device_of(config)
-    cells, left_out = plan(config, folder, device)
+    source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
+    cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     with live_table(cells, console) as watch:
@@ -167,6 +194,14 @@ def main(config: ParityConfig) -> int:
         for cell in cells
         if cell.is_reported
     ]
+    if "integrations" in config.checks:
+        opened = open_train(str(source))[0]
+        pythons = parse_integrations(config.integrations)
+        for result in compare_integrations(
+            pythons, opened.path, folder, steps=config.steps, timeout_s=config.timeout_s
+        ):
+            console.print(f"{result.name}: {result.status}{f' ({result.reason})' if result.reason else ''}")
+            results.append(result)
     report = ParityReport(
         title=f"Parity: {', '.join(config.checks)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,9 +223,8 @@ def device_of(config: ParityConfig) -> str:
     return device
 
 
-def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], list[CellResult]]:
+def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple[list[Cell], list[CellResult]]:
     """Return the cells to run, and results for the parts of the matrix that are left out."""
-    source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
     cells: list[Cell] = []
     left_out: list[CellResult] = []
     settings = [
@@ -207,17 +241,35 @@ def plan(config: ParityConfig, folder: Path, device: str) -> tuple[list[Cell], l
         "workers": CheckPlan(IDENTICAL, same_layout=True),
         "schedules": CheckPlan(across, same_layout=False),
         "layouts": CheckPlan(across, same_layout=False, from_checkpoint=True, shares_processes=True),
+        "experts": CheckPlan(_EXPERTS, same_layout=False, from_checkpoint=True, shares_processes=True),
         "isolation": CheckPlan(
             IDENTICAL, same_layout=True, shares_processes=True, program=ISOLATION, has_reference=False
         ),
         "versions": CheckPlan(across, same_layout=True),
     }
     for check in config.checks:
+        if check == "integrations":  # no runs of `recipes.sft`
+            continue
         if check == "versions" and not config.versions:
             reason = "no other version's interpreter is named: versions='[\"NAME=PATH\"]'"
             left_out.append(skipped("versions", check, reason))
             continue
         cases = config.cases(check)
+        if check == "experts":
+            for kind in config.kinds_of(cases):
+                chosen = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
+                cells += plan_check(
+                    f"{check} {kind}",
+                    chosen,
+                    plans[check],
+                    settings=[*settings, *config.kinds[kind].split()],
+                    datasets={"": str(source)},
+                    pythons={"": sys.executable},
+                    steps=config.steps,
+                    steps_before=config.steps_before,
+                    max_ranks=config.max_ranks,
+                )
+            continue
         formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
         cells += plan_check(
             check,

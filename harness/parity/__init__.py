@@ -4,7 +4,8 @@ A matrix is a list of cells (`plan_check`): a reference and the runs to compare 
 processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
 them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
 renders it. `record`, `against` and `update` keep one run as a baseline for later ones, `read_history` follows a matrix
-over the nights. `check_isolation` shows that documents of a packed row do not see each other.
+over the nights. `check_isolation` shows that documents of a packed row do not see each other, and
+`compare_integrations` that other trainers read the same global batches.
 
 Read `cells`, `compare` and `result` first.
 """
@@ -16,9 +17,20 @@ from typing import TYPE_CHECKING
 from harness.doors import names_on_first_use
 from harness.parity.assemble import cell_result, command_line, environment, skipped
 from harness.parity.baselines import against, record, update
-from harness.parity.cells import FORMAT, ISOLATION, ISOLATION_TURNS, VERSION, Cell, CheckPlan, parse_case, plan_check
+from harness.parity.cells import (
+    FORMAT,
+    ISOLATION,
+    ISOLATION_TURNS,
+    KIND,
+    VERSION,
+    Cell,
+    CheckPlan,
+    parse_case,
+    plan_check,
+)
 from harness.parity.compare import IDENTICAL, Tolerances
 from harness.parity.history import read_history, summarize
+from harness.parity.integrations import compare_integrations, parse_integrations
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, run_cells
 from harness.parity.table import live_table, show
@@ -31,6 +43,7 @@ __all__ = [
     "IDENTICAL",
     "ISOLATION",
     "ISOLATION_TURNS",
+    "KIND",
     "REPORT_FILE",
     "VERSION",
     "Cell",
@@ -42,10 +55,12 @@ __all__ = [
     "cell_result",
     "check_isolation",
     "command_line",
+    "compare_integrations",
     "default_slots",
     "environment",
     "live_table",
     "parse_case",
+    "parse_integrations",
     "plan_check",
     "read_history",
     "record",

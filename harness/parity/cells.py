@@ -14,7 +14,8 @@ from harness.train import METRICS_FILE
 # Record of an isolation check: a line a turn (equal passes, the batch, each of four documents, the padding).
 ISOLATION_FILE, ISOLATION_TURNS = "isolation.jsonl", 7
 # Settings of a case that are not settings of `recipes.sft`.
-FORMAT, VERSION = "format", "version"
+FORMAT, VERSION, KIND = "format", "version", "kind"
+_OWN = (FORMAT, VERSION, KIND)
 _NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
 
 
@@ -31,7 +32,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [value if key in _NAMED_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, value in self._pairs]
+        pairs = [(key, value) for key, value in self._pairs if key != KIND]  # part of the check's name
+        words = [value if key in _NAMED_BY_VALUE else f"{key.split('.')[-1]}={value}" for key, value in pairs]
         return " ".join([*([f"{self.ranks}x"] if self.ranks > 1 or not words else []), *words])
 
     @property
@@ -41,13 +43,13 @@ class Case:
         return {"ranks": str(self.ranks), **{names.get(key, key.split(".")[-1]): value for key, value in self._pairs}}
 
     def value_of(self, name: str) -> str | None:
-        """Return the value of FORMAT or VERSION, None where the case does not name it."""
+        """Return the value of FORMAT, VERSION or KIND, None where the case does not name it."""
         return dict(reversed(self._pairs)).get(name)
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Return the settings of `recipes.sft`."""
-        return tuple(f"{key}={value}" for key, value in self._pairs if key not in (FORMAT, VERSION))
+        return tuple(f"{key}={value}" for key, value in self._pairs if key not in _OWN)
 
 
 def parse_case(text: str, *, where: str = "cases") -> Case:

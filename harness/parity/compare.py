@@ -14,6 +14,9 @@ from harness.train import StepMetrics
 
 # Columns that are equal on every layout, with any workers and in every format.
 EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")
+# Of the routers of a mixture of experts: counts, and numbers that are computed.
+EXACT_EXPERTS = ("routed_tokens", "shared_tokens", "bias_tokens")
+EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
 
 
 @dataclass
@@ -49,6 +52,8 @@ def compare_runs(
     if same_layout:
         checks.append(_check_data("placement", reference, run, placement_difference))
     checks += [_check_steps(reference.steps, run.steps), _check_counts(reference.steps, run.steps)]
+    if any(step.experts for step in (*reference.steps, *run.steps)):
+        checks.append(_check_routers(reference.steps, run.steps, tolerances))
     limits = {"loss": tolerances.loss, "validation_loss": tolerances.loss, "grad_norm": tolerances.grad_norm}
     for column, limit in limits.items():
         checks.append(_check_column(column, reference.steps, run.steps, limit, tolerances.reason))
@@ -87,6 +92,24 @@ def _check_counts(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) 
                 message = f"step {expected.step}: {column} is {got:,}, not {wanted:,}"
                 difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
     return Check("trained_tokens", difference is None, 0.0, None, "counts are whole numbers", difference)
+
+
+def _check_routers(reference: Sequence[StepMetrics], run: Sequence[StepMetrics], tolerances: Tolerances) -> Check:
+    """Compare the statistics of the routers, counts first, and name the first of a step that differs."""
+    difference, largest = None, 0.0
+    for expected, actual in _pair_steps(reference, run):
+        for name in (*EXACT_EXPERTS, *EXPERTS):
+            wanted, got = expected.experts.get(name), actual.experts.get(name)
+            size = 0.0 if wanted == got else relative_difference(wanted, got)
+            is_count = name in EXACT_EXPERTS
+            largest = max(largest, 0.0 if is_count else size)
+            if size > (0.0 if is_count else tolerances.loss) and difference is None:
+                message = f"step {expected.step}: {name} of the experts is {_format(got)}, not {_format(wanted)}"
+                if not is_count:
+                    message += f" (relative difference {size:.1e}, at most {tolerances.loss:g})"
+                difference = Difference(message, step=expected.step, field=name, expected=wanted, found=got)
+    known = largest if math.isfinite(largest) else None
+    return Check("experts", difference is None, tolerances.loss, known, tolerances.reason, difference)
 
 
 def _check_column(

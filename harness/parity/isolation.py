@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from harness.loader import RankLayout
-from harness.megatron import RowTensors, to_device
+from harness.megatron import RowTensors, run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
 from harness.parity.cells import ISOLATION_FILE
@@ -226,13 +226,7 @@ class IsolationCheck:
 
         def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
             tensors = prepare(next(rows), self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
-            output = model(
-                input_ids=tensors.tokens,
-                position_ids=tensors.position_ids,
-                attention_mask=None,
-                labels=tensors.labels,
-                packed_seq_params=tensors.packed_seq_params,
-            )
+            output = run_row(model, tensors)
 
             def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 values.setdefault("losses", []).append(losses.detach().transpose(0, 1))

@@ -203,7 +203,7 @@ def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: Ma
         )
         reason = ""
         if not done and over:
-            reason = f"ended after {timeout_s:g} s" if late else _last_words(batch.cells[0].log_file(folder), code)
+            reason = f"ended after {timeout_s:g} s" if late else last_words(batch.cells[0].log_file(folder), code)
         if not done and not over:
             break
         finished = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
@@ -216,7 +216,7 @@ def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: Ma
     return over
 
 
-def _last_words(log: Path, code: int | None) -> str:
+def last_words(log: Path, code: int | None) -> str:
     """Return the error that a failed run printed, or the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for at, line in enumerate(lines):
@@ -246,7 +246,7 @@ def _lock(folder: Path) -> Iterator[None]:
     try:
         marker.acquire()
     except FormatError:
-        what = "another parity run works in this folder"
+        what = f"another parity run works in this folder: {marker.holder}"
         raise ConfigError(what, where=str(folder), fix="wait for it, or name another folder") from None
     try:
         yield
@@ -293,7 +293,7 @@ class CellBatch:
         ):
             self._process = subprocess.Popen(
                 [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
-                env=_environment(),
+                env=rank_environment(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -348,7 +348,8 @@ def _proportional_bytes(process: psutil.Process) -> int:
     return 0
 
 
-def _environment() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
+    """Return the environment of a job's processes: this checkout's code, one thread, and no launcher around it."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     # Every interpreter runs the code of this checkout; an installed package is left to each of them, because the folder
     # around it has other packages too.

@@ -2,7 +2,7 @@
 
 `feed` gives each rank the batches of a loader, and turns an error of one rank into an error of all; `live_feed` does
 the same for live chunks. `corpus` checks the sources and builds Megatron's datasets; `samples` reads them.
-`two_phase` has the functions of Megatron's data scheduler for streams of unknown lengths. Read `feed` first.
+Read `feed` first.
 """
 
 from __future__ import annotations
@@ -11,25 +11,15 @@ from harness.megatron.data.corpus import build_corpus, find_packs, open_corpus
 from harness.megatron.data.feed import Feed, readable, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.data.samples import SampleLoader, SampleReader
-from harness.megatron.data.two_phase import (
-    PackedGlobalBatch,
-    get_batch_on_this_rank_for_sequence_packing,
-    needs_data_iterator,
-    wrap_data_iterator,
-)
 
 __all__ = [
     "Feed",
     "LiveFeed",
-    "PackedGlobalBatch",
     "SampleLoader",
     "SampleReader",
     "build_corpus",
     "find_packs",
-    "get_batch_on_this_rank_for_sequence_packing",
-    "needs_data_iterator",
     "open_corpus",
     "readable",
     "together",
-    "wrap_data_iterator",
 ]

@@ -97,7 +97,7 @@ class LiveFeed:
             state=state or fresh,
             timeout_s=config.timeout_s,
             # Flushed, so that a wait shows in a log file while it lasts.
-            log=lambda line: print(line, flush=True) if self._is_rank_0 else None,
+            log=_log if self._is_rank_0 else lambda line: None,
             report=self._report if self._is_rank_0 else lambda position, offers: None,
         )
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
@@ -134,7 +134,8 @@ class LiveFeed:
             self._mark.acquire()
         except FormatError:
             fix = "wait for it or stop it; each run needs its own folder"
-            raise LoaderError("another run trains on these chunks", where=str(self._folder.path), fix=fix) from None
+            what = f"another run trains on these chunks: {self._mark.holder}"
+            raise LoaderError(what, where=str(self._folder.path), fix=fix) from None
         try:
             self._require_chunks(position or LivePosition())
         except HarnessError:
@@ -197,6 +198,11 @@ class LiveFeed:
     def _write_status(self, **changed: str) -> None:
         with suppress(OSError):  # the producer reports a full disk
             self._mark.write(json.dumps({**self._status, **changed}).encode())
+
+
+def _log(line: str) -> None:
+    with suppress(OSError):  # a full disk, which `RunProgress` reports
+        print(line, flush=True)
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, int]:

@@ -56,6 +56,29 @@ def messages_of(found: list[StepMetrics], tolerances: Tolerances | None = None) 
     return [check.difference.message for check in made.values() if check.difference is not None]
 
 
+def test_routers_that_counted_other_tokens_or_gave_other_losses_are_named() -> None:
+    experts = {"routed_tokens": 100, "shared_tokens": 0, "bias_tokens": 100, "load": 1.5, "aux_loss": 1.1}
+
+    def run(steps: list[StepMetrics]) -> Recorded:
+        return Recorded(steps, list, lambda step, row, index: {})
+
+    def named(**changed: float) -> str | None:
+        found = run([step(1, experts=experts), step(2, experts=experts | changed)])
+        made = compare_runs(run([step(1, experts=experts), step(2, experts=experts)]), found, Tolerances(1e-6))
+        difference = next(check for check in made if check.name == "experts").difference
+        return None if difference is None else difference.message
+
+    assert named() is None
+    assert named(aux_loss=1.1 * (1 + 5e-7)) is None
+    assert named(routed_tokens=101) == "step 2: routed_tokens of the experts is 101, not 100"
+    assert named(bias_tokens=99, load=9.0) == "step 2: bias_tokens of the experts is 99, not 100"
+    assert named(load=1.6) == (
+        "step 2: load of the experts is 1.6, not 1.5 (relative difference 6.7e-02, at most 1e-06)"
+    )
+    dense = compare_runs(run(EXPECTED), run(EXPECTED), Tolerances())
+    assert "experts" not in [check.name for check in dense]
+
+
 def test_differences_within_tolerance_are_no_difference() -> None:
     found = [step(1), step(2, num_microbatches=1, fill=0.1, step_s=9.0), step(3, loss=4.0 * (1 + 9e-6))]
     assert messages_of(found) == []

@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.formats import FORMATS
 from harness.parity.cells import Cell, parse_case
 from harness.parity.running import Finished, fingerprints, run_cells
-from recipes.parity import ParityConfig, device_of, plan
+from recipes.parity import ParityConfig, device_of, make_dataset, plan
 
 
 def config(*overrides: str) -> ParityConfig:
@@ -53,7 +53,8 @@ def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
     made = config(
         "check=formats+versions", 'versions=["new=/opt/python"]', 'datasets=["parquet=/data/mine"]', "steps=3"
     )
-    cells, left_out = plan(made, tmp_path, "cpu")
+    source = make_dataset(tmp_path / "data" / "made")
+    cells, left_out = plan(made, source, tmp_path, "cpu")
     assert left_out == []
     by_name = {cell.name: cell for cell in cells}
     assert by_name["formats: parquet"].dataset == "/data/mine"
@@ -64,10 +65,10 @@ def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
     assert {cell.steps for cell in cells} == {3}
     assert "trainer.record_batches=true" in by_name["formats: npy"].settings
 
-    _, left_out = plan(config("check=all", "max_ranks=2"), tmp_path, "cpu")
+    _, left_out = plan(config("check=all", "max_ranks=2"), source, tmp_path, "cpu")
     assert [(cell.name, cell.status) for cell in left_out] == [("versions", "skipped")]
     with pytest.raises(ConfigError, match="there is no format 'csv'"):
-        plan(config('formats=["1 format=npy", "1 format=csv"]'), tmp_path, "cpu")
+        plan(config('formats=["1 format=npy", "1 format=csv"]'), source, tmp_path, "cpu")
 
 
 def test_the_device_is_that_of_the_runs_and_may_not_be_auto() -> None:
@@ -79,11 +80,11 @@ def test_the_device_is_that_of_the_runs_and_may_not_be_auto() -> None:
 
 
 def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
-    cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, "cpu")
+    cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, tmp_path, "cpu")
     assert {cell.case.ranks for cell in cells} == {1, 2}
     assert {cell.reference for cell in cells} == {None}
     assert " -m recipes.isolation " in cells[0].command(tmp_path, None)
-    alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, "cpu")
+    alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, tmp_path, "cpu")
     assert [cell.name for cell in alone] == ["isolation: 2x cp2"]
 
 

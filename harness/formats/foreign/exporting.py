@@ -1,0 +1,183 @@
+"""Packed files under the names that Megatron-Bridge looks for, with the figures of packing that it reads.
+
+Bridge 0.3 finds `packed/TOKENIZER_pad_seq_to_mult1/training_SIZE.npy` in its dataset root, and `SIZE_metadata.jsonl`
+beside it: a JSON list of one record of figures for each file. Later versions look for `training_SIZE.idx.parquet`, and
+read the file of either name that they are given. A sequence of L stored tokens counts as L - 1 there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.checks import require_choice
+from harness.errors import ConfigError, FormatError
+from harness.formats.convert import convert_dataset
+from harness.formats.inspect import find_tokenizer_folder
+from harness.formats.manifest import Manifest
+from harness.formats.opening import open_dataset
+from harness.formats.reader import PackReader
+from harness.formats.writer import explain_os_errors
+from harness.storage import is_uri, write_atomically
+
+BRIDGE = "megatron_bridge"
+_SPLITS = ("training", "validation")
+_SUFFIXES = {"npy": ".npy", "parquet": ".idx.parquet"}
+_CHUNK = 64
+
+
+@dataclass
+class BridgeFiles:
+    """Names of the files for Megatron-Bridge.
+
+    Attributes:
+        split: training or validation.
+        tokenizer: the tokenizer's name in Bridge's configuration, such as org/name, which is in the folder's name;
+            empty for a folder that Bridge finds with the setting that is printed.
+        file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.
+    """
+
+    split: str = "training"
+    tokenizer: str = ""
+    file_format: str = "npy"
+
+    def __post_init__(self) -> None:
+        require_choice(self.split, _SPLITS, setting="bridge.split")
+        require_choice(self.file_format, _SUFFIXES, setting="bridge.file_format")
+
+
+@dataclass(frozen=True)
+class BridgeExport:
+    """Files that were written for Megatron-Bridge.
+
+    Attributes:
+        manifest: of the written packs.
+        path, metadata_path: of the files.
+        settings: Python text of the dataset's settings, for a recipe of Bridge.
+        end_token: id of the token that ends a sequence in the dataset's own tokenizer; None if that is not at hand.
+        num_untrained: labels that Bridge leaves out of the loss although the dataset trains them: it never trains the
+            label after `end_token`.
+    """
+
+    manifest: Manifest
+    path: str
+    metadata_path: str
+    settings: str
+    end_token: int | None
+    num_untrained: int
+
+
+def export_to_bridge(
+    source: str | PathLike[str],
+    root: str | PathLike[str],
+    *,
+    files: BridgeFiles | None = None,
+    pack_size: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> BridgeExport:
+    """Write a dataset as one file of packs for Megatron-Bridge, and read it back.
+
+    Args:
+        source: as for `open_dataset`.
+        root: folder that Bridge's configuration names as dataset_root.
+        files: names; None for the defaults of BridgeFiles.
+        pack_size, overwrite, progress: as for `convert_dataset`.
+
+    Raises:
+        ConfigError: `root` is in object storage.
+        FormatError: as for `convert_dataset`, or the figures of another split cannot be read.
+    """
+    files = files or BridgeFiles()
+    if is_uri(str(root)):
+        raise ConfigError(
+            "the files for Megatron-Bridge cannot be written to object storage",
+            where=str(root),
+            fix="write them to a folder, and copy it",
+        )
+    with closing(open_dataset(source)) as reader:
+        size = reader.pack_size if pack_size is None else pack_size
+        name = files.tokenizer.replace("/", "--") or "harness"
+        folder = Path(root) / "packed" / f"{name}_pad_seq_to_mult1"
+        path = folder / f"{files.split}_{size}{_SUFFIXES[files.file_format]}"
+        metadata_path = folder / f"{size}_metadata.jsonl"
+        others = [figures for figures in _read_figures(metadata_path) if figures.get("split") != files.split]
+        manifest = convert_dataset(
+            source, path, format=files.file_format, pack_size=size, overwrite=overwrite, progress=progress
+        )
+        with explain_os_errors(str(metadata_path)):
+            write_atomically(metadata_path, json.dumps([*others, _figures(reader, size, files.split)]).encode())
+        end_token = _end_token(reader)
+        return BridgeExport(
+            manifest=manifest,
+            path=str(path),
+            metadata_path=str(metadata_path),
+            settings=_settings(root, size, name, folder),
+            end_token=end_token,
+            num_untrained=0 if end_token is None else _count_untrained(reader, end_token),
+        )
+
+
+def _figures(reader: PackReader, pack_size: int, split: str) -> dict[str, Any]:
+    """Return the record of a file; Bridge reads the maxima and the minimum where it pads the bounds of sequences."""
+    lengths = reader.sequence_lengths.astype(np.int64) - 1
+    of_packs = np.add.reduceat(lengths, reader.pack_offsets[:-1])
+    return {
+        "dataset_max_seqlen": int(lengths.max()),
+        "max_samples_per_bin": int(np.diff(reader.pack_offsets).max()),
+        "packing_factor": round(lengths.shape[0] / len(reader), 2),
+        "packing_efficiency": round(100 * float(of_packs.mean()) / pack_size, 2),
+        "pack_size": pack_size,
+        "min_packed_seqlen": int(of_packs.min()),
+        "split": split,
+    }
+
+
+def _read_figures(path: Path) -> list[dict[str, Any]]:
+    """Return the records of files that were written before, of any split."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"the figures of packing are damaged: {error}", where=str(path), fix="remove it") from error
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise FormatError("expected a JSON list of the figures of packing", where=str(path), fix="remove it")
+    return found
+
+
+def _settings(root: str | PathLike[str], pack_size: int, name: str, folder: Path) -> str:
+    has_validation = any((folder / f"validation_{pack_size}{suffix}").exists() for suffix in _SUFFIXES.values())
+    return (
+        f"FinetuningDatasetConfig(dataset_root={str(root)!r}, seq_length={pack_size}, "
+        f"do_validation={has_validation}, do_test=False, packed_sequence_specs=PackedSequenceSpecs("
+        f"packed_sequence_size={pack_size}, tokenizer_model_name={name!r}))"
+    )
+
+
+def _end_token(reader: PackReader) -> int | None:
+    """Return the id of the token that ends a sequence, from the files of the dataset's tokenizer; None without them."""
+    try:
+        folder = find_tokenizer_folder(reader)
+        name = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
+        name = name["content"] if isinstance(name, dict) else name
+        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+        known = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+        return int(known[name] if name in known else tokenizer["model"]["vocab"][name])
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _count_untrained(reader: PackReader, end_token: int) -> int:
+    count = 0
+    for start in range(0, len(reader), _CHUNK):
+        for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
+            count += int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1)))
+    return count

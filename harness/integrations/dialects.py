@@ -1,0 +1,244 @@
+"""One row as the tensors that training code expects, in two dialects that cannot be taken for each other.
+
+Megatron's models get labels that are shifted already; models of Hugging Face get the tokens as labels and shift them
+themselves. A row that is fed to the wrong one trains the token after the next, and nothing fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError, HarnessError, ScheduleError
+from harness.settings import nearest_name
+from harness.thd import ThdBatch, thd_from_model_tokens
+
+IGNORED = -100
+
+
+class DialectError(HarnessError, KeyError):
+    """A key of one dialect was asked of a row in another."""
+
+    __str__ = HarnessError.__str__
+
+
+class Row(dict[str, Any]):
+    """One row as a dict of arrays, or of tensors after `tensors()`; the class is its dialect.
+
+    Any key of another dialect raises DialectError, from `get` and `pop` too.
+
+    Attributes:
+        dialect: name of the dialect.
+        keys_of_dialect: keys of a row.
+    """
+
+    dialect: ClassVar[str]
+    keys_of_dialect: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, row: ThdBatch) -> Self:
+        """Return a row of the loader in this dialect, as arrays."""
+        raise NotImplementedError
+
+    def thd(self) -> ThdBatch:
+        """Return the row that `of` was given, from the values that are here now."""
+        raise NotImplementedError
+
+    def tensors(self, *, pin: bool = False) -> Self:
+        """Return the row with tensors in place of arrays, in pinned memory if wanted; maxima stay integers."""
+        import torch
+
+        def tensor(value: Any) -> Any:
+            if not isinstance(value, np.ndarray):
+                return value
+            made = torch.from_numpy(np.ascontiguousarray(value))
+            return made.pin_memory() if pin else made
+
+        return type(self)({key: tensor(value) for key, value in self.items()})
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Self:
+        """Return the row with its tensors on `device`."""
+        return type(self)(
+            {
+                key: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+                for key, value in self.items()
+            }
+        )
+
+    def __missing__(self, key: str) -> Any:
+        self._refuse(key)
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, or the default; raise DialectError for a key of another dialect."""
+        if key not in self:
+            self._refuse(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove and return the value of `key`; raise DialectError for a key of another dialect."""
+        if key not in self:
+            self._refuse(key)
+        return super().pop(key, *default)
+
+    def _refuse(self, key: str) -> None:
+        for other in DIALECTS.values():
+            if key in other.keys_of_dialect and key not in self.keys_of_dialect:
+                raise DialectError(
+                    f"{key!r} is a key of the {other.dialect} dialect, and this row is in the {self.dialect} dialect "
+                    f"({', '.join(self)})",
+                    where=type(self).__name__,
+                    fix=f"open the data with dialect={other.dialect!r}, or read the keys of {self.dialect}: their "
+                    "labels mean another token",
+                )
+
+
+class MegatronRow(Row):
+    """One row as Megatron's models take it: T model tokens with padding, S sequences, labels already shifted.
+
+    Keys:
+        tokens, labels, position_ids: int64 [1, T]; labels[0, i] is the token after tokens[0, i].
+        loss_mask: float32 [1, T].
+        cu_seqlens, cu_seqlens_padded: int32 [S + 1].
+        max_seqlen: padded tokens of the longest sequence, int.
+        padding_mask: bool [1, T], True at padding.
+    """
+
+    dialect = "megatron"
+    keys_of_dialect = (
+        *("tokens", "labels", "loss_mask", "position_ids"),
+        *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask"),
+    )
+
+    @classmethod
+    def of(cls, row: ThdBatch) -> Self:
+        """Return a row of the loader in this dialect, as arrays."""
+        return cls(
+            tokens=row.tokens[None],
+            labels=row.labels[None],
+            loss_mask=row.loss_mask[None],
+            position_ids=row.position_ids[None],
+            cu_seqlens=row.cu_seqlens,
+            cu_seqlens_padded=row.cu_seqlens_padded,
+            max_seqlen=row.max_seqlen,
+            padding_mask=row.padding_mask[None],
+        )
+
+    def thd(self) -> ThdBatch:
+        """Return the row that `of` was given, from the values that are here now."""
+        return ThdBatch(
+            tokens=_array(self["tokens"])[0],
+            labels=_array(self["labels"])[0],
+            position_ids=_array(self["position_ids"])[0],
+            loss_mask=_array(self["loss_mask"])[0],
+            cu_seqlens=_array(self["cu_seqlens"]),
+            cu_seqlens_padded=_array(self["cu_seqlens_padded"]),
+            max_seqlen=int(self["max_seqlen"]),
+            padding_mask=_array(self["padding_mask"])[0],
+        )
+
+
+class HuggingFaceRow(Row):
+    """One row as models of Hugging Face take it without padding: T stored tokens, S sequences; the model shifts.
+
+    Every sequence has one token more than in the Megatron dialect: its last one, which is only a label.
+
+    Keys:
+        input_ids, position_ids: int64 [1, T]; positions count from 0 in every sequence.
+        labels: int64 [1, T], `input_ids` where the token is trained and -100 elsewhere; -100 at the first token of
+            every sequence, so that none is predicted from the sequence before it.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [S + 1].
+        max_length_q, max_length_k: tokens of the longest sequence, int.
+    """
+
+    dialect = "huggingface"
+    keys_of_dialect = (
+        *("input_ids", "labels", "position_ids"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    )
+
+    @classmethod
+    def of(cls, row: ThdBatch) -> Self:
+        """Return a row of the loader in this dialect, as arrays.
+
+        Raises:
+            ScheduleError: the row has padding, or labels that are not the tokens after their inputs.
+        """
+        lengths = np.diff(row.cu_seqlens).astype(np.int64)
+        # Not the padding mask: it is True for all of a row that has nothing to train.
+        if padding := int(row.cu_seqlens_padded[-1] - row.cu_seqlens[-1]):
+            raise ScheduleError(
+                f"a row has {padding:,} tokens of padding, and the huggingface dialect has none",
+                where="RankLayout.pad_to_multiple",
+                fix="set it to 1",
+            )
+        stops = np.cumsum(lengths + 1)
+        is_last = np.zeros(int(stops[-1]), dtype=np.bool_)
+        is_last[stops - 1] = True
+        is_first = np.zeros_like(is_last)
+        is_first[stops - lengths - 1] = True
+        input_ids = np.empty(is_last.shape[0], dtype=np.int64)
+        input_ids[~is_last] = row.tokens
+        input_ids[is_last] = row.labels[np.cumsum(lengths) - 1]
+        if not np.array_equal(input_ids[~is_first], row.labels):
+            raise ScheduleError(
+                "a row has labels that are not the tokens after their inputs; the huggingface dialect cannot hold them",
+                where="the row",
+                fix="use dialect='megatron'",
+            )
+        labels = np.full_like(input_ids, IGNORED)
+        labels[~is_first] = np.where(row.loss_mask > 0, row.labels, IGNORED)
+        bounds = np.concatenate([[0], stops]).astype(np.int32)
+        longest = int(lengths.max()) + 1
+        positions = np.arange(input_ids.shape[0], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), lengths + 1)
+        return cls(
+            input_ids=input_ids[None],
+            labels=labels[None],
+            position_ids=positions[None],
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds.copy(),
+            max_length_q=longest,
+            max_length_k=longest,
+        )
+
+    def thd(self) -> ThdBatch:
+        """Return the row that `of` was given, from the values that are here now.
+
+        Its padding mask is False: this dialect has no padding, and does not tell a row of nobody's tokens.
+        """
+        input_ids, labels = _array(self["input_ids"])[0], _array(self["labels"])[0]
+        bounds = _array(self["cu_seq_lens_q"]).astype(np.int64)
+        is_last, is_first = np.zeros(input_ids.shape[0], np.bool_), np.zeros(input_ids.shape[0], np.bool_)
+        is_last[bounds[1:] - 1] = True
+        is_first[bounds[:-1]] = True
+        return thd_from_model_tokens(
+            input_ids[~is_last],
+            input_ids[~is_first],
+            labels[~is_first] != IGNORED,
+            np.diff(bounds) - 1,
+            position_ids=_array(self["position_ids"])[0][~is_last],
+        )
+
+
+DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kind in (MegatronRow, HuggingFaceRow)})
+
+
+def require_dialect(name: str) -> type[Row]:
+    """Return the class of a dialect's rows; raise ConfigError for a name that is none."""
+    if name not in DIALECTS:
+        near = nearest_name(name, sorted(DIALECTS))
+        raise ConfigError(
+            f"there is no dialect {name!r}",
+            where="dialect",
+            fix=(f"did you mean {near!r}? " if near else "") + f"choose one of {', '.join(DIALECTS)}",
+        )
+    return DIALECTS[name]
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """Return an array of a tensor on any device, or the array itself."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)

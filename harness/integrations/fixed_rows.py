@@ -1,0 +1,149 @@
+"""Rows one at a time, the same number in every step: for trainers that fix the number of microbatches beforehand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.integrations.stream import RankStream
+from harness.loader import RankBatch, RankLayout
+from harness.records import Int64Array
+from harness.schedule import SCHEDULERS, ScheduleConfig
+from harness.thd import ThdBatch, pad_row, padded_lengths, zero_loss_row
+
+
+class FixedRows:
+    """Yields this rank's rows of a stream one by one, `rows_per_step` of every global batch.
+
+    A global batch at the end of an epoch may have fewer packs: rows that train nothing fill it up, so that all ranks
+    run the same number of microbatches.
+
+    Args:
+        stream: with the schedule `as_packed` and a global batch of at most rows_per_step * dp_size packs.
+        rows_per_step: microbatches of a step on this rank.
+        layout: as that of the stream.
+        row_tokens: pad every row to this many tokens; None leaves each at its length.
+        one_epoch: end with the epoch of the stream's position; otherwise there is no end.
+    """
+
+    def __init__(
+        self,
+        stream: RankStream,
+        *,
+        rows_per_step: int,
+        layout: RankLayout,
+        row_tokens: int | None = None,
+        one_epoch: bool = False,
+    ) -> None:
+        self.rows_per_step = rows_per_step
+        self._stream = stream
+        self._layout = layout
+        self._row_tokens = row_tokens
+        self._one_epoch = one_epoch
+        self._batches: Iterator[RankBatch] | None = None
+        self._rows: deque[ThdBatch] = deque()
+
+    @property
+    def starts_step(self) -> bool:
+        """True where the next row is the first one of a step."""
+        return not self._rows
+
+    def __iter__(self) -> Iterator[ThdBatch]:
+        return self
+
+    def __next__(self) -> ThdBatch:
+        if not self._rows:
+            self._rows.extend(self._read())
+        return self._rows.popleft()
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position after the steps so far.
+
+        Raises:
+            LoaderError: rows of a step were taken and others not.
+        """
+        if self._rows:
+            raise LoaderError(
+                f"the position was asked for inside a step: {self.rows_per_step - len(self._rows)} of its "
+                f"{self.rows_per_step} rows were read",
+                where="state_dict",
+                fix="save between steps; the global batch size of the data must be that of the trainer",
+            )
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to a position that `state_dict` returned, on any number of ranks; see `RankStream.load_state_dict`."""
+        self.close()
+        self._stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the workers; reading again continues after the last whole step that was read."""
+        self._rows.clear()
+        self._batches = None
+        self._stream.close()
+
+    def _read(self) -> list[ThdBatch]:
+        if self._batches is None:
+            self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
+        batch = next(self._batches)
+        if len(batch.rows) > self.rows_per_step:
+            raise ScheduleError(
+                f"a global batch has {len(batch.rows)} microbatches, and the trainer runs {self.rows_per_step}",
+                where=f"epoch {batch.epoch}, step {batch.step_in_epoch}",
+                fix="give the data the global batch size of the trainer",
+            )
+        missing = self.rows_per_step - len(batch.rows)
+        rows = [*batch.rows, *(zero_loss_row(self._layout.pad_to_multiple) for _ in range(missing))]
+        return rows if self._row_tokens is None else [pad_row(row, self._row_tokens) for row in rows]
+
+
+def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
+    """Raise ConfigError for a schedule whose number of microbatches changes from step to step."""
+    if schedule == "as_packed":
+        return
+    known = schedule in SCHEDULERS
+    raise ConfigError(
+        f"{trainer} fixes the number of microbatches before it reads a step, and {schedule} needs a number of its own "
+        "in each"
+        if known
+        else f"there is no schedule {schedule!r}",
+        where=setting,
+        fix="choose as_packed, with which every stored pack is one row",
+    )
+
+
+def as_packed_rows(
+    pack_offsets: Int64Array, sequence_lengths: Any, layout: RankLayout, *, row_tokens: int | None, setting: str
+) -> ScheduleConfig:
+    """Return the settings of `as_packed` with rows that hold every pack of a dataset.
+
+    Args:
+        pack_offsets, sequence_lengths: of the dataset.
+        layout: of this rank.
+        row_tokens: tokens that a row is padded to; None for rows as long as their pack.
+        setting: name of `row_tokens` for errors.
+
+    Raises:
+        ConfigError: `row_tokens` cannot be cut as the layout cuts rows, or a pack has more tokens.
+    """
+    if row_tokens is not None and row_tokens % layout.pad_to_multiple:
+        raise ConfigError(
+            f"{setting} is {row_tokens:,}, not a multiple of {layout.pad_to_multiple}, to which this layout pads",
+            where=f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}",
+            fix=f"set it to a multiple of {layout.pad_to_multiple}",
+        )
+    tokens = np.add.reduceat(padded_lengths(sequence_lengths, layout.pad_to_multiple), pack_offsets[:-1])
+    longest = int(tokens.max())
+    if row_tokens is not None and longest > row_tokens:
+        raise ConfigError(
+            f"pack {int(np.argmax(tokens)):,} of the dataset takes {longest:,} tokens, more than the {row_tokens:,} "
+            f"of a row; {int(np.count_nonzero(tokens > row_tokens)):,} of {tokens.shape[0]:,} packs do",
+            where=setting,
+            fix=f"set it to {-(-longest // layout.pad_to_multiple) * layout.pad_to_multiple:,} or more, or prepare "
+            "smaller packs",
+        )
+    return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(row_tokens or longest) // layout.cp_size))

@@ -1,0 +1,285 @@
+"""Stored data in Megatron-LM's `pretrain`: a provider of datasets for `--dataloader-type external`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+
+from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
+from harness.formats import PackReader, open_dataset
+from harness.integrations import MegatronRow, RankStream, require
+from harness.loader import LoaderConfig, RankLayout
+from harness.megatron.data import readable
+from harness.schedule import ScheduleConfig
+from harness.thd import ThdBatch, pad_row, padding_multiple, zero_loss_row
+
+Provider = Callable[..., tuple["ExternalLoader | None", "ExternalLoader | None", "ExternalLoader | None"]]
+
+
+class ExternalLoader:
+    """Yields the rows of this rank, one a microbatch, without end; Megatron saves its state in checkpoints.
+
+    Args:
+        stream: of this rank's batches.
+        num_microbatches: rows of each batch; a batch with fewer, at the end of an epoch, is filled with rows of zero
+            loss.
+        pad_to_multiple: of the layout.
+        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
+    """
+
+    def __init__(
+        self, stream: RankStream, *, num_microbatches: int, pad_to_multiple: int = 1, pad_rows_to: int | None = None
+    ) -> None:
+        self.stream = stream
+        self._num_microbatches = num_microbatches
+        self._pad_to_multiple, self._pad_rows_to = pad_to_multiple, pad_rows_to
+        self._batches: Any = None
+        self._rows: deque[ThdBatch] = deque()
+        self._position = stream.state_dict()
+
+    def __iter__(self) -> ExternalLoader:
+        return self
+
+    def __next__(self) -> MegatronRow:
+        """Return the next row as tensors (see MegatronRow)."""
+        if not self._rows:
+            if self._batches is None:
+                self._batches = iter(self.stream)
+            rows = next(self._batches).rows
+            assert len(rows) <= self._num_microbatches, "as_packed gives a rank no more rows than its share of packs"
+            missing = self._num_microbatches - len(rows)
+            self._rows.extend([*rows, *[zero_loss_row(self._pad_to_multiple)] * missing])
+        row = self._rows.popleft()
+        if not self._rows:
+            self._position = self.stream.state_dict()
+        return MegatronRow.of(row if self._pad_rows_to is None else pad_row(row, self._pad_rows_to)).tensors()
+
+    def save_state(self) -> dict[str, int | str]:
+        """Return the position after the last global batch all rows of which were read: the same on every rank."""
+        return dict(self._position)
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Continue after a position that `save_state` returned, on any number of ranks.
+
+        Raises:
+            LoaderError: it belongs to another dataset, seed or order.
+        """
+        self.stream.load_state_dict(state)
+        self._batches, self._rows, self._position = None, deque(), self.stream.state_dict()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.stream.close()
+
+
+def datasets_provider(
+    data: PackReader | str | None = None,
+    *,
+    validation: PackReader | str | None = None,
+    test: PackReader | str | None = None,
+    loader: LoaderConfig | None = None,
+) -> Provider:
+    """Return a provider of datasets for Megatron's `pretrain`.
+
+    A pack is a sample of Megatron's, and a row is a pack: Megatron fixes the number of microbatches before it reads
+    data, so the schedule is `as_packed`. Every rank reads only its own packs.
+
+    Args:
+        data, validation, test: a dataset or its path; None for `--data-path` or `--train-data-path`,
+            `--valid-data-path` and `--test-data-path`.
+        loader: how packs are read. Its global batch size is Megatron's; None also takes `--seed` and `--num-workers`.
+
+    Raises:
+        ConfigError: this version of Megatron-Core has no `megatron.training`. The provider raises HarnessErrors:
+            arguments that do not fit packed rows, named with the flag to set, and those of a dataset or its position.
+    """
+    require("megatron_lm")
+
+    def provider(
+        train_val_test_num_samples: Any, vp_stage: int | None = None
+    ) -> tuple[ExternalLoader | None, ExternalLoader | None, ExternalLoader | None]:
+        from megatron.training import get_args
+
+        args = get_args()
+        _check(args)
+        layout = _layout(args)
+        train_path = args.train_data_path or args.data_path
+        config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
+        training = _open(
+            _only(train_path, "--data-path") if data is None else data,
+            replace(config, global_batch_size=args.global_batch_size),
+            layout,
+            args,
+        )
+        state = _saved_position(args, training)
+        if state is not None:
+            training.restore_state(state)
+        # Megatron keeps the position by itself only for iterators that are no list.
+        if args.save and not getattr(args, "dataloader_save", None) and vp_stage is None:
+            args.dataloader_save = args.save
+        if not args.eval_iters:
+            return training, None, None
+        size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+        once = replace(config, global_batch_size=size, shuffle=False, drop_last=False)
+        path = _only(args.valid_data_path, "--valid-data-path") if validation is None else validation
+        validating = _open(path, once, layout, args)
+        validating.restore_state(_position_after(validating, args.consumed_valid_samples))
+        if test is None and not args.test_data_path:
+            return training, validating, None
+        path = _only(args.test_data_path, "--test-data-path") if test is None else test
+        return training, validating, _open(path, once, layout, args)
+
+    return provider
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Any:
+    """Return the loaders of the datasets that Megatron's arguments name; see `datasets_provider`."""
+    return datasets_provider()(train_val_test_num_samples, vp_stage)
+
+
+def _check(args: Any) -> None:
+    """Refuse arguments with which Megatron would train packed rows wrongly, or not at all."""
+    wrong = [
+        (
+            args.dataloader_type != "external",
+            f"--dataloader-type is {args.dataloader_type}",
+            "--dataloader-type external",
+        ),
+        (args.micro_batch_size != 1, f"--micro-batch-size is {args.micro_batch_size}", "--micro-batch-size 1"),
+        (
+            not args.calculate_per_token_loss,
+            "Megatron averages the mean losses of microbatches, which weights packs by their number",
+            "--calculate-per-token-loss",
+        ),
+        (bool(args.rampup_batch_size), "the global batch size changes during training", "no --rampup-batch-size"),
+        (bool(args.mtp_num_layers), "multi-token prediction reads the next sequence's tokens", "no --mtp-num-layers"),
+        (bool(args.full_validation), "--full-validation needs a dataset with an end", "--eval-iters N instead"),
+        (bool(args.eval_iters) and args.multiple_validation_sets, "several validation sets", "one --valid-data-path"),
+    ]
+    for is_wrong, what, flag in wrong:
+        if is_wrong:
+            raise ConfigError(what, where="the arguments of Megatron-LM", fix=f"start with {flag}")
+
+
+def _layout(args: Any) -> RankLayout:
+    cp_size, tp_size = args.context_parallel_size, args.tensor_model_parallel_size
+    multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=args.sequence_parallel)
+    if args.num_experts and (multiple > 1 or _row_size(args) is not None):
+        raise ConfigError(
+            "rows of this layout have padding, which a router of experts would count as tokens",
+            where="the arguments of Megatron-LM",
+            fix="use --context-parallel-size 1 without --sequence-parallel, and --variable-seq-lengths with pipelines",
+        )
+    return RankLayout(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=cp_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=tp_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        virtual_stages=args.virtual_pipeline_model_parallel_size,
+        pad_to_multiple=multiple,
+    )
+
+
+def _row_size(args: Any) -> int | None:
+    """Return the tokens that every row is padded to: stages of a pipeline exchange tensors of one size."""
+    is_fixed = args.pipeline_model_parallel_size > 1 and not getattr(args, "variable_seq_lengths", False)
+    return args.seq_length if is_fixed else None
+
+
+def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args: Any) -> ExternalLoader:
+    reader = open_dataset(data) if isinstance(data, str) else data
+    if args.padded_vocab_size and reader.manifest is not None:
+        stored = reader.manifest.provenance.counts.get("vocab_size", 0)
+        if stored > args.padded_vocab_size:
+            raise ConfigError(
+                f"the dataset's tokenizer has {stored:,} tokens, and the model {args.padded_vocab_size:,}",
+                where=str(reader.path),
+                fix="start with the tokenizer of the dataset, or a --vocab-size that holds it",
+            )
+    if args.seq_length % layout.cp_size:
+        raise ConfigError(
+            f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}",
+            where="the arguments of Megatron-LM",
+            fix="choose a multiple",
+        )
+    try:
+        stream = RankStream(
+            # Stages that read nothing need only bounds.
+            cast(PackReader, readable(reader, layout)),
+            config,
+            schedule=ScheduleConfig("as_packed", args.seq_length // layout.cp_size),
+            layout=layout,
+        )
+    except ScheduleError as error:
+        raise ScheduleError(
+            error.what, where=f"--seq-length {args.seq_length}", fix="raise --seq-length, or prepare smaller packs"
+        ) from None
+    num_microbatches = config.global_batch_size // layout.dp_size
+    return ExternalLoader(
+        stream,
+        num_microbatches=num_microbatches,
+        pad_to_multiple=layout.pad_to_multiple,
+        pad_rows_to=_row_size(args),
+    )
+
+
+def _only(paths: list[str] | None, flag: str) -> str:
+    if not paths or len(paths) > 1:
+        raise ConfigError(
+            f"{flag} names {len(paths or [])} datasets",
+            where="the arguments of Megatron-LM",
+            fix=f"name one dataset with {flag}, or give an open one to datasets_provider",
+        )
+    return str(paths[0])
+
+
+def _saved_position(args: Any, training: ExternalLoader) -> dict[str, Any] | None:
+    """Return the position to continue from: that of the checkpoint that was loaded; None for the start of a run."""
+    if not args.iteration:
+        return None
+    if args.virtual_pipeline_model_parallel_size is not None:
+        return _position_after(training, args.consumed_train_samples)
+    folders = [Path(folder) for folder in (getattr(args, "dataloader_save", None), args.load) if folder]
+    pattern = f"iter_{args.iteration:07d}/mp_rank_*/train_dataloader_dprank*.pt"
+    # Every rank saves the same: any file will do.
+    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
+    if not found:
+        raise CheckpointError(
+            f"the checkpoint of iteration {args.iteration} has no position in the data",
+            where=", ".join(map(str, folders)),
+            fix="start with --finetune to begin the data with its weights, or resume with the loader that saved it",
+        )
+    try:
+        state = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
+    except Exception as error:
+        raise FormatError(
+            f"the position in the data cannot be read: {error}",
+            where=str(found[0]),
+            fix="resume from an older checkpoint, or start with --finetune to begin the data with its weights",
+        ) from error
+    return cast(dict[str, Any], state)
+
+
+def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:
+    """Return the position after this many of Megatron's samples, in whole global batches of the size of now."""
+    size, steps_per_epoch = loader.stream.config.global_batch_size, loader.stream.num_steps_per_epoch
+    assert steps_per_epoch is not None
+    if samples % size:
+        raise CheckpointError(
+            f"{samples:,} samples are consumed, which is no multiple of the global batch size {size:,}",
+            where="the checkpoint",
+            fix="resume with the global batch size that it was saved with",
+        )
+    epoch, step = divmod(samples // size, steps_per_epoch)
+    return {**loader.stream.state_dict(), "epoch": epoch, "packs_consumed": step * size}

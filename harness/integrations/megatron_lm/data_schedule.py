@@ -1,0 +1,394 @@
+"""Megatron-LM's packing scheduler, by the names of its `megatron.core.datasets.data_schedule`.
+
+Put this module in place of Megatron's. Streams of sequences whose lengths are not known in advance need it; for a
+stored dataset every rank plans from stored lengths and reads its own part, which exchanges nothing.
+
+`wrap_data_iterator` runs once per global batch: it fetches samples, gathers their lengths over data-parallel ranks,
+schedules, sends every sample to its rank and builds rows. `get_batch_on_this_rank_for_sequence_packing` runs once per
+microbatch: it takes the context-parallel slice of a row, broadcasts it over tensor-parallel ranks and makes
+PackedSeqParams. An error of one rank is raised on every rank.
+
+Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
+sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
+sequences beside the padded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.distributed import ProcessGroup
+
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.integrations.megatron_lm.data_schedule_utils import (
+    FIELDS,
+    broadcast_scalars,
+    broadcast_tensor,
+    broadcast_to_pp_group,
+    build_packed_microbatches,
+    create_data_iterator,
+    device_of,
+    get_batch_and_global_seqlens,
+    raise_together,
+    reroute_samples_to_dcp_ranks,
+)
+from harness.megatron.compat import packed_seq_params
+from harness.schedule import schedule
+from harness.thd import context_parallel_indices, padding_multiple
+
+_OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
+_FAILED = -1  # in place of a row's number of bounds
+
+Groups = Sequence[Sequence[Sequence[int]]]
+
+
+class BasePackingScheduler:
+    """Fetches a global batch, schedules it, and gives every rank its rows.
+
+    A subclass defines `get_groups_and_subsamples`; put it into `scheduler_map` under the name that
+    `config.sequence_packing_scheduler` has.
+
+    Args:
+        max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
+        cp_size: context-parallel ranks that share a row.
+        dp_size: data-parallel ranks.
+        microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
+            pipeline stages.
+    """
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None,
+    ) -> None:
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size = cp_size
+        self.dp_size = dp_size
+        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+
+    def get_required_sample_keys(self) -> list[str]:
+        """Return the entries that every sample needs."""
+        return [*FIELDS, "original_seq_len", "padded_seq_len"]
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
+        """Schedule a global batch: a pure function, the same on every rank.
+
+        Args:
+            sample_id_seqlens: (id, padded tokens) of every sample.
+
+        Returns:
+            By microbatch, then rank of the data- and context-parallel group: ids in the order of their row.
+        """
+        raise NotImplementedError
+
+    def run(
+        self,
+        data_iterator: Any,
+        num_microbatches: int,
+        dp_group: ProcessGroup,
+        tp_group: ProcessGroup,
+        pp_group: ProcessGroup,
+        dp_cp_group: ProcessGroup,
+        dev: torch.device,
+        config: Any,
+    ) -> tuple[Any, int, float, float]:
+        """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
+        if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
+            data_iterator = next((one for one in data_iterator if one is not None), None)
+        multiple = padding_multiple(
+            cp_size=self.cp_size,
+            tp_size=tp_group.size(),
+            sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
+        )
+        error: Exception | None = None
+        batch, placed, ended = None, [], False
+        if data_iterator is not None:
+            try:
+                batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
+                _check_multiple(batch[1], multiple)
+                placed = self.get_groups_and_subsamples(batch[1])
+                self._check(placed, batch[1])
+            except StopIteration:
+                ended = True
+            except Exception as raised:
+                error = raised
+        raise_together(error, (dp_cp_group, tp_group, pp_group), dev)
+
+        rows, scalars = None, (0, 0.0, 0.0)
+        if batch is not None and not ended:
+            samples, id_lengths, ids, offsets, lengths = batch
+            fields = self._fields(pp_group, config)
+            kept = [
+                {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
+            ]
+            mine = reroute_samples_to_dcp_ranks(
+                kept, ids, id_lengths, placed, offsets, dp_group, tp_group, dp_cp_group, dp_cp_group.size()
+            )
+            own = [[mine[i] for i in group[dp_cp_group.rank()]] for group in placed]
+            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=multiple)
+            scalars = (len(rows), float(sum(lengths)), float(sum(length * length for length in lengths)))
+        if tp_group.rank() == 0:
+            rows, *of_stages = broadcast_to_pp_group(rows, *scalars, pp_group, dev)
+            scalars = (int(of_stages[0] or 0), float(of_stages[1] or 0.0), float(of_stages[2] or 0.0))
+        count, total, squared = broadcast_scalars(scalars, tp_group, dev)
+        if not count:
+            raise StopIteration
+        return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
+
+    def _fields(self, pp_group: ProcessGroup, config: Any) -> tuple[str, ...]:
+        """Return the fields that the chunks of this pipeline stage read: others are not exchanged."""
+        predicts_more = bool(getattr(config, "mtp_num_layers", None))
+        is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+        first, last = _OF_FIRST_STAGE * (is_first or predicts_more), _OF_LAST_STAGE * (is_last or predicts_more)
+        return (*first, *last)
+
+    def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
+        """Raise ScheduleError unless every sample is in one row, the same on its context-parallel ranks."""
+        wanted = sorted(number for number, _ in sample_id_seqlens)
+        rows = [group[:: self.cp_size] for group in placed]
+        found = sorted(number for group in rows for row in group for number in row)
+        shared = all(
+            len(group) == self.dp_size * self.cp_size
+            and all(list(row) == list(group[rank - rank % self.cp_size]) for rank, row in enumerate(group))
+            for group in placed
+        )
+        size = self.microbatch_group_size_per_vp_stage or 1
+        if found == wanted and shared and placed and len(placed) % size == 0:
+            return
+        lost = sorted({*wanted} - {*found})
+        raise ScheduleError(
+            f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
+            + (f"; sample {lost[0]} is in none" if lost else ""),
+            where="get_groups_and_subsamples",
+            fix=f"place every sample once, in a multiple of {size} microbatches of {self.dp_size * self.cp_size} "
+            "ranks, of which context-parallel neighbors share a row",
+        )
+
+
+class _HarnessScheduler(BasePackingScheduler):
+    name: ClassVar[str]
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
+        """Schedule a global batch; raise ScheduleError for a sample that no row holds."""
+        numbers = [number for number, _ in sample_id_seqlens]
+        placed = schedule(
+            self.name,
+            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
+            dp_size=self.dp_size,
+            cp_size=self.cp_size,
+            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
+            group_size=self.microbatch_group_size_per_vp_stage or 1,
+        )
+        return [
+            [
+                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
+                for rank in range(self.dp_size * self.cp_size)
+            ]
+            for microbatch in range(placed.num_microbatches)
+        ]
+
+
+class DpBalancedScheduler(_HarnessScheduler):
+    """Fills rows in the order of samples, then splits the last ones until every rank has the same number."""
+
+    name = "dp_balanced"
+
+
+class CostBalancedScheduler(_HarnessScheduler):
+    """Balances the cost of rows and ranks; Megatron has none of this name."""
+
+    name = "cost_balanced"
+
+
+# Changeable, as Megatron's is: a scheduler of one's own is added here.
+scheduler_map: dict[str, type[BasePackingScheduler]] = {
+    kind.name: kind for kind in (DpBalancedScheduler, CostBalancedScheduler)
+}
+
+
+def wrap_data_iterator(
+    data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
+) -> tuple[Any, int, float, float]:
+    """Run phase 1, once per global batch, on every rank of the job.
+
+    Args:
+        data_iterator: the samples of this data-parallel rank, the same on all ranks that share it (see
+            `get_batch_and_global_seqlens`), or a list of such with virtual pipeline stages. None on tensor-parallel
+            ranks other than the first; also on middle stages of a pipeline, which need no data.
+        config: a TransformerConfig with `sequence_packing_scheduler` and `max_seqlen_per_dp_cp_rank`; read are
+            also `virtual_pipeline_model_parallel_size`, `microbatch_group_size_per_vp_stage`, `sequence_parallel` and
+            `mtp_num_layers`.
+        num_microbatches: items that each data-parallel rank fetches.
+        pg_collection: process groups `dp`, `tp`, `pp` and `dp_cp`; None for those of Megatron's parallel state.
+
+    Returns:
+        Over this rank's rows, an iterator (None where they come by broadcast; a list with virtual pipeline stages);
+        the number of microbatches after scheduling; and the sums of the global batch's padded lengths and of their
+        squares, which count FLOPs. All but the first are the same on every rank.
+
+    Raises:
+        StopIteration: on every rank, when the streams have ended.
+        HarnessError: on every rank, where any rank's stream or the schedule fails.
+    """
+    if pg_collection is None:
+        dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dp_group = parallel_state.get_data_parallel_group()
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+    else:
+        dp_cp_group, dp_group = pg_collection.dp_cp, pg_collection.dp
+        tp_group, pp_group = pg_collection.tp, pg_collection.pp
+    name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
+    if name not in scheduler_map:
+        raise ConfigError(
+            f"there is no packing scheduler {name!r}",
+            where="config.sequence_packing_scheduler",
+            fix=f"choose one of {', '.join(scheduler_map)}",
+        )
+    if not tokens:
+        raise ConfigError(
+            f"config.max_seqlen_per_dp_cp_rank is {tokens}",
+            where="config",
+            fix="set it to the tokens that one rank holds in a microbatch",
+        )
+    virtual_stages = config.virtual_pipeline_model_parallel_size
+    scheduler = scheduler_map[name](
+        tokens,
+        dp_cp_group.size() // dp_group.size(),
+        dp_group.size(),
+        None if virtual_stages is None else config.microbatch_group_size_per_vp_stage,
+    )
+    return scheduler.run(
+        data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, device_of(dp_group), config
+    )
+
+
+def get_batch_on_this_rank_for_sequence_packing(
+    data_iterator: Iterator[Any] | None,
+    vpp_size: int | None = None,
+    mtp_on_this_rank: bool = False,
+    vp_stage: int | None = None,
+    pg_collection: Any = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, torch.Tensor | None, PackedSeqParams]:
+    """Run phase 2, once per microbatch.
+
+    Args:
+        data_iterator: from `wrap_data_iterator` (that of this virtual stage); None on tensor-parallel ranks other than
+            the first.
+        vpp_size, vp_stage: virtual pipeline stages of each rank, and the one that asks; None without them.
+        mtp_on_this_rank: this chunk predicts several tokens, so it reads tokens and labels wherever it is.
+        pg_collection: process groups `tp`, `pp` and `cp`; None for those of Megatron's parallel state.
+
+    Returns:
+        tokens, labels, loss_mask, attention_mask, position_ids and packed_seq_params. Tensors are [1, T / cp] of this
+        rank's context-parallel slice. Tokens and positions are None beyond the first chunk of the pipeline, labels and
+        mask before the last, and the attention mask everywhere: the bounds in packed_seq_params take its place.
+
+    Raises:
+        LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
+    """
+    if pg_collection is None:
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        cp_group = parallel_state.get_context_parallel_group()
+    else:
+        tp_group, pp_group, cp_group = pg_collection.tp, pg_collection.pp, pg_collection.cp
+    device = device_of(tp_group)
+    if vp_stage is not None and vpp_size is None:
+        vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
+    is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
+    first, last = _OF_FIRST_STAGE * (is_first or mtp_on_this_rank), _OF_LAST_STAGE * (is_last or mtp_on_this_rank)
+    fields = (*first, *last)
+
+    values: dict[str, torch.Tensor] = {}
+    header = [0, 0, 0, 0]
+    error: Exception | None = None
+    if tp_group.rank() == 0:
+        try:
+            values = _own_slice(data_iterator, fields, cp_group, device)
+            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
+            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
+            header = [ends, int(values["max_seqlen"]), total, int(is_padded)]
+        except (LoaderError, ScheduleError) as raised:
+            error, header = raised, [_FAILED, 0, 0, 0]
+    ends, max_seqlen, total, padded = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
+    if ends == _FAILED:
+        raise_together(error, (tp_group,), device)
+    source = torch.distributed.get_process_group_ranks(tp_group)[0]
+
+    def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = values[name].contiguous() if name in values else torch.empty(shape, dtype=dtype, device=device)
+        broadcast_tensor(tensor, source, tp_group)
+        return tensor
+
+    bounds = {name: shared(name, (ends,), torch.int32) for name in ("cu_seqlens", "cu_seqlens_padded")}
+    row = {name: shared(name, (1, total // cp_group.size()), FIELDS[name]) for name in fields}
+    params = packed_seq_params(**bounds, max_seqlen=max_seqlen, is_padded=bool(padded))
+    return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params
+
+
+def _own_slice(
+    data_iterator: Iterator[Any] | None, fields: Sequence[str], cp_group: ProcessGroup, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the bounds of the next row and this rank's context-parallel slice of its fields, [1, T / cp]."""
+    if data_iterator is None:
+        raise LoaderError(
+            "the first tensor-parallel rank has no data iterator",
+            where="get_batch_on_this_rank_for_sequence_packing",
+            fix="give it what wrap_data_iterator returned; with virtual pipeline stages, the entry of this stage",
+        )
+    row = None
+    with suppress(StopIteration):
+        row = next(data_iterator)
+    if row is None:
+        raise LoaderError(
+            "the iterator of this global batch has no further row",
+            where="get_batch_on_this_rank_for_sequence_packing",
+            fix="run as many microbatches as wrap_data_iterator returned, and call it again for the next global batch",
+        )
+    needed = (*fields, "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+    if missing := [name for name in needed if row.get(name) is None]:
+        raise LoaderError(
+            f"a row has no {', '.join(missing)}; it has {', '.join(row)}",
+            where="the data iterator",
+            fix="iterate over what wrap_data_iterator returned for this pipeline stage",
+        )
+    values = {name: row[name].to(device, torch.int32).reshape(-1) for name in ("cu_seqlens", "cu_seqlens_padded")}
+    total = int(values["cu_seqlens_padded"][-1])
+    keep = None
+    if cp_group.size() > 1 and fields:
+        padded = values["cu_seqlens_padded"].cpu().numpy()
+        own = context_parallel_indices(padded, cp_size=cp_group.size(), cp_rank=cp_group.rank())
+        keep = torch.from_numpy(own).to(device)
+    for name in fields:
+        value = row[name].reshape(-1).to(device, FIELDS[name])
+        if value.shape[0] != total:
+            raise LoaderError(
+                f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}",
+                where="the data iterator",
+                fix="give rows whose last cu_seqlens_padded is their length",
+            )
+        values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
+    values["max_seqlen"] = torch.as_tensor(row["max_seqlen"])
+    return values
+
+
+def _check_multiple(id_lengths: Sequence[tuple[int, int]], multiple: int) -> None:
+    wrong = [(number, length) for number, length in id_lengths if length % multiple]
+    if wrong:
+        number, length = wrong[0]
+        raise LoaderError(
+            f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
+            f"{len(id_lengths):,} are like it; the layout needs multiples of {multiple}",
+            where="the data iterator",
+            fix=f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)",
+        )

@@ -1,0 +1,419 @@
+"""Parts of Megatron-LM's packing scheduler, by the names of its `megatron.core.datasets.data_schedule_utils`.
+
+A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_ids` (int64 [n]), `loss_mask` (float32
+[n]), `original_seq_len` and `padded_seq_len` (integers [1]; n is the padded length). A *row* is the samples of one
+microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]) and `max_seqlen` (int32 scalar).
+
+Lengths, counts and sums travel as int64 or float64: float32 would round a count above 2^24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator
+from torch.distributed import ProcessGroup
+
+from harness.errors import HarnessError, LoaderError
+from harness.records import Pack
+from harness.thd import thd_from_arrays, zero_loss_row
+
+Sample = dict[str, torch.Tensor]
+Row = dict[str, torch.Tensor]
+
+FIELDS: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "tokens": torch.int64,
+        "position_ids": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+    }
+)
+_LENGTHS = ("original_seq_len", "padded_seq_len")
+_BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_FAILED, _ENDED = -1, -2  # in place of a rank's number of samples
+
+
+def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
+    """Return the sequences of a stored pack as samples: what an iterator for `wrap_data_iterator` may yield.
+
+    Args:
+        pad_to_multiple: of the layout (`harness.thd.padding_multiple`).
+    """
+    row = thd_from_arrays(
+        pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64), pad_to_multiple=pad_to_multiple
+    )
+    real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
+    return [
+        {
+            **{name: torch.from_numpy(getattr(row, name)[start:stop]) for name in FIELDS},
+            "original_seq_len": torch.tensor([length], dtype=torch.int32),
+            "padded_seq_len": torch.tensor([stop - start], dtype=torch.int32),
+        }
+        for start, stop, length in zip(bounds[:-1].tolist(), bounds[1:].tolist(), real.tolist(), strict=True)
+    ]
+
+
+def get_batch_and_global_seqlens(
+    data_iterator: Iterator[Any], num_microbatches: int, dp_group: ProcessGroup
+) -> tuple[list[Sample], list[tuple[int, int]], torch.Tensor, torch.Tensor, list[int]]:
+    """Fetch this rank's part of a global batch, and gather the lengths of all of it over data-parallel ranks.
+
+    Args:
+        data_iterator: yields `num_microbatches` items a global batch: a sample, a list of samples, or the sequences of
+            one pack with `cu_seqlens` (and `cu_seqlens_padded`, where they are padded).
+
+    Returns:
+        This rank's samples; (id, padded tokens) of every sample of the global batch; the ids of this rank's, int32;
+        the first id of each rank and their number, int32 [ranks + 1]; the padded tokens of every sample.
+
+    Raises:
+        StopIteration: the iterators of all ranks are at their end.
+        LoaderError: on every rank of the group, where an iterator ends within a global batch or before those of other
+            ranks, or an item is not one of these.
+    """
+    error: Exception | None = None
+    samples: list[Sample] = []
+    try:
+        samples = _read_samples(data_iterator, num_microbatches)
+        status = len(samples)
+    except StopIteration:
+        status = _ENDED
+    except Exception as raised:
+        error, status = raised, _FAILED
+    device = device_of(dp_group)
+    counts = _all_gather(torch.tensor([status], dtype=torch.int64, device=device), dp_group).view(-1).tolist()
+    if _FAILED in counts:
+        raise_together(error, (dp_group,), device)
+    if all(count == _ENDED for count in counts):
+        raise StopIteration
+    if _ENDED in counts:
+        ranks = torch.distributed.get_process_group_ranks(dp_group)
+        raise LoaderError(
+            f"the stream of rank {ranks[counts.index(_ENDED)]} has ended, those of other ranks have not",
+            where="the data iterator",
+            fix="give every data-parallel rank the same number of microbatches",
+        )
+    mine = torch.zeros(max(counts), dtype=torch.int64, device=device)
+    mine[: len(samples)] = torch.tensor([int(sample["padded_seq_len"]) for sample in samples], dtype=torch.int64)
+    gathered = _all_gather(mine, dp_group).cpu()
+    lengths = torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)]).tolist()
+    offsets = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32)
+    ids = torch.arange(int(offsets[dp_group.rank()]), int(offsets[dp_group.rank() + 1]), dtype=torch.int32)
+    return samples, list(enumerate(lengths)), ids, offsets, lengths
+
+
+def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[Sample]:
+    items: list[Any] = []
+    with suppress(StopIteration):  # Megatron's RerunDataIterator has __next__ alone: no `for` over it
+        while len(items) < num_microbatches:
+            items.append(next(data_iterator))
+    if not items:
+        raise StopIteration
+    if len(items) < num_microbatches:
+        raise LoaderError(
+            f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch",
+            where="the data iterator",
+            fix="end the stream after a whole global batch, or pad it with samples without trained tokens",
+        )
+    samples: list[Sample] = []
+    for number, item in enumerate(items):
+        for part in item if isinstance(item, (list, tuple)) else [item]:
+            samples.extend(_checked(part, f"microbatch {number} of the global batch"))
+    if not samples:
+        raise LoaderError(
+            "a global batch has no samples on this rank",
+            where="the data iterator",
+            fix="yield at least one sample a microbatch",
+        )
+    return samples
+
+
+def _checked(item: Any, where: str) -> Iterator[Sample]:
+    """Yield the samples of an item of the stream, with the dtypes of FIELDS; the item is left as it is."""
+    if not isinstance(item, Mapping):
+        raise LoaderError(
+            f"an item of the stream is a {type(item).__name__}",
+            where=where,
+            fix="yield a dict of tensors, a list of them, or `samples_of_pack(pack)`",
+        )
+    values = {name: torch.as_tensor(value) for name, value in item.items() if name in (*FIELDS, *_LENGTHS, *_BOUNDS)}
+    # A collate function adds a dimension for a batch of one.
+    values = {
+        name: value.squeeze(0) if value.dim() == 2 and value.shape[0] == 1 else value for name, value in values.items()
+    }
+    required = (*FIELDS, "padded_seq_len") if "padded_seq_len" in values else (*FIELDS, "cu_seqlens")
+    if missing := [name for name in required if name not in values]:
+        raise LoaderError(
+            f"a sample has no {', '.join(missing)}; it has {', '.join(map(str, item)) or 'no entries'}",
+            where=where,
+            fix="a sample has tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
+            "cu_seqlens for several sequences end to end",
+        )
+    data = {name: values[name].reshape(-1).to(dtype) for name, dtype in FIELDS.items()}
+    sizes = {name: value.shape[0] for name, value in data.items()}
+    if len(set(sizes.values())) > 1:
+        raise LoaderError(
+            f"a sample has {', '.join(f'{size:,} {name}' for name, size in sizes.items())}",
+            where=where,
+            fix="give all four the same length",
+        )
+    for start, stop, real in _bounds(values, data, where):
+        yield {
+            **{name: value[start:stop] for name, value in data.items()},
+            "original_seq_len": torch.tensor([real], dtype=torch.int32),
+            "padded_seq_len": torch.tensor([stop - start], dtype=torch.int32),
+        }
+
+
+def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, int]]:
+    """Return start, stop and real length of every sequence of an item."""
+    total = data["tokens"].shape[0]
+    if "padded_seq_len" in values:
+        stop = int(values["padded_seq_len"])
+        found = [(0, stop, int(values.get("original_seq_len", values["padded_seq_len"])))]
+    else:
+        real = values["cu_seqlens"].reshape(-1).tolist()
+        padded = values.get("cu_seqlens_padded", values["cu_seqlens"]).reshape(-1).tolist()
+        if len(real) != len(padded) or len(real) < 2 or real[0] != 0 or padded[0] != 0:
+            raise LoaderError(
+                f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with "
+                f"{len(padded)}",
+                where=where,
+                fix="both are running sums from 0, with one entry more than there are sequences",
+            )
+        spans = zip(padded[:-1], padded[1:], np.diff(real).tolist(), strict=True)
+        found = [(start, stop, length) for start, stop, length in spans if stop != start]
+    wrong = [span for span in found if not (0 <= span[0] < span[1] <= total and 0 < span[2] <= span[1] - span[0])]
+    end = max((stop for _, stop, _ in found), default=0)
+    if wrong or not found or bool(data["loss_mask"][end:].any()) or ("padded_seq_len" in values and end != total):
+        what = f"from {wrong[0][0]} to {wrong[0][1]} with {wrong[0][2]} real tokens" if wrong else f"ending at {end}"
+        raise LoaderError(
+            f"a sample of {total:,} tokens has a sequence {what}",
+            where=where,
+            fix="let lengths rise from 0 to the number of tokens, real ones up to the padded ones; trained tokens "
+            "after the last sequence would be lost",
+        )
+    return found
+
+
+def reroute_samples_to_dcp_ranks(
+    batch: Sequence[Sample],
+    global_ids_this_rank: torch.Tensor,
+    global_id_seqlens: Sequence[tuple[int, int]],
+    sample_id_groups: Sequence[Sequence[Sequence[int]]],
+    offsets: torch.Tensor,
+    dp_group: ProcessGroup,
+    tp_group: ProcessGroup,
+    dp_cp_group: ProcessGroup,
+    total_dcp_gpus: int,
+) -> dict[int, Sample]:
+    """Send every sample to the rank that trains it.
+
+    Ranks that share a row by context parallelism do the same, each in its own data-parallel group; only matching ranks
+    have different samples.
+
+    Args:
+        batch: this rank's samples, with the ids `global_ids_this_rank`.
+        global_id_seqlens: (id, padded tokens) of every sample of the global batch.
+        sample_id_groups: by microbatch, then rank of `dp_cp_group`: ids.
+        offsets: [ranks + 1], the first id of each data-parallel rank.
+
+    Returns:
+        This rank's samples by id.
+    """
+    lengths = dict(global_id_seqlens)
+    bounds = [int(offset) for offset in offsets]
+    positions = _positions(dp_group, dp_cp_group)
+    # Sender and receiver both order samples by id, so no ids have to be sent.
+    wanted = [sorted(i for group in sample_id_groups for i in group[position]) for position in positions]
+    rank = dp_group.rank()
+    first, stop = bounds[rank], bounds[rank + 1]
+    outgoing = [[i for i in ids if first <= i < stop] for ids in wanted]
+    incoming = [[i for i in wanted[rank] if bounds[s] <= i < bounds[s + 1]] for s in range(dp_group.size())]
+    received_ids = [i for ids in incoming for i in ids]
+    received: dict[int, Sample] = {i: {} for i in received_ids}
+    device = device_of(dp_group)
+    for name in batch[0]:
+        one_each = name in _LENGTHS
+        sent = [sum(1 if one_each else lengths[i] for i in ids) for ids in outgoing]
+        arriving = [1 if one_each else lengths[i] for i in received_ids]
+        parts = [batch[i - first][name].reshape(-1) for ids in outgoing for i in ids]
+        dtype = batch[0][name].dtype
+        data = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)
+        target = torch.empty(sum(arriving), dtype=dtype, device=device)
+        counts = [sum(1 if one_each else lengths[i] for i in ids) for ids in incoming]
+        torch.distributed.all_to_all_single(target, data, counts, sent, group=dp_group)
+        for i, values in zip(received_ids, torch.split(target, arriving), strict=True):
+            received[i][name] = values
+    return received
+
+
+def _positions(dp_group: ProcessGroup, dp_cp_group: ProcessGroup) -> list[int]:
+    """Return the rank in `dp_cp_group` of each rank of `dp_group`."""
+    of_both = torch.distributed.get_process_group_ranks(dp_cp_group)
+    return [of_both.index(rank) for rank in torch.distributed.get_process_group_ranks(dp_group)]
+
+
+def build_packed_microbatches(
+    grouped_samples: Sequence[Sequence[Sample]],
+    dev: torch.device,
+    *,
+    fields: Sequence[str] = tuple(FIELDS),
+    pad_to_multiple: int = 1,
+) -> list[Row]:
+    """Return one row for each microbatch's samples; for none, a row of zero loss that is `pad_to_multiple` long.
+
+    Args:
+        fields: of FIELDS, those that rows have.
+    """
+    rows = []
+    for samples in grouped_samples:
+        if samples:
+            row = {name: torch.cat([sample[name].reshape(-1) for sample in samples]).to(dev) for name in fields}
+            real, padded = ([int(sample[name]) for sample in samples] for name in _LENGTHS)
+        else:
+            empty = zero_loss_row(pad_to_multiple)
+            row = {name: torch.from_numpy(getattr(empty, name)).to(dev) for name in fields}
+            real, padded = [empty.num_tokens], [len(empty)]
+        row["cu_seqlens"] = torch.tensor([0, *np.cumsum(real).tolist()], dtype=torch.int32, device=dev)
+        row["cu_seqlens_padded"] = torch.tensor([0, *np.cumsum(padded).tolist()], dtype=torch.int32, device=dev)
+        row["max_seqlen"] = torch.tensor(max(padded), dtype=torch.int32, device=dev)
+        rows.append(row)
+    return rows
+
+
+def broadcast_to_pp_group(
+    new_samples: list[Row] | None,
+    num_micro_batches: int | None,
+    seqlen_sum_this_global_batch: float | None,
+    seqlen_squared_sum_this_global_batch: float | None,
+    pp_group: ProcessGroup,
+    dev: torch.device,
+) -> tuple[list[Row] | None, int | None, float | None, float | None]:
+    """Send the bounds of rows, without their tokens, from the first stage of a pipeline to its middle stages.
+
+    The last stage has rows of its own.
+
+    Returns:
+        The rows, their number, and the two sums.
+    """
+    ours = (new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch)
+    if pp_group.size() <= 2:
+        return ours
+    source = torch.distributed.get_process_group_ranks(pp_group)[0]
+    rows = new_samples or []
+    header = [len(rows), seqlen_sum_this_global_batch or 0.0, seqlen_squared_sum_this_global_batch or 0.0]
+    count, total, squared = broadcast_scalars(header, pp_group, dev)
+    sizes = torch.tensor([[row["cu_seqlens"].shape[0], int(row["max_seqlen"])] for row in rows], dtype=torch.int64)
+    sizes = sizes.to(dev) if pp_group.rank() == 0 else torch.empty((int(count), 2), dtype=torch.int64, device=dev)
+    broadcast_tensor(sizes, source, pp_group)
+    ends = sizes[:, 0].tolist()
+    if pp_group.rank() == 0:
+        bounds = torch.cat([row[name] for row in rows for name in _BOUNDS[:2]])
+    else:
+        bounds = torch.empty(2 * sum(ends), dtype=torch.int32, device=dev)
+    broadcast_tensor(bounds, source, pp_group)
+    if pp_group.rank() in (0, pp_group.size() - 1):
+        return ours
+    parts = iter(torch.split(bounds, [size for end in ends for size in (end, end)]))
+    received = [
+        {"cu_seqlens": next(parts), "cu_seqlens_padded": next(parts), "max_seqlen": longest.to(torch.int32)}
+        for longest in sizes[:, 1]
+    ]
+    return received, int(count), total, squared
+
+
+def broadcast_scalars(
+    values: Sequence[Any], group: ProcessGroup, dev: torch.device, dtype: torch.dtype = torch.float64
+) -> list[Any]:
+    """Return the numbers of the group's first rank on every rank; the others may give None."""
+    if group.size() <= 1:
+        return list(values)
+    carried = [0 if value is None else value for value in values] if group.rank() == 0 else [0] * len(values)
+    tensor = torch.tensor(carried, dtype=dtype, device=dev)
+    broadcast_tensor(tensor, torch.distributed.get_process_group_ranks(group)[0], group)
+    return list(values) if group.rank() == 0 else tensor.cpu().tolist()
+
+
+def broadcast_tensor(item: torch.Tensor | None, src_rank: int, group: ProcessGroup) -> None:
+    """Overwrite `item` with that of the rank `src_rank` of the job; None does nothing."""
+    if item is not None and group.size() > 1:
+        torch.distributed.broadcast(item, src_rank, group=group)
+
+
+def create_data_iterator(
+    new_samples: list[Row] | None, pp_group: ProcessGroup, tp_group: ProcessGroup, config: Any
+) -> Any:
+    """Return an iterator over rows, or a list with one per virtual pipeline stage; None where rows come by broadcast.
+
+    Only the first chunk of the first stage and the last chunk of the last stage (or all, with multi-token prediction)
+    iterate over whole rows; the others have their bounds alone.
+    """
+    virtual_stages = config.virtual_pipeline_model_parallel_size or 1
+    if tp_group.rank() != 0 or new_samples is None:
+        return [None] * virtual_stages if virtual_stages > 1 else None
+    if virtual_stages == 1:
+        return RerunDataIterator(iter(new_samples))
+    whole = [bool(getattr(config, "mtp_num_layers", None))] * virtual_stages
+    whole[0] |= pp_group.rank() == 0
+    whole[-1] |= pp_group.rank() == pp_group.size() - 1
+    return [
+        RerunDataIterator(iter([dict(row) if keep else {name: row[name] for name in _BOUNDS} for row in new_samples]))
+        for keep in whole
+    ]
+
+
+def raise_together(error: Exception | None, groups: Sequence[ProcessGroup], dev: torch.device) -> None:
+    """Raise on every rank that the groups connect, one after the other, where any rank has an error.
+
+    A failed rank raises its own; the others raise one that names the first failed rank. Otherwise they would wait in
+    their next collective for a rank that has stopped.
+    """
+    news: tuple[str, HarnessError] | None = None
+    if error is not None:
+        known = (
+            error
+            if isinstance(error, HarnessError)
+            else LoaderError(
+                f"{type(error).__name__}: {error}", where="the data iterator", fix="see the traceback of this rank"
+            )
+        )
+        # A shared error names its rank already.
+        news = ("" if known.is_shared else f"rank {torch.distributed.get_rank()}: ", known)
+    for group in groups:
+        if group.size() == 1:
+            continue
+        failed = torch.tensor([group.size() if news is None else group.rank()], device=dev)
+        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MIN, group=group)
+        first = int(failed.item())
+        if first < group.size():
+            carried = [news]
+            source = torch.distributed.get_process_group_ranks(group)[first]
+            torch.distributed.broadcast_object_list(carried, src=source, group=group, device=dev)
+            news = news or carried[0]
+    if error is not None:
+        raise error
+    if news is not None:
+        prefix, theirs = news
+        shared = type(theirs)(f"{prefix}{theirs.what}", where=theirs.where, fix=theirs.fix)
+        shared.is_shared = True
+        raise shared
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return the device whose tensors the group exchanges."""
+    is_cuda = "nccl" in str(torch.distributed.get_backend(group))
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks of the group, [ranks, *shape]."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, tensor, group=group)
+    return torch.stack(parts)

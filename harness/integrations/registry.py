@@ -1,0 +1,74 @@
+"""The trainers that can take the data path, and the packages that each needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from harness.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Integration:
+    """One trainer.
+
+    Attributes:
+        packages: modules that it imports.
+        install: command that installs them.
+        module: of `harness.integrations`; empty for the one of its name.
+    """
+
+    packages: tuple[str, ...]
+    install: str
+    module: str = ""
+
+
+INTEGRATIONS = MappingProxyType(
+    {
+        "torch": Integration(("torch",), "pip install torch"),
+        "torchdata": Integration(("torch", "torchdata"), "pip install torchdata", module="torch"),
+        "accelerate": Integration(("torch", "accelerate"), "pip install accelerate", module="torch"),
+        "lightning": Integration(("torch", "lightning"), "pip install lightning", module="torch"),
+        "huggingface": Integration(
+            ("torch", "transformers", "accelerate"), "pip install torch 'transformers>=4.53' accelerate"
+        ),
+        "trl": Integration(
+            ("torch", "transformers", "accelerate", "datasets", "trl"), "pip install trl", module="huggingface"
+        ),
+        "megatron_lm": Integration(
+            ("torch", "megatron.core", "megatron.training"), "pip install 'megatron-core>=0.19' (Python 3.12 or later)"
+        ),
+        "megatron_bridge": Integration(("torch", "megatron.core", "megatron.bridge"), "pip install megatron-bridge"),
+        "torchtitan": Integration(("torch", "torchtitan"), "pip install torchtitan"),
+    }
+)
+
+
+def missing_packages(name: str, *, beside: Iterable[str] = ()) -> list[str]:
+    """Return the packages of an integration that are not installed; nothing is imported but their parents.
+
+    Args:
+        name: of the integration.
+        beside: further packages that are needed.
+    """
+    return [package for package in (*INTEGRATIONS[name].packages, *beside) if not _is_installed(package)]
+
+
+def require(name: str) -> None:
+    """Raise ConfigError with the command that installs what an integration misses."""
+    if missing := missing_packages(name):
+        raise ConfigError(
+            f"the integration {name} needs {' and '.join(missing)}, not installed",
+            where=sys.executable,
+            fix=INTEGRATIONS[name].install,
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # of the parent; of a module without a spec
+        return False

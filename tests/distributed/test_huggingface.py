@@ -1,0 +1,164 @@
+"""The Trainer of Hugging Face and TRL's on packed data: losses of this project's own trainer, and an exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness import LoaderConfig, open_dataset
+from harness.errors import ConfigError, LoaderError
+from harness.integrations import RankStream
+from harness.integrations.huggingface import check_boundaries
+
+from .conftest import launcher, run_command
+from .huggingface_ranks import trainer
+
+LOSSES = [
+    *("schedule=as_packed", "optimizer.weight_decay=0", "optimizer.warmup_steps=0", "optimizer.decay=constant"),
+    *("optimizer.lr=2e-3", "trainer.steps=8"),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama, saved by transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **more, vocab_size=300, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def losses(built: Any) -> list[float]:
+    return [line["loss"] for line in built.state.log_history if "loss" in line]
+
+
+def unpacked_losses(model: Any, data: str, steps: int) -> list[float]:
+    """Train every conversation of the same global batches by itself, in plain PyTorch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    stream = iter(RankStream(data, LoaderConfig(global_batch_size=6, num_workers=0, block_packs=4)))
+    reader, found = open_dataset(data), []
+    for _ in range(steps):
+        packs = reader.read(next(stream).pack_ids.tolist())
+        views = [view for pack in packs for view in pack.sequences()]
+        total = sum(int(view.loss_mask.sum()) for view in views)
+        loss = torch.zeros(())
+        for view in views:
+            ids = torch.from_numpy(view.input_ids.astype(np.int64))
+            logits = model(ids[None]).logits[0, :-1]
+            each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            loss = loss + (each * torch.from_numpy(view.loss_mask[:-1].astype(np.float32))).sum() / total
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_each_step_has_the_loss_of_the_same_conversations_unpacked(llama, dataset, tmp_path) -> None:
+    data = str(dataset / "train")
+    built = trainer(load(llama), data, tmp_path, gradient_accumulation_steps=6, max_steps=8)
+    built.train()
+
+    # 40 packs in batches of 6: the seventh step has 4 packs, the eighth begins an epoch.
+    np.testing.assert_allclose(losses(built), unpacked_losses(load(llama), data, 8), rtol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_each_step_has_the_loss_of_this_projects_trainer(llama, dataset, sft, tmp_path, kind) -> None:
+    from .test_weights import settings_of
+
+    own = sft(tmp_path / "own", *LOSSES, *settings_of(llama))
+    assert own.code == 0, own.output
+    data = str(dataset / "train")
+    built = trainer(load(llama), data, tmp_path, kind=kind, gradient_accumulation_steps=6, max_steps=8)
+    built.train()
+
+    np.testing.assert_allclose(losses(built), own.column("loss"), rtol=1e-5)
+
+
+def test_a_resume_in_the_middle_of_an_epoch_trains_the_rest(llama, dataset, tmp_path) -> None:
+    data = str(dataset / "train")
+    options = {"gradient_accumulation_steps": 6, "num_train_epochs": 2, "schedule": "dp_balanced"}
+    whole = trainer(load(llama), data, tmp_path, save_strategy="steps", save_steps=9, **options)
+    whole.train()
+    assert len(losses(whole)) == 14
+    again = trainer(load(llama), data, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+    assert losses(again) == losses(whole)
+    assert again.packed.state_dict()["epoch"] == 2
+    other = trainer(load(llama), data, tmp_path, size=5, **options)
+    with pytest.raises(LoaderError, match="epoch 1 after 12 packs, and step 9 of the Trainer in epoch 1 after 5 packs"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    stored = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
+    del stored["stateful_callbacks"]["PackedPosition"]
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps(stored))
+    with pytest.raises(LoaderError, match="step 9 holds no position"):
+        trainer(load(llama), data, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+@pytest.mark.nightly
+def test_a_resume_on_another_number_of_ranks_trains_the_same_steps(llama, dataset, tmp_path) -> None:
+    data = str(dataset / "train")
+    options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 5, "average_tokens_across_devices": True}
+
+    def run(ranks: int, out: str, **more: Any) -> list[Any]:
+        settings = {**options, "gradient_accumulation_steps": 6 // ranks, **more}
+        arguments = ["tests.distributed.huggingface_ranks", str(llama), data, str(tmp_path / out)]
+        code, output = run_command([*launcher(ranks), *arguments, str(tmp_path / out), json.dumps(settings)])
+        assert code == 0, output
+        return [json.loads((tmp_path / f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
+
+    one = run(1, "one")
+    two = run(2, "two")
+    three = run(3, "three", resume=str(tmp_path / "two" / "checkpoint-5"))
+
+    def sequences(ranks: list[Any]) -> list[list[Any]]:
+        steps = zip(*(rank["rows"] for rank in ranks), strict=True)
+        return [sorted(row for rows in step for row in rows if row != [[0], [0.0]]) for step in steps]
+
+    assert sequences(two) == sequences(one)
+    assert sequences(three) == sequences(one)[5:]
+    np.testing.assert_allclose(two[0]["losses"], one[0]["losses"], rtol=1e-5)
+    np.testing.assert_allclose(three[0]["losses"], one[0]["losses"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size is 2"),
+        ({"kind": "sft", "packing": True}, "packing is True"),
+        ({"gradient_accumulation_steps": 5}, "a step has 6 rows on this rank, and gradient_accumulation_steps is 5"),
+    ],
+)
+def test_arguments_that_would_train_rows_wrong_are_refused(llama, dataset, tmp_path, options, message) -> None:
+    options = {"gradient_accumulation_steps": 6, "max_steps": 1, **options}
+    with pytest.raises(ConfigError, match=message):
+        trainer(load(llama), str(dataset / "train"), tmp_path, **options).train()
+
+
+def test_a_model_that_mixes_the_sequences_of_a_row_is_refused(llama) -> None:
+    model = load(llama)
+    check_boundaries(model)
+    assert not model.training
+    without = model.forward
+    model.forward = lambda *, position_ids, **inputs: without(**inputs)
+    with pytest.raises(ConfigError, match="changes the logits of the next one"):
+        check_boundaries(model)

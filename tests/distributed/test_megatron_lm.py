@@ -1,0 +1,215 @@
+"""Megatron-LM's own `pretrain` trains packed data as `recipes.sft` does, and resumes on another number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from harness.config import compose_config
+from harness.plan import SftConfig
+from harness.thd import ThdBatch
+from harness.train import StepDigests, content_digest, read_digests
+
+from .conftest import SMALL, VOCAB, Run, launcher, run_command
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="needs megatron.training, which megatron-core 0.19 has (make test-versions)",
+)
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "max_sequence_length": 256,
+    "vocab_size": VOCAB,
+    "dtype": "float32",
+}
+LOADER = {"block_packs": 4, "seed": 5, "num_workers": 1}
+ARGUMENTS = {
+    "hidden-size": 32,
+    "ffn-hidden-size": 64,
+    "num-attention-heads": 4,
+    "seq-length": 256,
+    "max-position-embeddings": 256,
+    "micro-batch-size": 1,
+    "global-batch-size": 6,
+    "train-iters": 9,
+    "dataloader-type": "external",
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": VOCAB,
+    "lr": 1e-2,
+    "min-lr": 1e-3,
+    "lr-decay-style": "cosine",
+    "lr-warmup-iters": 2,
+    "lr-decay-iters": 10,
+    "weight-decay": 0.01,
+    "adam-beta1": 0.9,
+    "adam-beta2": 0.95,
+    "adam-eps": 1e-8,
+    "clip-grad": 1.0,
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "log-interval": 1,
+    "distributed-backend": "gloo",
+    "transformer-impl": "local",
+    "ckpt-format": "torch_dist",
+}
+FLAGS = ("--calculate-per-token-loss", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion")
+
+
+def overrides(group: str, settings: dict[str, Any]) -> list[str]:
+    return [f"{group}.{name}={value}" for name, value in settings.items()]
+
+
+@pytest.fixture
+def pretrain(dataset: Path, tmp_path: Path) -> Callable[..., dict[int, dict[str, Any]]]:
+    """pretrain(name, ranks=1, **arguments): the loss, trained tokens and data of every step."""
+
+    def run(
+        name: str,
+        *flags: str,
+        ranks: int = 1,
+        parallel: dict[str, Any] | None = None,
+        num_layers: int = 2,
+        **arguments: object,
+    ) -> Any:
+        settings = tmp_path / f"{name}.settings.json"
+        shape = {**MODEL, "num_layers": num_layers}
+        model = asdict(compose_config("sft", SftConfig, [*SMALL, *overrides("model", shape)]).model)
+        settings.write_text(json.dumps({"model": model, "parallel": parallel or {}, "loader": LOADER}))
+        named = {**ARGUMENTS, "num-layers": num_layers, "data-path": dataset / "train", **arguments}
+        listed = [text for key, value in named.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+        program = [*launcher(ranks), "tests.distributed.megatron_lm_ranks", str(tmp_path / name), str(settings)]
+        code, output = run_command([*program, *listed, *FLAGS, *flags])
+        assert code == 0, output
+        return steps_of([json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks)])
+
+    return run
+
+
+def steps_of(ranks: list[list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    lines = [line for rank in ranks for line in rank if line["training"]]
+    steps: dict[int, dict[str, Any]] = {}
+    for number in sorted({line["iteration"] for line in lines}):
+        mine = [line for line in lines if line["iteration"] == number]
+        total, tokens = np.sum([line["sums"] for line in mine if "sums" in line], axis=0)
+        rows = [thd(line["row"]) for line in mine if "row" in line]
+        steps[number] = {"loss": total / tokens, "tokens": int(tokens), "digest": content_digest(rows)}
+    return steps
+
+
+def thd(row: dict[str, Any]) -> ThdBatch:
+    kinds = {"loss_mask": np.float32, "padding_mask": np.bool_}
+    fields = {
+        name: np.asarray(row[name], kinds.get(name, np.int64)).reshape(-1)
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+    }
+    bounds = {name: np.asarray(row[name], np.int32) for name in ("cu_seqlens", "cu_seqlens_padded")}
+    return ThdBatch(**fields, **bounds, max_seqlen=row["max_seqlen"])
+
+
+@pytest.fixture
+def recipe(sft: Callable[..., Run], tmp_path: Path) -> dict[int, dict[str, Any]]:
+    """Return what `recipes.sft` trains with the same settings."""
+    run = sft(
+        tmp_path / "recipe",
+        *overrides("model", MODEL),
+        *overrides("loader", LOADER),
+        "schedule=as_packed",
+        "optimizer.lr=1e-2",
+        "optimizer.min_lr=1e-3",
+        "optimizer.warmup_steps=2",
+        "optimizer.decay_steps=10",
+        "optimizer.weight_decay=0.01",
+        "optimizer.beta2=0.95",
+        "optimizer.clip_grad=1.0",
+        "trainer.steps=9",
+        "trainer.record_digests=true",
+    )
+    assert run.code == 0, run.output
+    steps = zip(run.metrics, read_digests(tmp_path / "recipe"), strict=True)
+    return {
+        line["step"]: {"loss": line["loss"], "tokens": line["trained_tokens"], "digest": digest_of(digests)}
+        for line, digests in steps
+    }
+
+
+def digest_of(step: StepDigests) -> str:
+    """The digest of the step's sequences without their ids, as `content_digest` makes it of rows."""
+    table = np.concatenate([np.column_stack([row.lengths.astype(np.uint64), row.digests]) for row in step.rows])
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table[np.lexsort(table.T[::-1])], dtype="<u8").tobytes())
+
+
+def assert_same(got: dict[int, dict[str, Any]], recipe: dict[int, dict[str, Any]], steps: range) -> None:
+    assert list(got) == list(steps)
+    for step in steps:
+        assert got[step]["digest"] == recipe[step]["digest"], step
+        assert got[step]["tokens"] == recipe[step]["tokens"], step
+        assert got[step]["loss"] == pytest.approx(recipe[step]["loss"], rel=1e-5), step
+
+
+def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_two_ranks(
+    pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Seven steps of six packs are an epoch of forty: the last is ragged, and the resumed run begins before it."""
+    checkpoints = tmp_path / "checkpoints"
+
+    first = pretrain("one rank", save=checkpoints, save_interval=5, exit_interval=5)
+    assert_same(first, recipe, range(1, 6))
+
+    second = pretrain("two ranks", ranks=2, load=checkpoints)
+    assert_same(second, recipe, range(6, 10))
+
+
+def test_pretrain_resumes_on_one_rank_what_two_saved(
+    pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+
+    first = pretrain("two ranks", ranks=2, save=checkpoints, save_interval=3, exit_interval=3)
+    assert_same(first, recipe, range(1, 4))
+
+    second = pretrain("one rank", load=checkpoints)
+    assert_same(second, recipe, range(4, 10))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("parallel", "flags"),
+    [
+        ({"tensor_parallel_size": 2, "sequence_parallel": True}, ["--sequence-parallel"]),
+        ({"context_parallel_size": 2}, []),
+        ({"pipeline_parallel_size": 2, "static_rows": True}, []),
+        ({"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2, "static_rows": True}, []),
+    ],
+    ids=["tensor", "context", "pipeline", "virtual pipeline"],
+)
+def test_a_model_on_two_ranks_trains_as_on_one(
+    pretrain: Callable[..., dict[int, dict[str, Any]]], parallel: dict[str, Any], flags: list[str], tmp_path: Path
+) -> None:
+    # From one checkpoint: layouts draw other random weights from one seed.
+    pretrain("first", num_layers=4, save=tmp_path / "saved", save_interval=3, exit_interval=3)
+    alone = pretrain("alone", num_layers=4, load=tmp_path / "saved")
+    sizes = {
+        f"{name.removesuffix('_parallel_size')}_model_parallel_size": size
+        for name, size in parallel.items()
+        if name in ("tensor_parallel_size", "pipeline_parallel_size")
+    }
+    if "context_parallel_size" in parallel:
+        sizes["context_parallel_size"] = 2
+    if "virtual_pipeline_parallel_size" in parallel:
+        sizes["num_virtual_stages_per_pipeline_rank"] = 2
+    shared = pretrain("shared", *flags, ranks=2, parallel=parallel, num_layers=4, load=tmp_path / "saved", **sizes)
+    assert list(shared) == list(alone)
+    assert [shared[step]["loss"] for step in alone] == pytest.approx([alone[step]["loss"] for step in alone], rel=1e-5)

@@ -1,0 +1,138 @@
+"""Files of packs for Megatron-Bridge, under its names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.errors import ConfigError, FormatError
+from harness.formats import (
+    BridgeFiles,
+    Provenance,
+    export_to_bridge,
+    import_dataset,
+    open_dataset,
+    open_writer,
+)
+from harness.records import Pack
+
+# Two sequences of 4 and 3 tokens, and one of 5; token 9 ends a sequence.
+PACKS = [
+    Pack([1, 9, 3, 9, 4, 5, 9], [0, 1, 1, 0, 1, 1, 0], [0, 4]),
+    Pack([6, 7, 8, 8, 9], [0, 0, 1, 1, 0], [0]),
+]
+
+
+def write(folder: Path, packs: list[Pack] = PACKS) -> Path:
+    with open_writer(folder / "train", pack_size=8, provenance=Provenance(tokenizer="../tokenizer")) as writer:
+        for pack in packs:
+            writer.append(pack)
+    return folder / "train"
+
+
+def write_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = {"added_tokens": [{"id": 9, "content": "</s>"}], "model": {"vocab": {}}}
+    (folder / "tokenizer/tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def test_the_files_have_the_names_that_bridge_looks_for(tmp_path: Path) -> None:
+    written = export_to_bridge(write(tmp_path), tmp_path / "root", files=BridgeFiles(tokenizer="org/name"))
+
+    folder = tmp_path / "root/packed/org--name_pad_seq_to_mult1"
+    assert written.path == str(folder / "training_8.npy")
+    assert sorted(path.name for path in folder.iterdir()) == ["8_metadata.jsonl", "training_8.npy"]
+    assert "tokenizer_model_name='org--name'" in written.settings
+    assert "do_validation=False" in written.settings
+
+
+def test_packs_are_lists_of_python_numbers_as_numpy_loads_them(tmp_path: Path) -> None:
+    written = export_to_bridge(write(tmp_path), tmp_path / "root")
+
+    packs = np.load(written.path, allow_pickle=True)
+    assert packs.tolist() == [
+        {"input_ids": [1, 9, 3, 9, 4, 5, 9], "loss_mask": [0, 1, 1, 0, 1, 1, 0], "seq_start_id": [0, 4]},
+        {"input_ids": [6, 7, 8, 8, 9], "loss_mask": [0, 0, 1, 1, 0], "seq_start_id": [0]},
+    ]
+
+
+def test_the_figures_of_packing_count_the_tokens_that_are_inputs(tmp_path: Path) -> None:
+    written = export_to_bridge(write(tmp_path), tmp_path / "root")
+
+    assert json.loads(Path(written.metadata_path).read_text()) == [
+        {
+            "dataset_max_seqlen": 4,
+            "max_samples_per_bin": 2,
+            "packing_factor": 1.5,
+            "packing_efficiency": 56.25,
+            "pack_size": 8,
+            "min_packed_seqlen": 4,
+            "split": "training",
+        }
+    ]
+
+
+def test_a_validation_split_adds_its_figures_and_a_second_export_replaces_its_own(tmp_path: Path) -> None:
+    source, validation = write(tmp_path), write(tmp_path / "other", PACKS[1:])
+    export_to_bridge(source, tmp_path / "root")
+    written = export_to_bridge(validation, tmp_path / "root", files=BridgeFiles(split="validation"))
+    export_to_bridge(source, tmp_path / "root", overwrite=True)
+
+    figures = json.loads(Path(written.metadata_path).read_text())
+    assert sorted((one["split"], one["max_samples_per_bin"]) for one in figures) == [("training", 2), ("validation", 1)]
+    assert Path(written.path).name == "validation_8.npy"
+    assert "do_validation=True" in written.settings
+
+
+def test_parquet_files_have_the_names_of_later_versions_and_are_imported_again(tmp_path: Path) -> None:
+    written = export_to_bridge(write(tmp_path), tmp_path / "root", files=BridgeFiles(file_format="parquet"))
+
+    assert Path(written.path).name == "training_8.idx.parquet"
+    assert list(open_dataset(written.path)) == PACKS
+
+
+def test_an_export_is_imported_again(tmp_path: Path) -> None:
+    written = export_to_bridge(write(tmp_path), tmp_path / "root")
+    manifest = import_dataset(written.path, tmp_path / "again", convention="megatron_bridge", pack_size=8)
+
+    assert manifest.fingerprint == open_dataset(tmp_path / "train").fingerprint
+
+
+def test_labels_after_the_token_that_ends_a_sequence_are_counted_because_bridge_does_not_train_them(
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path)
+    written = export_to_bridge(write(tmp_path), tmp_path / "root")
+
+    assert (written.end_token, written.num_untrained) == (9, 1)
+
+
+def test_without_a_tokenizer_nothing_is_counted(tmp_path: Path) -> None:
+    assert export_to_bridge(write(tmp_path), tmp_path / "root").end_token is None
+
+
+def test_a_bucket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written to object storage"):
+        export_to_bridge(write(tmp_path), "s3://bucket/root")
+
+
+def test_damaged_figures_of_another_split_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "root/packed/harness_pad_seq_to_mult1"
+    folder.mkdir(parents=True)
+    (folder / "8_metadata.jsonl").write_text('[{"split": ')
+
+    with pytest.raises(FormatError, match="figures of packing are damaged"):
+        export_to_bridge(write(tmp_path), tmp_path / "root")
+    assert not (folder / "training_8.npy").exists()
+
+
+@pytest.mark.parametrize(("setting", "value"), [("split", "test"), ("file_format", "memmap")])
+def test_unknown_names_are_refused(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=value) as caught:
+        BridgeFiles(**{setting: value})
+
+    assert caught.value.where == f"bridge.{setting}"

@@ -1,0 +1,211 @@
+"""Megatron-LM's packing scheduler on one rank: its placement, the samples that it takes, and those that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.integrations.megatron_lm import data_schedule
+from harness.integrations.megatron_lm.data_schedule import (
+    BasePackingScheduler,
+    DpBalancedScheduler,
+    get_batch_on_this_rank_for_sequence_packing,
+    scheduler_map,
+    wrap_data_iterator,
+)
+from harness.integrations.megatron_lm.data_schedule_utils import samples_of_pack
+from harness.megatron.job import join, runtime
+from harness.plan import ParallelConfig
+from harness.records import Pack
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    with runtime.start("cpu", timeout_s=60):
+        join(ParallelConfig(), 1)
+        yield
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    settings = {
+        "sequence_packing_scheduler": "dp_balanced",
+        "max_seqlen_per_dp_cp_rank": 8,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": None,
+        "sequence_parallel": False,
+        "mtp_num_layers": None,
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def sample(*tokens: int, **changes: Any) -> dict[str, Any]:
+    count = len(tokens)
+    values = {
+        "tokens": torch.tensor(tokens),
+        "labels": torch.tensor(tokens) + 1,
+        "loss_mask": torch.ones(count),
+        "position_ids": torch.arange(count),
+        "original_seq_len": torch.tensor([count]),
+        "padded_seq_len": torch.tensor([count]),
+    }
+    return {name: value for name, value in {**values, **changes}.items() if value is not None}
+
+
+def numbered(*lengths: int) -> list[tuple[int, int]]:
+    return list(enumerate(lengths))
+
+
+def test_rows_are_filled_in_order_and_context_parallel_ranks_share_them() -> None:
+    scheduler = DpBalancedScheduler(4, 2, 2, None)
+
+    assert scheduler.get_groups_and_subsamples(numbered(5, 3, 6, 1, 8, 2)) == [
+        [[0, 1], [0, 1], [2, 3], [2, 3]],
+        [[4], [4], [5], [5]],
+    ]
+
+
+def test_the_last_samples_of_the_last_rows_get_rows_of_their_own() -> None:
+    # Three rows for two ranks: the last row that has two samples gives its last one away.
+    scheduler = DpBalancedScheduler(4, 1, 2, None)
+
+    assert scheduler.get_groups_and_subsamples(numbered(2, 2, 2, 2, 4)) == [[[0, 1], [2]], [[4], [3]]]
+
+
+def test_the_number_of_microbatches_is_a_multiple_of_the_group_of_virtual_stages() -> None:
+    scheduler = DpBalancedScheduler(2, 1, 1, 4)
+
+    assert scheduler.get_groups_and_subsamples(numbered(1, 1, 1, 1, 2)) == [[[0, 1]], [[2]], [[4]], [[3]]]
+
+
+def test_fewer_samples_than_ranks_leave_empty_rows() -> None:
+    assert DpBalancedScheduler(8, 1, 3, None).get_groups_and_subsamples(numbered(2)) == [[[0], [], []]]
+
+
+def test_a_sample_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="sequence 1 has 9 model tokens"):
+        DpBalancedScheduler(8, 1, 1, None).get_groups_and_subsamples(numbered(3, 9))
+
+
+def test_a_global_batch_of_samples_becomes_rows_with_their_bounds(one_rank: None) -> None:
+    padded = sample(4, 5, 6, 0, original_seq_len=torch.tensor([3]), loss_mask=torch.tensor([1.0, 0, 1, 0]))
+
+    rows, count, total, squared = wrap_data_iterator(iter([sample(1, 2, 3), [padded, sample(9)]]), config(), 2)
+
+    assert (count, total, squared) == (1, 8.0, 26.0)
+    tokens, labels, loss_mask, attention_mask, position_ids, params = get_batch_on_this_rank_for_sequence_packing(rows)
+    assert tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 9]]
+    assert labels.tolist() == [[2, 3, 4, 5, 6, 7, 1, 10]]
+    assert loss_mask.tolist() == [[1, 1, 1, 1, 0, 1, 0, 1]]
+    assert attention_mask is None
+    assert position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert params.cu_seqlens_q.tolist() == [0, 3, 6, 7]
+    assert params.cu_seqlens_q_padded.tolist() == [0, 3, 7, 8]
+    assert params.max_seqlen_q == 4
+
+
+def test_a_pack_with_bounds_is_cut_into_its_sequences_and_stays_as_it_was(one_rank: None) -> None:
+    pack = Pack(np.asarray([1, 2, 3, 7, 8, 9, 10], np.int32), np.asarray([1, 1, 0, 1, 1, 1, 0], np.uint8), [0, 3])
+    whole = {
+        "tokens": torch.tensor([[1, 2, 7, 8, 9]]),
+        "labels": torch.tensor([[2, 3, 8, 9, 10]]),
+        "loss_mask": torch.ones(1, 5),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
+        "cu_seqlens": torch.tensor([[0, 2, 5, 5]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([[3]]),
+    }
+
+    batches = []
+    for item in (whole, samples_of_pack(pack)):
+        rows, count, *_ = wrap_data_iterator(iter([item]), config(max_seqlen_per_dp_cp_rank=3), 1)
+        assert count == 2
+        batches.append([get_batch_on_this_rank_for_sequence_packing(rows)[0].tolist() for _ in range(count)])
+
+    assert batches == [[[[1, 2]], [[7, 8, 9]]]] * 2
+    assert whole["tokens"].shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("item", "problem"),
+    [
+        (sample(1, 2, labels=None), "has no labels"),
+        ([1, 2], "an item of the stream is a int"),
+        (sample(1, 2, loss_mask=torch.ones(3)), "2 tokens, 2 position_ids, 2 labels, 3 loss_mask"),
+        (sample(1, 2, padded_seq_len=torch.tensor([3])), "a sequence from 0 to 3 with 2 real tokens"),
+        (sample(1, 2, original_seq_len=torch.tensor([3])), "a sequence from 0 to 2 with 3 real tokens"),
+        (sample(1, 2, padded_seq_len=None, cu_seqlens=torch.tensor([0, 1])), "ending at 1"),
+        (sample(1, 2, padded_seq_len=None, cu_seqlens=torch.tensor([1, 2])), "cu_seqlens begin"),
+    ],
+)
+def test_an_item_that_is_no_sample_is_refused(one_rank: None, item: Any, problem: str) -> None:
+    with pytest.raises(LoaderError, match=problem):
+        wrap_data_iterator(iter([item]), config(), 1)
+
+
+def test_a_stream_ends_after_a_whole_global_batch_and_not_within_one(one_rank: None) -> None:
+    stream = iter([sample(1), sample(2), sample(3)])
+    wrap_data_iterator(stream, config(), 2)
+    with pytest.raises(LoaderError, match="ended after 1 of 2 microbatches"):
+        wrap_data_iterator(stream, config(), 2)
+    with pytest.raises(StopIteration):
+        wrap_data_iterator(stream, config(), 2)
+
+
+def test_rows_beyond_those_of_the_global_batch_are_refused(one_rank: None) -> None:
+    rows, count, *_ = wrap_data_iterator(iter([sample(1)]), config(), 1)
+    assert count == 1
+    get_batch_on_this_rank_for_sequence_packing(rows)
+    with pytest.raises(LoaderError, match="no further row"):
+        get_batch_on_this_rank_for_sequence_packing(rows)
+
+
+def test_a_scheduler_of_ones_own_runs_by_its_name_and_may_lose_no_sample(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneRowEach(BasePackingScheduler):
+        def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+            return [[[number]] for number, _ in sample_id_seqlens]
+
+    class Forgetful(BasePackingScheduler):
+        def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+            return [[[number]] for number, _ in sample_id_seqlens[1:]]
+
+    monkeypatch.setitem(scheduler_map, "one_each", OneRowEach)
+    monkeypatch.setitem(scheduler_map, "forgetful", Forgetful)
+
+    assert wrap_data_iterator(iter([[sample(1), sample(2)]]), config(sequence_packing_scheduler="one_each"), 1)[1] == 2
+    with pytest.raises(ScheduleError, match="Forgetful placed 1 of 2 samples in 1 microbatches; sample 0 is in none"):
+        wrap_data_iterator(iter([[sample(1), sample(2)]]), config(sequence_packing_scheduler="forgetful"), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sequence_packing_scheduler": "default_dynamic_cp"}, "no packing scheduler 'default_dynamic_cp'"),
+        ({"max_seqlen_per_dp_cp_rank": None}, "max_seqlen_per_dp_cp_rank is None"),
+    ],
+)
+def test_a_configuration_without_its_scheduler_or_size_is_refused(
+    one_rank: None, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        wrap_data_iterator(iter([]), config(**changes), 1)
+
+
+def test_an_error_of_a_stream_that_is_not_of_this_project_is_raised_as_it_is(one_rank: None) -> None:
+    def stream() -> Iterator[Any]:
+        yield sample(1)
+        raise ValueError("a reader failed")
+
+    with pytest.raises(ValueError, match="a reader failed"):
+        wrap_data_iterator(stream(), config(), 2)
+
+
+def test_padding_that_does_not_fit_the_layout_is_refused() -> None:
+    with pytest.raises(LoaderError, match="sample 1 of the global batch has a padded_seq_len of 6"):
+        data_schedule._check_multiple([(0, 8), (1, 6)], 4)

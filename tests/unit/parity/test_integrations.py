@@ -1,0 +1,100 @@
+"""Comparing what trainers read: a step, a position or a package that is missing or different is named."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import LoaderConfig, open_writer
+from harness.errors import ConfigError
+from harness.integrations import INTEGRATIONS, Integration, RankStream, registry
+from harness.parity import compare_integrations, parse_integrations
+from harness.parity.integrations import BEFORE, find_difference
+from harness.parity.probes import PROBES, ProbeJob, trained_part
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
+from harness.train import content_digest, sequence_digests
+
+JOB = ProbeJob("torch", "data", {}, {}, first_step=0, last_step=2, folder="")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    with open_writer(tmp_path / "packs", format="memmap", pack_size=16) as writer:
+        for number in range(6):
+            writer.append(Pack(np.arange(9) + 10 * number, [1, 1, 1, 0, 1, 0, 0, 1, 0], [0, 4]))
+    return str(tmp_path / "packs")
+
+
+def streams(data: str) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """Two ranks' records of two steps, and digests and positions of one rank."""
+
+    def stream(rank: int, ranks: int) -> RankStream:
+        config = LoaderConfig(global_batch_size=3, num_workers=0)
+        return RankStream(data, config, schedule=ScheduleConfig("as_packed", 16), dp_rank=rank, dp_size=ranks)
+
+    ranks = []
+    for rank in range(2):
+        batches = list(islice(stream(rank, 2), 2))
+        steps = [[sequence_digests(trained_part(row)).tolist() for row in batch.rows] for batch in batches]
+        ranks.append({"steps": steps, "position": dataclasses.asdict(batches[-1].state)})
+    whole = list(islice(stream(0, 1), 2))
+    digests = [content_digest([trained_part(row) for row in batch.rows]) for batch in whole]
+    return ranks, digests, [dataclasses.asdict(batch.state) for batch in whole]
+
+
+def test_ranks_that_read_the_same_global_batches_do_not_differ(data: str) -> None:
+    ranks, digests, positions = streams(data)
+
+    assert find_difference(JOB, BEFORE, ranks, digests, positions) is None
+
+
+def test_a_changed_token_a_lost_row_and_another_position_are_named(data: str) -> None:
+    ranks, digests, positions = streams(data)
+    changed, lost, moved, short = (copy.deepcopy(ranks) for _ in range(4))
+    changed[1]["steps"][1][0][0][1] ^= 1
+    del lost[0]["steps"][0][0]
+    moved[1]["position"]["packs_consumed"] += 1
+    del short[1]["steps"][1]
+    found = [find_difference(JOB, BEFORE, records, digests, positions) for records in (changed, lost, moved, short)]
+    assert None not in found
+
+    assert [(one.step, one.rank, one.field) for one in found if one is not None] == [
+        (2, None, "tokens"),
+        (1, None, "tokens"),
+        (2, 1, "position"),
+        (None, 1, "steps"),
+    ]
+
+
+def test_a_trainer_that_is_not_installed_is_shown_with_the_command_that_installs_it(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Integration(("nothing_of_that_name",), "pip install nothing")
+    monkeypatch.setattr(registry, "INTEGRATIONS", {**INTEGRATIONS, "torchtitan": nothing})
+    monkeypatch.setattr("harness.parity.integrations.INTEGRATIONS", registry.INTEGRATIONS)
+    (result,) = compare_integrations({"torchtitan": sys.executable}, data, tmp_path, steps=4, timeout_s=60)
+
+    assert result.status == "skipped"
+    assert result.reason == "nothing_of_that_name not installed: pip install nothing"
+
+
+def test_integrations_are_named_with_or_without_an_interpreter() -> None:
+    assert parse_integrations(["torch", "trl=/envs/trl/bin/python"]) == {
+        "torch": sys.executable,
+        "trl": "/envs/trl/bin/python",
+    }
+    assert list(parse_integrations([])) == list(INTEGRATIONS)
+    with pytest.raises(ConfigError, match="there is no integration 'torchtune'"):
+        parse_integrations(["torchtune"])
+
+
+def test_every_probe_reads_an_integration() -> None:
+    assert set(PROBES) <= set(INTEGRATIONS)
