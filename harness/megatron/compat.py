@@ -9,10 +9,12 @@ import json
 import os
 import pickle
 import queue
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from multiprocessing import process
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +27,8 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from harness.errors import ConfigError
@@ -33,16 +37,51 @@ from harness.storage import StoredFile
 MEGATRON_VERSION: str = megatron.core.__version__
 
 
+@dataclasses.dataclass
+class PackedRow(PackedSeqParams):  # type: ignore[misc]
+    """PackedSeqParams of a row whose positions are known, so that its rotary angles are gathered once a microbatch.
+
+    Attributes:
+        positions: int64 [T / cp], of this rank's tokens in their sequences.
+    """
+
+    positions: torch.Tensor | None = None
+    _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
+
+    def angles(self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine [T / cp, 1, 1, d] of `freqs` [max_seqlen, 1, 1, d] at the positions, times `mscale`.
+
+        Layers that share `freqs` share the result.
+        """
+        for known, of_dtype, of_scale, cos, sin in self._angles:
+            if known is freqs and of_dtype == dtype and of_scale == mscale:
+                return cos, sin
+        assert self.positions is not None
+        chosen = freqs.index_select(0, self.positions)
+        cos, sin = (torch.cos(chosen) * mscale).to(dtype), (torch.sin(chosen) * mscale).to(dtype)
+        self._angles.append((freqs, dtype, mscale, cos, sin))
+        return cos, sin
+
+
 def packed_seq_params(
-    *, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, max_seqlen: int, total_tokens: int
+    *,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    max_seqlen: int,
+    positions: torch.Tensor | None = None,
+    is_padded: bool | None = None,
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
+
+    `total_tokens` of newer versions is left out: it makes them look for the sequence of every token, which only layers
+    with a state scan need.
 
     Args:
         cu_seqlens: int32 [S + 1], real tokens.
         cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
-        total_tokens: padded tokens of the row, a field of newer versions.
+        positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
+        is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
     values: dict[str, Any] = {
         "qkv_format": "thd",
@@ -53,9 +92,10 @@ def packed_seq_params(
         "max_seqlen_q": max_seqlen,
         "max_seqlen_kv": max_seqlen,
     }
-    if any(field.name == "total_tokens" for field in dataclasses.fields(PackedSeqParams)):
-        values["total_tokens"] = total_tokens
-    return PackedSeqParams(**values)
+    if any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams)):
+        # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
+        values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
+    return PackedSeqParams(**values) if positions is None else PackedRow(**values, positions=positions)
 
 
 def accepts(function: Any, name: str) -> bool:
@@ -97,6 +137,41 @@ def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[N
                 replaced = mock.patch.object(module, "_get_filesystem_reader", lambda path, *_, **__: reader(str(path)))
                 stack.enter_context(replaced)
         yield
+
+
+@contextmanager
+def experts_without_kernels(*, on_cpu: bool) -> Iterator[None]:
+    """Let Megatron's mixture of experts run without Transformer Engine, and on a CPU, inside the block.
+
+    Megatron 0.16 reads a name of Transformer Engine that exists only with it. The dispatcher expects counts of tokens
+    as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream for good.
+    """
+
+    def as_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    with ExitStack() as stack:
+        if not hasattr(moe_utils, "te_general_gemm"):
+            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        if on_cpu:
+            stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", as_lists))
+            dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+            stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", None))
+        yield
+
+
+def with_router(layer: Any, router: type[TopKRouter]) -> Any:
+    """Return a layer's specification whose mixture of experts, if it has one, has this router."""
+    mlp = layer.submodules.mlp
+    experts = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
+    if not hasattr(experts, "router"):
+        return layer
+    if isinstance(mlp, partial):
+        submodules = dataclasses.replace(mlp.keywords["submodules"], router=router)
+        mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+    else:
+        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, router=router))
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
 
 
 def keep_checkpoint_results_in_a_file() -> None:
@@ -146,8 +221,29 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
+    # This process waits for its own children to report; one that is killed never does.
+    signal.signal(signal.SIGCHLD, _raise_if_killed)
     with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
-        return write(*arguments, **options)
+        try:
+            return write(*arguments, **options)
+        except _KilledError as error:
+            results = filesystem_async._results_queue
+            assert results is not None
+            results.put(RuntimeError(str(error)))
+            return None
+
+
+class _KilledError(Exception):
+    """A process that writes a part of a checkpoint was killed."""
+
+
+def _raise_if_killed(*_: object) -> None:
+    for child in list(process._children):  # type: ignore[attr-defined]
+        with suppress(ChildProcessError):
+            # Left to be waited for by those who started it.
+            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+                raise _KilledError(f"a process that writes it was killed by signal {ended.si_status}")
 
 
 class _HashedFile(io.FileIO):
@@ -187,4 +283,7 @@ class _ResultFile:
         if not data:
             raise queue.Empty
         self._file.truncate(0)
-        return pickle.loads(data)
+        try:
+            return pickle.loads(data)
+        except (EOFError, pickle.UnpicklingError):  # its writer was killed
+            raise queue.Empty from None

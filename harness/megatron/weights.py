@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError, FormatError
 from harness.loader import RankLayout
-from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
+from harness.plan import FAMILIES, ExpertNames, ModelConfig, check_model, find_weights, read_hf_config
 from harness.prep import tokenizer_hash
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
@@ -37,20 +38,32 @@ _NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
-_COLUMNS = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
+_COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight"}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
+_LOCAL_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
+)
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc([12])\.weight")
 _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's part of every matrix that tensor parallelism divides."""
+    """A rank's part of every matrix that tensor parallelism divides.
+
+    Attributes:
+        expert_rank, expert_size: the same of each expert, which other ranks may share.
+    """
 
     rank: int = 0
     size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+
+    @property
+    def of_experts(self) -> TensorShard:
+        return TensorShard(self.expert_rank, self.expert_size)
 
     def of(self, count: int) -> tuple[int, int]:
         """Return the bounds of this rank's share of `count` rows or columns."""
@@ -118,15 +131,53 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         "post_attention_layernorm.weight": (hidden,),
         **{f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)},
         "self_attn.o_proj.weight": (hidden, heads),
-        **dict.fromkeys(_GATED, (ffn, hidden)),
-        "mlp.down_proj.weight": (hidden, ffn),
     }
-    if model.family == "qwen2":
+    if model.has_qkv_bias:
         layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
-    if model.family == "qwen3":
+    if model.has_head_norms:
         layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    dense = {**dict.fromkeys(_GATED, (ffn, hidden)), "mlp.down_proj.weight": (hidden, ffn)}
+    experts = _expert_shapes(model) if model.num_experts else {}
     for number in range(model.num_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        mlp = experts if model.has_experts(number) else dense
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | mlp).items()}
+    return shapes
+
+
+def expert_names(model: ModelConfig) -> ExpertNames:
+    """Return the names of the tensors of experts.
+
+    Raises:
+        ConfigError: published models of this family have no experts, so that other programs could not read them.
+    """
+    names = FAMILIES[model.family].experts
+    has_all = names is not None and bool(names.bias) >= model.expert_bias
+    if names is None or not has_all or (names.shared is None and model.shared_ffn_hidden_size):
+        raise ConfigError(
+            f"models of the family {model.family} in Hugging Face's form have no such experts",
+            where="model.family, model.num_experts, model.expert_bias, model.shared_ffn_hidden_size",
+            fix="train a model of a family that has them, such as qwen3_moe",
+        )
+    return names
+
+
+def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of one layer's router and experts, by their names in the layer."""
+    names, hidden, inner, shared = (
+        expert_names(model),
+        model.hidden_size,
+        model.expert_size,
+        model.shared_ffn_hidden_size,
+    )
+    shapes: dict[str, tuple[int, ...]] = {names.router: (model.num_experts, hidden)}
+    for number in range(model.num_experts):
+        shapes |= dict.fromkeys((names.gate.format(number), names.up.format(number)), (inner, hidden))
+        shapes[names.down.format(number)] = (hidden, inner)
+    if model.expert_bias:
+        shapes[names.bias] = (model.num_experts,)
+    if names.shared is not None and shared:
+        gate, up, down = names.shared
+        shapes |= {gate: (shared, hidden), up: (shared, hidden), down: (hidden, shared)}
     return shapes
 
 
@@ -156,17 +207,24 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
                 read_parameter(name, parameter, weights, model, shard)
 
 
-def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield parameters by name, layers numbered from 0 over the whole model, without those of adapters."""
-    for name, parameter in chunk.named_parameters():
+def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, and biases of experts, by name, without those of adapters.
+
+    Layers are numbered from 0 over the whole model, experts over their layer, as `mlp.experts.N.linear_fc1.weight`.
+    """
+    biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
+    for name, parameter in [*chunk.named_parameters(), *biases]:
         if ADAPTER in name:
             continue
         match = _LAYER.fullmatch(name)
         if match is None:
             yield name, parameter
             continue
-        number = chunk.decoder.layers[int(match[1])].layer_number - 1
-        yield f"decoder.layers.{number}.{match[2]}", parameter
+        layer, end = chunk.decoder.layers[int(match[1])], match[2]
+        if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
+            number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
+            end = f"mlp.experts.{number}.linear_fc{expert[2] or expert[3]}.weight"
+        yield f"decoder.layers.{layer.layer_number - 1}.{end}", parameter
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
@@ -185,18 +243,40 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
     layer, end = f"model.layers.{match[1]}.", match[2]
     if end in _NORMS:
         target.copy_(weights.rows(layer + _NORMS[end]))
+    elif end.startswith("mlp."):
+        tensors = _mlp_tensors(end, model)
+        part = shard.of_experts if _EXPERT.fullmatch(end) else shard
+        if end.endswith("linear_fc1.weight"):
+            for half, tensor in zip(target.chunk(2), tensors, strict=True):
+                half.copy_(weights.rows(layer + tensor, *part.of(weights.shape(layer + tensor)[0])))
+        elif end.endswith("linear_fc2.weight"):
+            target.copy_(weights.columns(layer + tensors[0], *part.of(weights.shape(layer + tensors[0])[1])))
+        else:
+            target.copy_(weights.rows(layer + tensors[0]))
     elif end in _COLUMNS:
         tensor = layer + _COLUMNS[end]
         target.copy_(weights.columns(tensor, *shard.of(weights.shape(tensor)[1])))
-    elif end == "mlp.linear_fc1.weight":
-        for half, tensor in zip(target.chunk(2), _GATED, strict=True):
-            half.copy_(weights.rows(layer + tensor, *shard.of(model.ffn_hidden_size)))
     else:
         kind = end.rpartition(".")[2]
         groups = target.view(-1, _group_rows(model), *target.shape[1:])
         for group, tensor, first, start, stop in _qkv_pieces(model, shard):
             read = weights.rows(f"{layer}{tensor}.{kind}", first, first + stop - start)
             groups[group, start:stop].copy_(read)
+
+
+def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
+    """Return the tensors in a layer that a parameter of its MLP consists of: gate and up, or one."""
+    if end in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
+        return _GATED if end == "mlp.linear_fc1.weight" else ("mlp.down_proj.weight",)
+    names = expert_names(model)
+    if (expert := _EXPERT.fullmatch(end)) is not None:
+        number = int(expert[1])
+        pair = names.gate.format(number), names.up.format(number)
+        return pair if expert[2] == "1" else (names.down.format(number),)
+    if end.startswith("mlp.shared_experts."):
+        assert names.shared is not None
+        return names.shared[:2] if end.endswith("linear_fc1.weight") else names.shared[2:]
+    return (names.bias if end == "mlp.router.expert_bias" else names.router,)
 
 
 def _group_rows(model: ModelConfig) -> int:
@@ -227,8 +307,9 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
         return {layer + _NORMS[end]: tensor}
     if end in _COLUMNS:
         return {layer + _COLUMNS[end]: tensor}
-    if end == "mlp.linear_fc1.weight":
-        return {layer + other: half for other, half in zip(_GATED, tensor.chunk(2), strict=True)}
+    if end.startswith("mlp."):
+        tensors = _mlp_tensors(end, model)
+        return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}
     kind = end.rpartition(".")[2]
     groups = tensor.view(-1, _group_rows(model), *tensor.shape[1:])
     pieces: dict[str, list[torch.Tensor]] = {}
@@ -279,7 +360,8 @@ class Pretrained:
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
                 check_weights(weights, self.model, self.vocab_size)
-                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size))
+                experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
+                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
 
         return fill
 

@@ -6,8 +6,10 @@ composed into, then `run_plan.py`, which is `harness plan`; `memory.py` and `wor
 
 from __future__ import annotations
 
+from harness.plan.families import FAMILIES, ExpertNames
 from harness.plan.hf_config import check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
+from harness.plan.memory import plan_memory
 from harness.plan.model import DIVIDED_BY_COLUMNS, ModelConfig, padded_vocab_size, sequence_cost
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
@@ -15,8 +17,10 @@ from harness.plan.work import Machine
 
 __all__ = [
     "DIVIDED_BY_COLUMNS",
+    "FAMILIES",
     "ROOM",
     "AssumedPacks",
+    "ExpertNames",
     "Machine",
     "ModelConfig",
     "OptimizerConfig",
@@ -28,6 +32,7 @@ __all__ = [
     "check_model",
     "find_weights",
     "padded_vocab_size",
+    "plan_memory",
     "plan_run",
     "read_hf_config",
     "sequence_cost",

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.plan.families import FAMILIES, MISSING
 from harness.plan.model import ModelConfig
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -24,6 +19,10 @@ _SIZES = {
 }
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+# Settings of a family without experts.
+_DENSE = {"num_experts": 0}
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,14 @@ def read_hf_config(folder: Path) -> HfModel:
 
 def _convert(values: dict[str, Any], path: Path) -> HfModel:
     def refuse(what: str) -> ConfigError:
-        fix = f"use a dense model of one of these families: {', '.join(ARCHITECTURES)}"
+        fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
         return ConfigError(what, where=str(path), fix=fix)
 
-    family = values.get("model_type")
-    if family not in ARCHITECTURES:
-        raise refuse(f"models of type {family!r} are not supported")
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        missing = f": they need {MISSING[name]}" if name in MISSING else ""
+        raise refuse(f"models of type {name!r} are not supported{missing}")
+    family = FAMILIES[name]
     if values.get("quantization_config"):
         raise refuse("quantized weights are not supported")
     if values.get("hidden_act", "silu") != "silu":
@@ -75,7 +76,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             raise refuse(f"{name} is set, and is not supported")
     positions = int(values["max_position_embeddings"])
     window = values.get("sliding_window")
-    is_windowed = family == "mistral" or values.get("use_sliding_window")
+    is_windowed = not family.window_setting or values.get(family.window_setting)
     if is_windowed and window is not None and window < positions:
         raise refuse(f"attention with a window of {window:,} tokens is not supported")
     rope = values.get("rope_parameters") or {
@@ -93,7 +94,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
         settings={
-            "family": family,
+            "family": family.name,
             **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()},
             "num_query_groups": int(values.get("num_key_value_heads") or heads),
             "head_dim": None if head_dim * heads == values["hidden_size"] else head_dim,
@@ -102,6 +103,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             "rope_scaling": "none" if kind == "default" else kind,
             "rope_scaling_factor": 1.0 if kind == "default" else float(rope["factor"]),
             "norm_epsilon": float(values["rms_norm_eps"]),
+            **(_DENSE if family.experts is None else family.read(values, refuse)),
         },
         vocab_size=int(values["vocab_size"]),
         max_positions=positions,
@@ -134,7 +136,7 @@ def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
 def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
     """Return the config.json of this model for transformers 4.45 or later."""
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[model.family]],
+        "architectures": [FAMILIES[model.family].architecture],
         "model_type": model.family,
         **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": model.num_query_groups,
@@ -150,8 +152,7 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
         "torch_dtype": model.dtype,
         "use_cache": True,
     }
-    further: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}
-    config |= further.get(model.family, {"attention_bias": False})
+    config |= FAMILIES[model.family].write(model)
     if model.rope_scaling != "none":
         config["rope_scaling"] = {
             "rope_type": model.rope_scaling,

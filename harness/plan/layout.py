@@ -19,6 +19,9 @@ class ParallelConfig:
         pipeline_parallel_size: stages of layers.
         virtual_pipeline_parallel_size: model chunks per stage; null for one.
         context_parallel_size: ranks that share each sequence.
+        expert_parallel_size: ranks that share the experts of each layer; they are tensor-, context- and data-parallel
+            ranks too.
+        expert_tensor_parallel_size: ranks that share each expert.
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
@@ -30,6 +33,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     virtual_pipeline_parallel_size: int | None = bounded(None, lowest=2, highest=10_000)
     context_parallel_size: int = bounded(1, lowest=1, highest=100_000)
+    expert_parallel_size: int = bounded(1, lowest=1, highest=100_000)
+    expert_tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
@@ -80,7 +85,22 @@ class ParallelConfig:
                 where="parallel",
                 fix=f"start a multiple of {self.model_ranks} ranks, or make the parallel sizes smaller",
             )
+        experts, stage = self.expert_parallel_size * self.expert_tensor_parallel_size, self.pipeline_parallel_size
+        if (world_size // stage) % experts:
+            raise ConfigError(
+                f"the {world_size // stage} ranks of a pipeline stage ({world_size} / {stage} stages) cannot hold "
+                f"whole copies of experts on {experts} ranks (expert {self.expert_parallel_size} x expert tensor "
+                f"{self.expert_tensor_parallel_size})",
+                where="parallel.expert_parallel_size, parallel.expert_tensor_parallel_size",
+                fix=f"start a multiple of {math.lcm(self.model_ranks, experts * stage)} ranks, or make them smaller",
+            )
         return world_size // self.model_ranks
+
+    def expert_copies(self, world_size: int) -> int:
+        """Return the number of ranks that hold the same experts."""
+        return world_size // (
+            self.pipeline_parallel_size * self.expert_parallel_size * self.expert_tensor_parallel_size
+        )
 
     def max_tokens_per_row(self, max_tokens_per_rank: int) -> int:
         """Return the tokens of a whole row, over its context-parallel ranks."""

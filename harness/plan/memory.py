@@ -28,17 +28,36 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
+def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
+    """Return the layers of a pipeline stage, 0 for the first of the model."""
+    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    size = model.num_layers // (stages * chunks)
+    starts = [(chunk * stages + stage) * size for chunk in range(chunks)]
+    return [start + number for start in starts for number in range(size)]
+
+
+def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
+    """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
+    layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
+    one = 3 * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
+    return layers * model.num_experts // parallel.expert_parallel_size * one
+
+
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
     """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     hidden, sizes = model.hidden_size, model.linear_sizes
-    layer = sum(inputs * outputs // tp for inputs, outputs in sizes.values()) + 2 * hidden
-    if model.family == "qwen2":
+    layer = sum(sizes[name][0] * sizes[name][1] // tp for name in ("linear_qkv", "linear_proj")) + 2 * hidden
+    if model.has_qkv_bias:
         layer += sizes["linear_qkv"][1] // tp
-    if model.family == "qwen3":
+    if model.has_head_norms:
         layer += 2 * model.head_size
     words = padded_vocab_size(vocab_size) * hidden // tp
-    total = model.num_layers // stages * layer
+    layers = layers_of_stage(model, parallel, stage)
+    with_experts = sum(map(model.has_experts, layers))
+    total = len(layers) * layer + (len(layers) - with_experts) * 3 * hidden * model.ffn_hidden_size // tp
+    total += with_experts * hidden * (model.num_experts + 3 * model.shared_ffn_hidden_size // tp)
+    total += count_experts(model, parallel, stage=stage)
     is_first, is_last = stage == 0, stage == stages - 1
     total += words if is_first else 0
     if is_last:
@@ -56,25 +75,49 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
     return model.num_layers // parallel.pipeline_parallel_size * model.lora_rank * numbers
 
 
-def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the bytes per token of the row that one layer keeps for the backward pass."""
+def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with_experts: bool = False) -> float:
+    """Return the bytes per token of the row that one layer keeps for the backward pass.
+
+    Args:
+        with_experts: of a layer with experts, whose tokens are spread evenly; else of a dense one.
+    """
     item = DTYPE_BYTES[model.dtype]
     if model.recompute == "full":
         return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
     tp, query, key = parallel.tensor_parallel_size, model.query_size, model.key_size
     # Both norms keep their input and output in float32; the matrices after them keep their own input.
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
-    divided = 5 * item * model.ffn_hidden_size + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+    inner = 0.0 if with_experts else 5.0 * item * model.ffn_hidden_size
+    divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
     if model.recompute == "selective":
         divided -= item * query + 4 * model.num_attention_heads
-    if model.family == "qwen3":
+    if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
         # A norm keeps its output for the gradient of its weight, which is frozen; adapters keep their inner tokens.
         whole -= 8 * model.hidden_size
-        divided -= 4 * (query + key) if model.family == "qwen3" else 0
+        divided -= 4 * (query + key) if model.has_head_norms else 0
         divided += tp * item * model.lora_rank * len(model.lora_targets)
-    return whole / (tp if parallel.sequence_parallel else 1) + divided / tp + 4 * item * model.head_size
+    dense = whole / (tp if parallel.sequence_parallel else 1) + divided / tp
+    return dense + (expert_activation_bytes(model, parallel) if with_experts else 0.0)
+
+
+def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
+
+    With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
+    expert-parallel ranks: their own and those of others.
+    """
+    item, hidden, sent = DTYPE_BYTES[model.dtype], model.hidden_size, model.experts_per_token
+    tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
+    # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
+    router = 9.0 * model.num_experts
+    # Tokens in the order of experts, their weights, and the indices of the permutations.
+    dispatched = sent * (item * hidden + 32)
+    inner = sent * 6 * item * model.expert_size
+    shared = 5 * item * model.shared_ffn_hidden_size / tp
+    # Ranks that share an expert have all of its tokens.
+    return router / tp + (dispatched * etp + inner) / tp + shared
 
 
 def plan_memory(
@@ -96,6 +139,8 @@ def plan_memory(
     item = DTYPE_BYTES[model.dtype]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
+    ranks = dp_size * parallel.model_ranks
+    expert_shares = parallel.expert_copies(ranks) if parallel.distributed_optimizer else 1
     # Adam's two moments, and a float32 copy of other weights.
     state = 8 if item == 4 else 12
     chunks = parallel.virtual_pipeline_parallel_size or 1
@@ -104,14 +149,19 @@ def plan_memory(
         weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
         adapters = count_adapters(model, parallel)
         trained = adapters if model.lora_rank else weights
+        experts = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
         waiting = min(microbatches, stages - stage)
         if chunks > 1:
             waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
-        kept = waiting * model.num_layers / stages * layer_activation_bytes(model, parallel)
+        own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
+        # Cosine and sine of the rotary angles are of a row, and all layers share them.
+        layers = sum(layer_activation_bytes(model, parallel, with_experts=experts) for experts in own)
+        kept = waiting * (layers + 2 * item * model.head_size)
         if model.recompute == "full":
             again = replace(model, recompute="none")
-            # One layer at a time, and the rotary angles, which all layers share.
-            kept += layer_activation_bytes(again, parallel) + 4 * model.head_size
+            # One layer at a time, and the angles that each layer is given again.
+            kept += max(layer_activation_bytes(again, parallel, with_experts=experts) for experts in own)
+            kept += 4 * model.head_size
         if stage == stages - 1:
             # The last norm, and the input of the output matrix for its gradient.
             kept += (4 if model.lora_rank else 8 + item) * model.hidden_size
@@ -121,7 +171,7 @@ def plan_memory(
                 stage=stage,
                 weights=item * (weights + adapters),
                 gradients=4 * trained,
-                optimizer=math.ceil(state * trained / shares),
+                optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
                 activations=math.ceil(kept * max_tokens_per_rank),
             )
         )

@@ -18,7 +18,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_datasets
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import Memory, count_weights, layer_activation_bytes, plan_memory
+from harness.plan.memory import Memory, count_experts, count_weights, layer_activation_bytes, plan_memory
 from harness.plan.model import DTYPE_BYTES, ModelConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
@@ -60,6 +60,7 @@ class RunPlan:
 
     Attributes:
         weights: of the whole model.
+        active_weights: of them, those without the experts that a token is not sent to.
         work: of an epoch; None if the data is not on this machine, for the reason in `why_no_work`.
         mfu: share of the GPUs' peak in a step; None without `work`.
         step_s: seconds of a step.
@@ -70,6 +71,7 @@ class RunPlan:
     ranks: int
     dp_size: int
     weights: int
+    active_weights: int
     memory: Memory
     work: Work | None
     mfu: float | None
@@ -81,7 +83,8 @@ class RunPlan:
         table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
         row, gib, memory = table.add_row, 2**30, self.memory
         row("run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel")
-        row("model", f"{self.weights:,} weights")
+        active = f", {self.active_weights:,} of them met by a token" if self.active_weights < self.weights else ""
+        row("model", f"{self.weights:,} weights{active}")
         row("fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}")
         for name in ("weights", "gradients", "optimizer", "activations"):
             row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
@@ -177,15 +180,22 @@ def plan_run(
             work,
             ranks=ranks,
             weights=memory.weights // DTYPE_BYTES[model.dtype],
-            layer_bytes=layer_activation_bytes(replace(model, recompute="none"), parallel),
+            layer_bytes=layer_activation_bytes(
+                replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0
+            ),
+            expert_weights=count_experts(model, parallel, stage=memory.stage),
             machine=machine,
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
+    total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
+    idle = 3 * model.hidden_size * model.expert_size * (model.num_experts - model.experts_per_token)
+    idle *= model.expert_layers
     return RunPlan(
         name=settings["name"],
         ranks=ranks,
         dp_size=dp_size,
-        weights=count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size),
+        weights=total,
+        active_weights=total - idle,
         memory=memory,
         work=work,
         mfu=mfu if work is not None else None,

@@ -115,16 +115,18 @@ def estimate_step(
     weights: int,
     layer_bytes: float,
     machine: Machine,
+    expert_weights: int = 0,
 ) -> dict[str, float]:
     """Return the seconds of one step by purpose.
 
     Args:
         weights: of the fullest rank.
         layer_bytes: per token of the row, written by one layer in its forward pass (without recomputation).
+        expert_weights: of `weights`, those of routed experts.
 
     Returns:
-        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context`, `pipeline` and `data`
-        parallelism that is not overlapped, and the `optimizer`.
+        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context`, `expert`, `pipeline` and
+        `data` parallelism that is not overlapped, and the `optimizer`.
     """
     item = DTYPE_BYTES[model.dtype]
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -148,26 +150,37 @@ def estimate_step(
     keys = tokens * item * 2 * model.key_size / tp
     context = (passes + 1) * layers * keys * (cp - 1) / machine.link(cp, tp)
 
-    busy = products + attention + memory + tensor + context
+    # Tokens go to their experts and come back, in every pass; even routing is assumed.
+    ep, layers_here = parallel.expert_parallel_size, model.expert_layers / stages
+    sent = passes * 2 * layers_here * hidden / tp * model.experts_per_token * (ep - 1) / ep
+    expert = sent / machine.link(ep * parallel.expert_tensor_parallel_size, 1)
+
+    busy = products + attention + memory + tensor + context + expert
     chunks = parallel.virtual_pipeline_parallel_size or 1
     idle = busy * (stages - 1) / (work.microbatches * chunks)
     crossing = 2 * chunks * hidden / (tp if parallel.sequence_parallel else 1) / machine.link(stages, ranks // stages)
     pipeline = idle + crossing if stages > 1 else 0.0
 
     shares = dp_size * cp
+    copies = parallel.expert_copies(ranks)
     ring = (shares - 1) / shares / machine.link(shares, tp)
+    expert_ring = (copies - 1) / copies / machine.link(copies, ranks // stages // copies)
+    # Weights once around a ring of the ranks that hold them.
+    rings = (weights - expert_weights) * ring + expert_weights * expert_ring
     # Float32 gradients are reduced during the last microbatch's backward pass; the gather of weights overlaps nothing.
-    reduce = 4 * weights * ring * (1 if parallel.distributed_optimizer else 2)
+    reduce = 4 * rings * (1 if parallel.distributed_optimizer else 2)
     hidden_by = busy / work.microbatches * 2 / 3
-    data = max(0.0, reduce - hidden_by) + (item * weights * ring if parallel.distributed_optimizer else 0.0)
+    data = max(0.0, reduce - hidden_by) + (item * rings if parallel.distributed_optimizer else 0.0)
     # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
-    optimizer = 30 * weights / (shares if parallel.distributed_optimizer else 1) / machine.memory_bytes_per_s
+    own = (weights - expert_weights) / shares + expert_weights / copies if parallel.distributed_optimizer else weights
+    optimizer = 30 * own / machine.memory_bytes_per_s
     return {
         "matrix products": products,
         "attention": attention,
         "memory": memory,
         "tensor": tensor,
         "context": context,
+        "expert": expert,
         "pipeline": pipeline,
         "data": data,
         "optimizer": optimizer,

@@ -1,9 +1,20 @@
-"""Build Megatron-Core's GPTModel from a `ModelConfig`: `gpt.py` builds it, with packed attention, RMSNorm and LoRA."""
+"""Build Megatron-Core's GPTModel from a `ModelConfig`: `gpt.py`, with packed attention, RMSNorm, a router and LoRA."""
 
 from __future__ import annotations
 
 from harness.megatron.model import lora
 from harness.megatron.model.gpt import build_chunks, build_model, use_transformer_engine
 from harness.megatron.model.lora import check_same_adapters
+from harness.megatron.model.rotary import RowSelfAttention
+from harness.megatron.model.router import expert_metrics, weigh_tokens
 
-__all__ = ["build_chunks", "build_model", "check_same_adapters", "lora", "use_transformer_engine"]
+__all__ = [
+    "RowSelfAttention",
+    "build_chunks",
+    "build_model",
+    "check_same_adapters",
+    "expert_metrics",
+    "lora",
+    "use_transformer_engine",
+    "weigh_tokens",
+]

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -23,6 +24,8 @@ from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.model.attention import RMSNorm, VarlenAttention
 from harness.megatron.model.lora import add_adapters
+from harness.megatron.model.rotary import RowSelfAttention
+from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts
 from harness.megatron.weights import TensorShard
 from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
 
@@ -56,8 +59,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_size,
-        add_qkv_bias=model.family == "qwen2",
-        qk_layernorm=model.family == "qwen3",
+        add_qkv_bias=model.has_qkv_bias,
+        qk_layernorm=model.has_head_norms,
         layernorm_epsilon=model.norm_epsilon,
         init_method_std=model.init_std,
         normalization="RMSNorm",
@@ -83,6 +86,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        expert_model_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        **_experts(model, device),
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
@@ -99,19 +105,65 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     )
 
 
+def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Return the settings of Megatron's mixture of experts; none for a dense model."""
+    if not model.num_experts:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_size,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [0] * model.dense_layers + [1] * model.expert_layers,
+        "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
+        "moe_aux_loss_coeff": model.aux_loss,
+        "moe_z_loss_coeff": model.z_loss or None,
+        "moe_router_score_function": model.router_score,
+        "moe_router_pre_softmax": not model.router_normalize,
+        "moe_router_num_groups": model.router_groups,
+        "moe_router_group_topk": model.router_top_groups,
+        "moe_router_topk_scaling_factor": model.router_scale if model.router_scale != 1 else None,
+        "moe_router_enable_expert_bias": model.expert_bias,
+        "moe_router_bias_update_rate": model.expert_bias_rate,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": use_transformer_engine(model.attention, device),
+    }
+
+
 def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
+    if config.num_moe_experts is not None:
+        block = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        layers = [compat.with_router(layer, Router) for layer in block.layer_specs]
+        if transformer_engine:
+            for layer in layers:
+                layer.submodules.self_attention.module = RowSelfAttention
+            return replace(block, layer_specs=layers)
+        return TransformerBlockSubmodules(
+            layer_specs=[_without_engine(layer, config) for layer in layers], layer_norm=RMSNorm
+        )
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer.submodules.self_attention.module = RowSelfAttention
+        return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    attention = layer.submodules.self_attention
-    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
-    attention.submodules = replace(attention.submodules, core_attention=VarlenAttention, **head_norms)
-    norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
-    layer = ModuleSpec(module=layer.module, submodules=replace(layer.submodules, **norms))
+    layer = _without_engine(layer, config)
     stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, **stage), layer_norm=RMSNorm
     )
+
+
+def _without_engine(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """Return a layer with this project's attention and norms."""
+    attention = layer.submodules.self_attention
+    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    inside = replace(attention.submodules, core_attention=VarlenAttention, **head_norms)
+    attention = replace(attention, module=RowSelfAttention, submodules=inside)
+    norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+    submodules = replace(layer.submodules, self_attention=attention, **norms)
+    return ModuleSpec(module=layer.module, submodules=submodules)
 
 
 def build_chunks(
@@ -147,6 +199,8 @@ def build_chunks(
                 vp_stage=vp_stage,
             ).to(device)
         )
+    for chunk in chunks if model.num_experts else ():
+        prepare_experts(chunk, model, device)
     if model.init_from is not None:
         for chunk in chunks:
             _hide_padding(chunk, vocab_size)
@@ -200,7 +254,7 @@ def build_model(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_with_experts if model.num_experts else finalize_model_grads
     if ddp.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

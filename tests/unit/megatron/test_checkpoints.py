@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
 from harness.loader import LoaderState
+from harness.megatron import compat
 from harness.megatron.state import checkpoint as checkpoints
 from harness.megatron.state import find_newest
+from harness.storage import checksums, digest_files, file_digest, write_checksums
 from harness.train import Progress, read_progress
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
@@ -92,3 +99,48 @@ def test_a_checkpoint_without_recorded_sizes_is_whole(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 5)
     (path / "run.json").write_text(json.dumps({"step": 5, "loader": STATE.to_json()}))
     assert find_newest(tmp_path) == (path, [])
+
+
+def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over_by_name(tmp_path: Path, monkeypatch) -> None:
+    older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
+    for path in (older, newest):
+        write_checksums(path, digest_files(path, ["run.json", "weights"]))
+    unreadable = [newest / "weights"]
+
+    def refuse(path: Path) -> str:
+        if path in unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return file_digest(path)
+
+    monkeypatch.setattr(checksums, "file_digest", refuse)
+    chosen, (error,) = find_newest(tmp_path)
+    assert chosen == older
+    assert error.what.startswith("the checkpoint's weights cannot be read: Input/output error (on ")
+    assert error.where == str(newest)
+
+    # Where none can be read the file system is at fault, and another attempt may find them all.
+    unreadable.append(older / "run.json")
+    with pytest.raises(LoaderError, match="weights cannot be read"):
+        find_newest(tmp_path)
+
+
+def test_a_killed_writer_process_is_an_error_and_no_wait_without_end() -> None:
+    """Megatron's writer waits for a report of each process that it starts, and a killed one sends none."""
+    compat.keep_checkpoint_results_in_a_file()
+    forking = multiprocessing.get_context("fork")
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        reports = forking.JoinableQueue()
+        reports.put(0)
+        forking.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        reports.join()
+
+    writer = forking.Process(target=compat._hash_and_write, args=(write, writing))
+    writer.start()
+    writer.join(60)
+    assert writer.exitcode == 0
+    result = filesystem_async._results_queue.get_nowait()
+    assert str(result) == "a process that writes it was killed by signal 9"
+    for descriptor in (reading, writing):
+        os.close(descriptor)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+import torch
+
 IMPORT_ALL = """
 import gc, importlib, pkgutil, sys, warnings
 import torch, torch.utils.tensorboard, megatron.core  # what these change themselves is not ours
@@ -54,5 +57,6 @@ def test_importing_every_module_leaves_filters_garbage_collection_and_the_compil
     run(IMPORT_ALL)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a PyTorch for GPUs keeps its compiler")
 def test_a_prepared_process_starts_without_the_compiler_and_is_as_before_a_second_time() -> None:
     run(PREPARE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -107,7 +109,7 @@ def test_without_boundaries_sequences_see_each_other(chunks) -> None:
     one_document = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=end, max_seqlen_kv=end
     )
-    leaking = RowTensors(row.tokens, row.labels, row.position_ids, row.loss_mask, one_document)
+    leaking = replace(row, packed_seq_params=one_document)
     with torch.no_grad():
         good, bad = logits_of(chunks, row), logits_of(chunks, leaking)
     first = int(batch.cu_seqlens[1])

@@ -18,9 +18,11 @@ from harness.bench.corpus import QUICK, bench_corpus
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.indexed import count_sequences, save_counts
-from harness.loader import CorpusSource, SplitSources
+from harness.loader import CorpusConfig, CorpusSource, LoaderConfig, SplitSources
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
+from harness.megatron.run.pretraining import _check_samples
+from harness.plan import PretrainConfig, TrainerConfig
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -225,3 +227,18 @@ def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
         report = bench_corpus(replace(QUICK, sources=3, rounds=1), workspace, lambda line: None)
     assert report.figure("indices built for the first time").value > 0
     assert report.figure("all fast options").of == ("indices found", "and defer_npy_index_mmap")
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (PretrainConfig(loader=LoaderConfig(global_batch_size=2**31 - 1)), "trainer.steps"),
+        (PretrainConfig(data=CorpusConfig(num_samples=10**12)), "data.num_samples"),
+        (PretrainConfig(trainer=TrainerConfig(eval_batches=2**31 - 1)), "trainer.eval_batches"),
+    ],
+)
+def test_more_samples_than_memory_can_index_are_refused_by_name(config, name):
+    with pytest.raises(ConfigError, match="samples, whose index needs") as error:
+        _check_samples(config)
+    assert error.value.where.startswith(name)
+    _check_samples(PretrainConfig())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
-from harness.loader import BlendSource, DataConfig, LiveConfig, open_datasets
+from harness.loader import BlendSource, DataConfig, LiveConfig, RankLayout, open_datasets
 from harness.loader.live import LiveFolder
+from harness.megatron.run import training
 from harness.megatron.run.fine_tuning import check
 from harness.plan.settings import SftConfig
 from harness.records import Pack
@@ -171,3 +174,24 @@ def test_further_validation_sets_are_checked_too(data):
         )
     with pytest.raises(ConfigError, match="'a set' cannot name a validation set"):
         DataConfig(evaluation={"a set": "x"})
+
+
+def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():
+    made = config(hidden_size=1_000_000)
+    task, ranks = SimpleNamespace(vocab_size=300), SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="weights, gradients and optimizer need") as error:
+        training._check_memory(made, task, RankLayout(), ranks)
+    assert error.value.where == "model, model.vocab_size"
+    training._check_memory(config(), task, RankLayout(), ranks)
+
+
+def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
+    def fail(config, open_task):
+        raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nmore")
+
+    monkeypatch.setattr(training, "_run", fail)
+    with pytest.raises(ConfigError, match="memory ran out: can't allocate memory: you tried to allocate 8 bytes"):
+        training.run_training(SftConfig(), None)
+    monkeypatch.setattr(training, "_run", lambda config, open_task: 1 + "")
+    with pytest.raises(TypeError):
+        training.run_training(SftConfig(), None)

@@ -128,3 +128,15 @@ def test_a_startup_without_progress_ends_and_names_the_setting_to_raise(ended, c
     assert codes[0] == 70
     assert (left[0].reason, left[0].rank) == ("hang", 0)
     assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err
+
+
+def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(ended, tmp_path) -> None:
+    event, _ = ended
+    with runtime.start("cpu"), Watchdog(limit_s=4) as watchdog:
+        watchdog.training_begins(tmp_path, limit_s=0.4)
+        watchdog.at(7, "training")
+        assert event.wait(timeout=10)
+    stacks = (tmp_path / "stacks" / "rank-00000.txt").read_text()
+    assert stacks.startswith("rank 0 on ")
+    assert ", step 7, training\n" in stacks
+    assert "test_a_hang_in_training_leaves" in stacks  # the main thread, where it was stuck

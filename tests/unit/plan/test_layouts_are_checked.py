@@ -100,6 +100,71 @@ def test_a_model_that_cannot_exist_is_refused(settings, message) -> None:
         ModelConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        ({"num_experts": 6}, {"expert_parallel_size": 4}, "6 experts cannot be divided evenly over 4"),
+        ({}, {"expert_parallel_size": 2}, "the model has no experts to divide"),
+        (
+            {"num_experts": 4, "expert_ffn_hidden_size": 33},
+            {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+            "experts of inner size 33 cannot be cut into 2 equal parts",
+        ),
+        (
+            {"num_experts": 4, "shared_ffn_hidden_size": 33},
+            {"tensor_parallel_size": 2, "sequence_parallel": True},
+            "shared_ffn_hidden_size 33 is not a multiple of tensor_parallel_size 2",
+        ),
+        ({"num_experts": 4}, {"tensor_parallel_size": 2}, "only with sequence parallelism"),
+    ],
+)
+def test_experts_that_a_layout_cannot_divide_are_refused(model, parallel, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**model).check(ParallelConfig(**parallel))
+
+
+def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() -> None:
+    layout = ParallelConfig(pipeline_parallel_size=2, expert_parallel_size=4)
+    message = (
+        r"the 6 ranks of a pipeline stage \(12 / 2 stages\) cannot hold whole copies of experts on 4 ranks \(expert 4"
+    )
+    with pytest.raises(ConfigError, match=message) as refused:
+        layout.dp_size(12)
+    assert "start a multiple of 8 ranks" in str(refused.value)
+    assert layout.dp_size(16) == 8
+    assert layout.expert_copies(16) == 2
+    # Expert-parallel ranks are tensor- and context-parallel ranks too.
+    both = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2)
+    assert (both.dp_size(2), both.expert_copies(2)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"experts_per_token": 5}, "cannot be sent to 5 of 4 experts"),
+        ({"dense_layers": 4}, "4 of 4 layers are dense"),
+        ({"router_groups": 2}, "one of them is set"),
+        ({"router_groups": 3, "router_top_groups": 1}, "cannot come evenly from 1 of 3 groups of 4 experts"),
+        ({"router_groups": 4, "router_top_groups": 1}, "a group has 1 experts, and a token needs 2 of each"),
+        ({"expert_bias": True}, "sigmoid router only"),
+        ({"experts_per_token": 1}, "would always be 1"),
+        ({"router_score": "relu"}, "'relu' is not known"),
+        ({"lora_rank": 2}, "adapters on experts are not supported"),
+    ],
+)
+def test_experts_that_cannot_exist_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{"num_experts": 4, **settings})
+
+
+def test_the_cost_of_a_token_counts_the_experts_that_it_is_sent_to() -> None:
+    sizes = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 16}
+    experts = {"num_experts": 6, "expert_ffn_hidden_size": 4, "shared_ffn_hidden_size": 5, "dense_layers": 1}
+    cost = sequence_cost(ModelConfig(**sizes, **experts))
+    # Attention 128 + 64; one dense MLP; two of 2 experts of 4, a shared one of 5, and a router of 6.
+    assert cost.linear == 2 * (3 * (128 + 64) + 3 * 8 * 16 + 2 * 8 * (3 * (2 * 4 + 5) + 6))
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None:
     assert padded_vocab_size(8192) == 8192
     assert padded_vocab_size(8193) == 8320

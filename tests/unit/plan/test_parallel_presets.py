@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.config import CONFIGS, compose_config
-from harness.parity.cells import parse_case
+from harness.parity.cells import KIND, parse_case
 from harness.plan.settings import SftConfig
 from recipes.parity import ParityConfig
 
@@ -17,20 +17,32 @@ PRESETS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_composes_and_its_name_says_its_ranks(name) -> None:
-    config = compose_config("sft", SftConfig, [f"parallel={name}", *compose_config("parity", ParityConfig).sft])
-    assert config.parallel.model_ranks == math.prod(map(int, re.findall(r"(?:tp|pp|cp)(\d)", name.replace("vpp", "v"))))
+    parity = compose_config("parity", ParityConfig)
+    experts = parity.kinds["qwen3_moe"].split() if "ep" in name or "etp" in name else []
+    config = compose_config("sft", SftConfig, [f"parallel={name}", *parity.sft, *experts])
+    sizes = {kind: int(size) for kind, size in re.findall(r"([a-z]+)(\d)", name)}
+    parallel = config.parallel
+    assert parallel.model_ranks == math.prod(sizes.get(kind, 1) for kind in ("tp", "pp", "cp"))
+    assert (parallel.expert_parallel_size, parallel.expert_tensor_parallel_size) == (
+        sizes.get("ep", 1),
+        sizes.get("etp", 1),
+    )
     assert (config.parallel.virtual_pipeline_parallel_size is not None) == ("vpp" in name)
     assert config.parallel.sequence_parallel or "_sp" not in name
     config.model.check(config.parallel)
 
 
 def test_the_parity_cases_use_every_preset_on_at_least_sixteen_layouts() -> None:
-    cases = [parse_case(text) for text in compose_config("parity", ParityConfig).layouts]
+    parity = compose_config("parity", ParityConfig)
+    cases = [parse_case(text) for text in parity.layouts]
+    experts = [parse_case(text) for text in parity.experts]
+    assert len({(case.value_of(KIND), case.name) for case in experts}) == len(experts) >= 16
     assert len({case.name for case in cases}) == len(cases) >= 16
     assert {case.ranks for case in cases} == {1, 2, 4, 8}
-    used = {part.removeprefix("parallel=") for case in cases for part in case.overrides if part.startswith("parallel=")}
-    assert used == set(PRESETS)
-    for case in cases:
-        config = compose_config("sft", SftConfig, [*compose_config("parity", ParityConfig).sft, *case.overrides])
+    parts = [part for case in [*cases, *experts] for part in case.overrides]
+    assert {part.removeprefix("parallel=") for part in parts if part.startswith("parallel=")} == set(PRESETS)
+    for case in [*cases, *experts]:
+        kind = parity.kinds[case.value_of(KIND) or ""].split() if case in experts else []
+        config = compose_config("sft", SftConfig, [*parity.sft, *kind, *case.settings])
         config.parallel.dp_size(case.ranks)
         config.model.check(config.parallel)

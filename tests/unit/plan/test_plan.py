@@ -12,7 +12,7 @@ from rich.console import Console
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
-from harness.megatron.batch import to_device
+from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
 from harness.megatron.step import MegatronStep
@@ -52,6 +52,8 @@ def model_of(**settings) -> ModelConfig:
         {"dtype": "bfloat16", "recompute": "full"},
         {"family": "qwen2", "tie_embeddings": False},
         {"family": "qwen3", "dtype": "bfloat16"},
+        {"num_experts": 8, "expert_ffn_hidden_size": 48, "dense_layers": 1, "shared_ffn_hidden_size": 64},
+        {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 48, "dtype": "bfloat16"},
         {"lora_rank": 4},
         {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
     ],
@@ -89,16 +91,11 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         ids = np.arange(TOKENS + 1, dtype=np.int32) % VOCAB
         row = to_device(build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses = chunks[0](
-                input_ids=row.tokens,
-                position_ids=row.position_ids,
-                attention_mask=None,
-                labels=row.labels,
-                packed_seq_params=row.packed_seq_params,
-            )
+            losses = run_row(chunks[0], row)
         found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         if model.recompute == "full":  # the one layer that is computed again comes in the backward pass
             found += TOKENS * layer_activation_bytes(model_of(**{**settings, "recompute": "none"}), ONE)
+            found += TOKENS * 2 * model.head_size * next(chunks[0].parameters()).element_size()  # cosine and sine
         assert planned.activations == pytest.approx(found, rel=0.01)
 
         losses.sum().backward()
@@ -143,13 +140,28 @@ def test_the_weights_of_an_8b_model_on_eight_ranks_are_exact() -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * half, 4 * half, 3 * half)
 
 
+def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_them_idle() -> None:
+    model = compose_config("sft", SftConfig, ["model=qwen3_30b_a3b"]).model
+    assert count_weights(model, ONE, stage=0, vocab_size=151936) == 30_532_122_624  # of its published safetensors
+    config = compose_config("sft", SftConfig, ["experiment=qwen3_30b_a3b_1node"])
+    planned = plan_run(to_plain(config), packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
+    assert (planned.weights, planned.active_weights) == (30_532_122_624, 3_353_032_704)
+    # Eight expert-parallel ranks divide 28,991,029,248 weights of experts; the optimizer state of these has one copy.
+    eight = ParallelConfig(expert_parallel_size=8, distributed_optimizer=True)
+    memory = plan_memory(model, eight, vocab_size=151936, dp_size=8, max_tokens_per_rank=1)
+    dense, experts = 30_532_122_624 - 28_991_029_248, 28_991_029_248 // 8
+    assert memory.gradients == 4 * (dense + experts)
+    assert memory.optimizer == 12 * dense // 8 + 12 * experts
+
+
 def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:
     model = model_of(num_layers=8, dtype="bfloat16")
     four = ParallelConfig(pipeline_parallel_size=4)
     many = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=4096)
     one = plan_memory(model, four, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=4096, microbatches=1)
     assert many.stage == 0
-    assert many.activations == pytest.approx(4 * 2 * 4096 * layer_activation_bytes(model, four), rel=1e-6)
+    angles = 2 * 2 * 24
+    assert many.activations == pytest.approx(4 * 4096 * (2 * layer_activation_bytes(model, four) + angles), rel=1e-6)
     assert one.activations < many.activations / 2
 
 

@@ -52,6 +52,7 @@ def test_a_rank_alone_multiplies_moves_memory_and_updates_its_weights() -> None:
             "memory": 4000 * (3 * 2 * 100 + 20 * 128) / 1e6,
             "tensor": 0.0,
             "context": 0.0,
+            "expert": 0.0,
             "pipeline": 0.0,
             "data": 0.0,
             "optimizer": 30 * 1000 / 1e6,

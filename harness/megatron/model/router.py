@@ -1,0 +1,235 @@
+"""The router of a mixture of experts: losses, biases and counts over real tokens alone, the same on every layout.
+
+Megatron's own router counts padding unless it is told where padding is, and versions differ in the weight of its losses
+when several ranks share a row (0.16 divides them by that number) and in what they accept (a mask together with an
+expert bias is an error in 0.16). Here both are computed once for all versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+
+from harness.plan import ModelConfig
+from harness.train import ExpertMetrics
+
+# Sums of one layer and step beside the tokens of each expert.
+_SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")
+
+
+class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
+    """Megatron's router with losses, expert bias and statistics over real tokens.
+
+    Attributes:
+        token_weight: weight of a real token in the losses, which Megatron divides by the trained tokens of the step.
+        counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
+        sums: of this step, by the names of `_SUMS`.
+        shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.token_weight = 1.0
+        self.shared_experts_ran = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the statistics of a step."""
+        self.counts: Any = 0
+        self.sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **_unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            logits: [T, 1, experts] of this rank's tokens.
+            padding_mask: bool [T, 1], True at padding; None if there is none.
+
+        Returns:
+            float [T, experts], weights of the chosen experts; bool [T, experts], the chosen ones.
+        """
+        config = self.config
+        logits = logits.view(-1, config.num_moe_experts)
+        padding = None if padding_mask is None else padding_mask.reshape(-1)
+        counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
+        if counted and config.moe_z_loss_coeff:
+            logits = self._add_z_loss(logits, padding)
+        weights, chosen = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+        )
+        if counted:
+            weights = self._balance(logits, weights, padding)
+            self._count(logits, chosen, padding)
+        return weights, chosen
+
+    def _add_z_loss(self, logits: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        squares = torch.logsumexp(logits, dim=-1).square()
+        if padding is not None:
+            squares = squares.masked_fill(padding, 0.0)
+        loss = squares.sum() * (self.config.moe_z_loss_coeff * self.token_weight)
+        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss)
+        return attached
+
+    def _balance(self, logits: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """Attach the balancing loss of the row to `weights`, and record it.
+
+        Of a row of T tokens, with n_i of them sent to expert i of E, and p_i the sum of its scores, the loss is
+        E * sum(n_i * p_i) / (topk * T * T): 1 if all is even. It counts for every token, and each rank adds the part
+        of its own scores.
+        """
+        scores = _scores(logits, self.score_function)
+        best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
+        if padding is not None:
+            scores, best = scores * ~padding.unsqueeze(1), best * ~padding.unsqueeze(1)
+        sent = best.detach().sum(dim=0)
+        if self.tp_cp_group.size() > 1:
+            torch.distributed.all_reduce(sent, group=self.tp_cp_group)
+        tokens = (sent.sum() / self.topk).clamp(min=1)
+        loss = (scores.sum(dim=0) * sent).sum() * (scores.shape[1] / (self.topk * tokens))
+        self.sums["aux_loss"] += loss.detach().double()
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient:
+            weights = MoEAuxLossAutoScaler.apply(weights, loss * (coefficient * self.token_weight))
+        return weights
+
+    @torch.no_grad()
+    def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
+        real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
+        counts = real.sum(dim=0)
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert += counts
+        self.counts = self.counts + counts.double()
+        scores = _scores(logits, self.score_function)
+        entropy = -(scores * scores.clamp(min=1e-30).log()).sum(dim=1)
+        if padding is not None:
+            entropy = entropy.masked_fill(padding, 0.0)
+        tokens = torch.as_tensor(logits.shape[0], device=logits.device) if padding is None else (~padding).sum()
+        self.sums["tokens"] += tokens.double()
+        self.sums["entropy"] += entropy.double().sum()
+        if self.shared_experts_ran:
+            self.sums["shared_tokens"] += tokens.double()
+        self.shared_experts_ran = False
+
+    def note_bias(self) -> None:
+        """Record the tokens that the next change of the bias counts, before Megatron makes it and forgets them."""
+        if self.enable_expert_bias:
+            self.sums["bias_tokens"] += self.local_tokens_per_expert.double().sum() / self.topk
+
+
+def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
+    """Return float32 [T, experts], the share of each expert in a token's scores."""
+    if function == "softmax":
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    scores = torch.sigmoid(logits.float())
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
+    """Draw the experts' weights, which then do not depend on the layout, and let routers see their shared experts.
+
+    On GPUs Megatron draws them from a generator of each expert-parallel rank.
+    """
+    for layer in chunk.decoder.layers:
+        if not hasattr(layer.mlp, "router"):
+            continue
+        experts = layer.mlp
+        if experts.shared_experts is not None:
+            experts.shared_experts.register_forward_hook(_noting(experts.router))
+        experts.router.weight.requires_grad = not model.freeze_router
+        if device.type == "cpu":
+            for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
+                _draw(expert, chunk.config, (model.seed * 10_007 + layer.layer_number) * 100_003 + index)
+
+
+def _noting(router: Router) -> Any:
+    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        router.shared_experts_ran = True
+
+    return note
+
+
+@torch.no_grad()
+def _draw(expert: Any, config: Any, seed: int) -> None:
+    """Draw this rank's part of one expert: its rows of both halves of the first matrix, columns of the second."""
+    rank = parallel_state.get_expert_tensor_parallel_rank()
+    first, second = expert.linear_fc1.weight, expert.linear_fc2.weight
+    size = config.expert_tensor_parallel_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        whole = torch.empty(first.shape[0] * size, first.shape[1])
+        config.init_method(whole)
+        first.copy_(torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)]))
+        whole = torch.empty(second.shape[0], second.shape[1] * size)
+        config.output_layer_init_method(whole)
+        second.copy_(whole.chunk(size, dim=1)[rank])
+
+
+def finalize_with_experts(model: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
+    """Finish the gradients of a step as Megatron does, which also changes the experts' biases."""
+    for router in routers(model):
+        router.note_bias()
+    finalize_model_grads(model, *arguments, **options)
+
+
+def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
+    """Yield the routers of this rank's layers."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Router))
+
+
+def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, trained: float, real: float) -> None:
+    """Let the routers' losses be means over the real tokens of the step, however few of these are trained."""
+    for router in routers(chunks):
+        router.token_weight = trained / max(real, 1.0)
+
+
+def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device) -> ExpertMetrics:
+    """Return the statistics of the step over all ranks, which all take part, and begin those of the next.
+
+    Args:
+        num_layers: of the whole model.
+    """
+    found = {router.layer_number - 1: router for router in routers(chunks)}
+    experts = chunks[0].module.config.num_moe_experts
+    table = torch.zeros(num_layers, experts + len(_SUMS), dtype=torch.float64, device=device)
+    biases = torch.zeros(num_layers, dtype=torch.float64, device=device)
+    for layer, router in found.items():
+        table[layer, :experts] = torch.as_tensor(router.counts, dtype=torch.float64)
+        for place, name in enumerate(_SUMS):
+            table[layer, experts + place] = torch.as_tensor(router.sums[name], dtype=torch.float64)
+        if router.expert_bias is not None:
+            biases[layer] = router.expert_bias.double().abs().mean()
+        router.reset()
+    torch.distributed.all_reduce(table)
+    torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
+    table = table[table[:, experts] > 0]
+    if not len(table):
+        return ExpertMetrics()
+    loads = table[:, :experts].max(dim=1).values / table[:, :experts].mean(dim=1)
+    sums = dict(zip(_SUMS, table[:, experts:].sum(dim=0).tolist(), strict=True))
+    return ExpertMetrics(
+        routed_tokens=round(sums["tokens"]),
+        shared_tokens=round(sums["shared_tokens"]),
+        bias_tokens=round(sums["bias_tokens"]),
+        load=float(loads.mean()),
+        worst_load=float(loads.max()),
+        entropy=sums["entropy"] / sums["tokens"],
+        aux_loss=sums["aux_loss"] / sums["tokens"],
+        bias=float(biases.sum()) / len(table),
+    )

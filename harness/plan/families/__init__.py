@@ -1,0 +1,60 @@
+"""Published model families: one file each, and one line here.
+
+A family is data: its differences from the Llama shape, how its config.json is read and written, and the names of its
+tensors. Models of other families are refused with what they need that is missing.
+"""
+
+from __future__ import annotations
+
+from harness.plan.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from harness.plan.families.base import ExpertNames, Family, Refuse
+
+__all__ = ["FAMILIES", "MISSING", "ExpertNames", "Family", "Refuse"]
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mixtral,
+    )
+}
+
+_HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
+_LATENT = "attention over latent keys and values"
+# By `model_type`: what a model of that family needs that is not built.
+MISSING = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "lfm2",
+            "lfm2_moe",
+            "mamba",
+            "mamba2",
+            "nemotron_h",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "zamba",
+            "zamba2",
+        ),
+        _HYBRID,
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2"), _LATENT),
+    "glm4_moe": "rotary positions in a part of each head",
+    "gpt_oss": "attention sinks, alternating sliding windows and clamped experts with biases",
+    "llama4": "attention in chunks, and layers without positions",
+    "llama4_text": "attention in chunks, and layers without positions",
+    "olmoe": "norms over the queries and keys of all heads together",
+    "phimoe": "layer norms with biases, and its router of one expert at a time",
+    "qwen2_moe": "a gate of the shared expert",
+}

@@ -1,0 +1,60 @@
+"""The parts of a published model family that differ from the Llama shape: settings, config.json, and tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import ConfigError
+
+# Returns the error for a feature of a config.json that is not supported.
+Refuse = Callable[[str], ConfigError]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's tensors in Hugging Face weights; `{}` is the number of an expert.
+
+    Attributes:
+        router: of the router's weight.
+        gate, up, down: matrices of one routed expert.
+        bias: of the experts' bias; empty where there is none.
+        shared: gate, up and down of the shared experts; empty where there are none.
+    """
+
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{}.gate_proj.weight"
+    up: str = "mlp.experts.{}.up_proj.weight"
+    down: str = "mlp.experts.{}.down_proj.weight"
+    bias: str = ""
+    shared: tuple[str, str, str] | None = None
+
+
+def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of published models.
+
+    Attributes:
+        name: `model_type` of its config.json, and value of `model.family`.
+        architecture: its class in transformers.
+        has_qkv_bias: queries, keys and values have biases.
+        has_head_norms: queries and keys of each head are normalized.
+        window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
+        experts: None for a dense family.
+        read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
+        write: returns further values of a config.json from the settings of `ModelConfig`.
+    """
+
+    name: str
+    architecture: str
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+    window_setting: str = "use_sliding_window"
+    experts: ExpertNames | None = None
+    read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing
+    write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}

@@ -1,0 +1,48 @@
+"""Mixtral: Mistral's attention, and a few large experts chosen by softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Family, Refuse
+
+
+def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    experts = values.get("num_local_experts", values.get("num_experts"))
+    if experts is None:
+        raise KeyError("num_local_experts")
+    return {
+        "num_experts": int(experts),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
+        "dense_layers": 0,
+        "router_score": "softmax",
+        "router_normalize": True,
+    }
+
+
+def _write(model: Any) -> dict[str, Any]:
+    return {
+        "sliding_window": None,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": model.aux_loss,
+        "intermediate_size": model.expert_size,
+    }
+
+
+_PLACE = "block_sparse_moe"
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    window_setting="",
+    experts=ExpertNames(
+        router=f"{_PLACE}.gate.weight",
+        gate=f"{_PLACE}.experts.{{}}.w1.weight",
+        up=f"{_PLACE}.experts.{{}}.w3.weight",
+        down=f"{_PLACE}.experts.{{}}.w2.weight",
+    ),
+    read=_read,
+    write=_write,
+)

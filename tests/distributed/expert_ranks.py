@@ -1,0 +1,65 @@
+"""`torchrun -m tests.distributed.expert_ranks RUNS.json`: runs of `recipes.sft` in the same processes, some faulty.
+
+RUNS.json is a list of [port, fault, overrides, folder, start]; the folder is first copied from `start`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from harness.config import compose_config
+from harness.megatron import prepare_process
+from harness.plan import SftConfig
+from recipes import sft
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Make a mistake of other programs inside the block."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from harness.megatron import batch
+    from harness.megatron.model.router import Router
+
+    count: Callable[..., None] = Router._count
+
+    def count_all(self: Any, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor) -> None:
+        count(self, logits, chosen, padding)
+        self.local_tokens_per_expert += (chosen & padding.unsqueeze(1)).sum(dim=0)
+
+    faults: dict[str | None, Any] = {
+        None: [],
+        "padding in the router": [
+            mock.patch.object(batch, "_mask_of", lambda chunk, row: torch.zeros_like(row.padding_mask))
+        ],
+        "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
+        "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]
+        * int(os.environ.get("RANK", "0") == "1"),
+    }
+    for patch in faults[fault]:
+        patch.start()
+    try:
+        yield
+    finally:
+        mock.patch.stopall()
+
+
+if __name__ == "__main__":
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    prepare_process()
+    for port, fault, overrides, folder, start in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(port)
+        if os.environ["RANK"] == "0":  # the others wait for it to join
+            shutil.copytree(start, folder)
+        with planted(fault):
+            assert sft.main(compose_config("sft", SftConfig, [*overrides, f"run_dir={folder}"])) == 0
