@@ -108,7 +108,7 @@ def submit(
     resumes a run; all others are those of the recipe.
     """
     from harness.config import Options, compose_config, compose_run
-    from harness.launch import check_arguments, plan_job, render, submit_job
+    from harness.launch import check_arguments, plan_job, read_excluded, refuse_second_job, render, submit_job
 
     own, rest = context.obj
     check_arguments([*own, *rest])
@@ -130,11 +130,17 @@ def submit(
     )
     # A layout that so many ranks cannot hold is refused here, and not after hours in a queue.
     run.config.check_layout(job_settings.nodes * cluster.ranks_per_node)
+    failed = read_excluded(Path(job.run_dir))
+    if failed:
+        print(f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr)
+        cluster.exclude = ",".join([*filter(None, [cluster.exclude]), *failed])
     text = render(job, cluster)
     if dry_run:
         print(text, end="")
         print(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
         return
+    if job_settings.run_dir is not None:
+        refuse_second_job(Path(job.run_dir))
     job_id = submit_job(job, text)
     print(f"job {job_id}, script {job.script}")
     print(f"log {job.logs}/{job.name}-{job_id}.out")
@@ -167,16 +173,46 @@ def judge(
     min_disk_gib: Annotated[float, typer.Option(help="least free space for the run's folder")] = 0.0,
     max_clock_offset_s: Annotated[float, typer.Option(help="largest offset from the first node")] = float("inf"),
     code: Annotated[str, typer.Option(help="digest of the harness's code and configs")] = "",
+    min_inodes: Annotated[int, typer.Option(help="least files that can be created")] = 0,
+    min_read_mib_s: Annotated[float, typer.Option(help="lowest rate of reading data")] = 0.0,
+    min_node_gb_s: Annotated[float, typer.Option(help="lowest rate of an all-reduce in a node")] = 0.0,
+    min_pair_gb_s: Annotated[float, typer.Option(help="lowest rate of an all-reduce of two nodes")] = 0.0,
+    min_all_gb_s: Annotated[float, typer.Option(help="lowest rate of an all-reduce of all nodes")] = 0.0,
+    min_gemm_tflops: Annotated[float, typer.Option(help="lowest rate of a matrix product")] = 0.0,
+    srun: Annotated[Path | None, typer.Option(metavar="FILE", help="errors of the step's `srun --label`")] = None,
+    tasks_per_node: Annotated[int, typer.Option(help="tasks of the step on each node")] = 1,
+    failed: Annotated[Path | None, typer.Option(metavar="FILE", help="write the nodes to leave out there")] = None,
 ) -> None:
-    """Read the nodes' JSON lines from stdin and name the nodes with problems; exit code 1 if there are any."""
-    from harness.launch.preflight import Limits, judge_nodes
+    """Read the nodes' JSON lines from stdin and name the nodes with problems.
 
-    limits = Limits(gpus, min_shm_mib, min_disk_gib, max_clock_offset_s, code)
-    faults, summary = judge_nodes(sys.stdin, nodes.split(","), limits)
+    Exit code 1 if there are any, 3 if the job can run without the nodes that have them.
+    """
+    from harness.launch.preflight import Limits, culprits, judge_nodes
+
+    limits = Limits(
+        gpus,
+        min_shm_mib,
+        min_disk_gib,
+        max_clock_offset_s,
+        code,
+        min_inodes,
+        min_read_mib_s,
+        min_node_gb_s,
+        min_pair_gb_s,
+        min_all_gb_s,
+        min_gemm_tflops,
+    )
+    errors = srun.read_text(errors="replace").splitlines() if srun is not None and srun.exists() else []
+    names = nodes.split(",")
+    faults, summary = judge_nodes(sys.stdin, names, limits, srun=errors, tasks_per_node=tasks_per_node)
     for fault in faults:
         print(f"preflight: {fault}")
     if not faults:
         print(f"preflight: {summary}")
+    without = culprits(faults, names)
+    if failed is not None and without:
+        failed.write_text("".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items()))
+        raise typer.Exit(3)
     raise typer.Exit(1 if faults else 0)
 
 

@@ -11,6 +11,8 @@ from harness.errors import ConfigError
 # Options of sbatch that are settings of the same name.
 SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
 LAUNCHERS = ("srun", "torchrun")
+# `cluster.successor` as a dependency of sbatch.
+SUCCESSORS = {"none": "", "afterany": "afterany:$SLURM_JOB_ID", "singleton": "singleton"}
 # Slurm parses `#SBATCH` lines by rules of its own; these characters mean the same to it and to the shell.
 _DIRECTIVE = re.compile(r"[A-Za-z0-9._/+@:,=\[\]&|*()-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -27,6 +29,13 @@ class PreflightConfig:
         min_shm_mib: size in MiB that /dev/shm needs; loader workers pass batches through it.
         min_disk_gib: free space in GiB that the file system of the run's folder needs.
         max_clock_offset_s: largest allowed difference in seconds between a node's clock and that of the first node.
+        min_inodes: files that it must be possible to create on the file system of the run's folder.
+        min_read_mib_s: lowest rate in MiB/s at which a node reads the largest file of the dataset and of the weights.
+        min_node_gb_s: lowest rate in GB/s of an all-reduce within a node of several ranks, in bytes over its links.
+        min_pair_gb_s: lowest rate of an all-reduce between two nodes, measured in jobs of three nodes and more.
+        min_all_gb_s: lowest rate of an all-reduce over all nodes.
+        min_gemm_tflops: lowest TFLOP/s of a bfloat16 matrix product of every GPU, float32 without GPUs; 0 for none.
+        exclude_failed: leave failed nodes out and requeue the job, if the partition has enough others.
         same_code: require the container image to hold the same code and configs as the folder that submits the job.
     """
 
@@ -35,6 +44,13 @@ class PreflightConfig:
     min_shm_mib: int = bounded(1024)
     min_disk_gib: float = bounded(10.0, lowest=0)
     max_clock_offset_s: float = bounded(2.0, lowest=0, highest=LONGEST_S)
+    min_inodes: int = bounded(1000)
+    min_read_mib_s: float = bounded(5.0, lowest=0)
+    min_node_gb_s: float = bounded(0.002, lowest=0)
+    min_pair_gb_s: float = bounded(0.002, lowest=0)
+    min_all_gb_s: float = bounded(0.002, lowest=0)
+    min_gemm_tflops: float = bounded(0.0, lowest=0)
+    exclude_failed: bool = True
     same_code: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +88,9 @@ class ClusterConfig:
         signal_lead_s: seconds before the time limit at which the ranks are asked to checkpoint; more than one step and
             one checkpoint take.
         max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
+        successor: keep a second job of the run in the queue, which continues it if the first one ends without being
+            requeued, as when Slurm kills its script: `afterany` makes it depend on the first job, `singleton` on the
+            name, which is then that of the run's folder; `none` for sites that count queued jobs.
         preflight: requirements that every node has to meet before the first step.
     """
 
@@ -99,6 +118,7 @@ class ClusterConfig:
     master_addr: str = "%N"
     signal_lead_s: int = bounded(120, lowest=1, highest=LONGEST_S)
     max_same_failures: int = bounded(3, lowest=1)
+    successor: str = "none"
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
@@ -115,7 +135,15 @@ class ClusterConfig:
                 where="cluster.ranks_per_node, cluster.gpus_per_node",
                 fix="at most one rank per GPU",
             )
+        if self.signal_lead_s >= time_limit_s(self.time):
+            raise ConfigError(
+                f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
+                f"{time_limit_s(self.time):,} s",
+                where="cluster.signal_lead_s, cluster.time",
+                fix="raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take",
+            )
         require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")
+        require_choice(self.successor, SUCCESSORS, setting="cluster.successor")
         for option in self.sbatch:
             check_directive(option, "cluster.sbatch")
             if not option.startswith("--"):
@@ -145,6 +173,19 @@ class SubmitConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
+
+
+def time_limit_s(text: str) -> int:
+    """Return the seconds of a time limit as sbatch takes it: `90` is minutes, `1:30` minutes and seconds."""
+    days, dash, rest = text.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    if dash:  # DAYS-HOURS, DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def check_directive(text: str, where: str) -> None:

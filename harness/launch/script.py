@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from harness.launch.cluster import SBATCH_NAMES, ClusterConfig, check_directive, check_one_line
+from harness.launch.cluster import SBATCH_NAMES, SUCCESSORS, ClusterConfig, check_directive, check_one_line
 
 IN_CONTAINER = """\
 # --no-container-mount-home: packages in ~/.local would hide those of the image. --container-env: variables that the
@@ -51,52 +51,199 @@ echo "attempt $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST, rank 0 
 
 PREFLIGHT = """\
 # Report faulty nodes before the ranks start, which would only wait for each other. A node that does not answer is
-# named at the timeout.
+# named at the timeout, with what srun reports about it.
 preflight() {
   local answers=$logs/preflight-$SLURM_JOB_ID.jsonl nodes
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  timeout --kill-after=5 @limit@ "${on_each_node[@]}" \\
-    "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$answers"
-  judge "$answers" @expected@ || return 1
-  timeout --kill-after=5 @limit@ "${@reduce_step@[@]}" \\
-    "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$answers.reduce"
-  judge "$answers.reduce"
+  rm -f "$answers.failed"
+  timeout --kill-after=5 @limit@ "${on_each_node[@]}" --label --kill-on-bad-exit=0 \\
+    "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$answers" 2>"$answers.srun"
+  judge "$answers" @expected@ || return
+  timeout --kill-after=5 @limit@ "${@reduce_step@[@]}" --label --kill-on-bad-exit=0 \\
+    "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$answers.reduce" 2>"$answers.reduce.srun"
+  judge "$answers.reduce" --tasks-per-node=@tasks@ @rates@
 }
 # Where the first node hangs too, the names of the nodes without an answer are all that can be reported.
 judge() {
+  local code
+  cat "$1.srun" >&2
   timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
-    "${harness[@]}" preflight judge --nodes="$nodes" "${@:2}" <"$1" && return 0
-  (($? == 1)) && return 1
+    "${harness[@]}" preflight judge --nodes="$nodes" --srun="$1.srun" --failed="$answers.failed" "${@:2}" <"$1"
+  code=$?
+  ((code == 0 || code == 1 || code == 3)) && return "$code"
   echo "preflight: $first_node: the answers of the nodes could not be judged here within @limit@ s"
   for node in ${nodes//,/ }; do
     grep -q "node.: .${node}[^-.a-z0-9]" "$1" || echo "preflight: $node: no answer from the node"
   done
   return 1
 }
-preflight || { echo "preflight: job $SLURM_JOB_ID does not start" >&2; exit 1; }"""
+# The job waits for other nodes only if the partition has enough of them.
+leave_out_failed() {
+  local failed=$logs/preflight-$SLURM_JOB_ID.jsonl.failed names left
+  [[ -s $failed ]] || return 1
+  names=$(excluded)
+  names=$(scontrol show hostnames "${names:+$names,}$(cut -d ' ' -f 1 "$failed" | paste -sd,)")
+  left=$(sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION:-}" --states=idle,alloc,mix,comp,resv \\
+    --format=%N | tr -d ' ' | sort -u | grep -cvxF -f <(echo "$names"))
+  if ((left < SLURM_JOB_NUM_NODES)); then
+    echo "preflight: without these nodes the partition has $left, and the job needs $SLURM_JOB_NUM_NODES"
+    return 1
+  fi
+  cat "$failed" >>"$run_dir/excluded_nodes"
+}
+preflight
+case $? in
+  0) ;;
+  3) @failed@ ;;
+  *) echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1 ;;
+esac"""
+
+CONTROLLER = """\
+# Slurm's controller may be away for minutes: ask again, at longer intervals, until it accepts or refuses the request.
+no_answer='onnect|ommunication|imed out|Zero Bytes|standby mode|emporarily'
+until_answered() {
+  local pause=1 shown=''
+  until answer=$("$@" 2>&1); do
+    [[ $answer =~ $no_answer ]] || return 1
+    [[ $shown ]] || echo "$(date +%T): no answer from Slurm, $1 tries again: ${answer%%$'\\n'*}"
+    shown=yes
+    sleep "$pause" &
+    wait $!  # a signal interrupts it, and does not interrupt a sleep
+    pause=$((pause < 8 ? 2 * pause : 15))
+  done
+}
+# Set state, reason and restarts to those of a job, and state to nothing if Slurm knows no such job.
+ask_about() {
+  state='' reason='' restarts=0
+  until_answered scontrol show job --oneliner "$1" || return 1
+  [[ $answer =~ JobState=([A-Z_]+) ]] && state=${BASH_REMATCH[1]}
+  [[ $answer =~ Reason=([A-Za-z]+) ]] && reason=${BASH_REMATCH[1]}
+  [[ $answer =~ Restarts=([0-9]+) ]] && restarts=${BASH_REMATCH[1]}
+  return 0
+}"""
+
+CLAIM = """\
+# One job at a time has the run: the one whose id is in _job. The file is removed when the run is over.
+claim_run() {
+  local owner try
+  for try in {1..5}; do
+    (set -o noclobber && echo "$SLURM_JOB_ID" >"$run_dir/_job") 2>/dev/null && return 0
+    owner=$(cat "$run_dir/_job" 2>/dev/null)
+    [[ $owner == "$SLURM_JOB_ID" ]] && return 0
+    [[ $owner ]] || { sleep "$try"; continue; }
+    ask_about "$owner"
+    case $state in
+      RUNNING | COMPLETING | CONFIGURING | SUSPENDED | STOPPED | SIGNALING | RESIZING | STAGE_OUT)
+        echo "job $owner is ${state,,} and has this run: job $SLURM_JOB_ID ends without touching it"
+        return 1 ;;
+    esac
+    mv "$run_dir/_job" "$run_dir/_job.$SLURM_JOB_ID" || continue
+    [[ $(cat "$run_dir/_job.$SLURM_JOB_ID") == "$owner" ]] || ln "$run_dir/_job.$SLURM_JOB_ID" "$run_dir/_job"
+    rm -f "$run_dir/_job.$SLURM_JOB_ID"
+  done
+  echo "$run_dir/_job cannot be written: job $SLURM_JOB_ID ends"
+  return 1
+}
+# A successor waits in the queue, and continues a run that this job could not end itself.
+if [[ ${HARNESS_PREDECESSOR:-} && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+  ask_about "$HARNESS_PREDECESSOR"
+  if [[ $state == CANCELLED || $(cat "$run_dir/_job" 2>/dev/null) != "$HARNESS_PREDECESSOR" ]]; then
+    echo "the run ended in job $HARNESS_PREDECESSOR: nothing is left for its successor"
+    exit 0
+  fi
+fi
+claim_run || exit 2"""
 
 FORWARDING = """\
-# The ranks checkpoint at their next step and end with code 75. TERM comes where Slurm preempts without a warning.
-step='' warned='' ended=''
+# Nodes that jobs of this run leave out: those of cluster.exclude, and those that failed.
+excluded() {
+  { echo @exclude@; cut -s -d ' ' -f 1 "$run_dir/excluded_nodes" 2>/dev/null | sort -u; } | grep . | paste -sd,
+}
+# The run is over: nothing is left for a successor.
+forget_run() {
+  [[ $(cat "$run_dir/_job" 2>/dev/null) == "$SLURM_JOB_ID" ]] && rm -f "$run_dir/_job"
+  if [[ -s $logs/successor-$SLURM_JOB_ID ]]; then
+    until_answered scancel "$(cat "$logs/successor-$SLURM_JOB_ID")" || echo "$answer"
+  fi
+}
+end_run() {
+  forget_run
+  exit "$1"
+}
+# One successor per job, however often the job restarts.
+submit_successor() {
+  local nodes
+  [[ -s $logs/successor-$SLURM_JOB_ID ]] && return 0
+  [[ -e $run_dir/job.sbatch ]] || cp "$0" "$run_dir/job.sbatch"
+  nodes=$(excluded)
+  if ! until_answered sbatch --parsable --dependency="@dependency@" ${nodes:+"--exclude=$nodes"} \\
+    --export="ALL,HARNESS_PREDECESSOR=$SLURM_JOB_ID" "$run_dir/job.sbatch"; then
+    echo "sbatch refuses a successor of job $SLURM_JOB_ID: $answer"
+    return 1
+  fi
+  answer=${answer##*$'\\n'}
+  echo "${answer%%;*}" >"$logs/successor-$SLURM_JOB_ID"
+  echo "job ${answer%%;*} continues the run if this job cannot be requeued"
+}
+leave_out_nodes() {
+  local nodes
+  nodes=$(excluded)
+  [[ ! $nodes || $left_out == "$nodes" ]] && return 0
+  left_out=$nodes
+  until_answered scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes" && echo "left out from now on: $nodes" ||
+    echo "the nodes $nodes cannot be left out: $answer"
+}
+# Requeue the job, which ends this script. A controller that dies in that moment may not remember it, so ask again. A
+# requeue would start a cancelled job again, and one that Slurm has requeued itself a second time.
+run_again() {
+  trap '' USR2
+  trap 'ended=yes' TERM
+  while ask_about "$SLURM_JOB_ID"; do
+    if ((restarts > ${SLURM_RESTART_COUNT:-0})); then
+      leave_out_nodes
+      [[ $ended ]] && exit 1
+      sleep 60 &
+      wait $!
+    elif [[ $state == COMPLETING && $reason != TimeLimit ]]; then
+      echo "cancelled: the job is not requeued"
+      end_run 1
+    elif answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+      echo "requeued at $(date +%T)"
+      sleep 5 &
+      wait $!
+    elif [[ $answer =~ $no_answer|pending|ompleting|transition ]]; then
+      sleep 1
+    else
+      break
+    fi
+  done
+  echo "Slurm does not requeue job $SLURM_JOB_ID: $answer"
+  submit_successor && exit 1
+  end_run 1
+}
+# Slurm kills this script some seconds (KillWait) after TERM, perhaps before the ranks have saved and it gets to
+# run_again. Where Slurm preempts, or lost a node, it requeues the job itself.
+before_the_kill() {
+  ask_about "$SLURM_JOB_ID" || return
+  ((restarts > ${SLURM_RESTART_COUNT:-0})) && return
+  [[ $state == COMPLETING ]] || return
+  if [[ $reason == TimeLimit ]]; then
+    scontrol requeue "$SLURM_JOB_ID" && echo "at the time limit: requeued at $(date +%T)" && leave_out_nodes
+  else
+    forget_run
+  fi
+}
+# The ranks checkpoint at their next step and end with code 75. TERM comes where Slurm ends the job, or preempts it
+# without a warning.
+step='' warned='' ended='' left_out=''
 stop() {
   echo "$1 at $(date +%T)${step:+: the ranks checkpoint and stop}"
   [[ $step ]] || run_again
   # Repeated: a rank that is still importing ignores it.
   while kill -USR2 "$step" 2>/dev/null; do sleep 5; done &
 }
-# Slurm refuses to requeue a job that it is requeueing already; either way it ends this script. A job that Slurm ends
-# without a warning was cancelled by a user, and a requeue would start it again all the same.
-run_again() {
-  if [[ ! $warned && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == COMPLETING ]]; then
-    echo "cancelled: the job is not requeued"
-    exit 1
-  fi
-  scontrol requeue "$SLURM_JOB_ID"
-  sleep 120
-  exit 1
-}
 trap 'warned=yes; stop USR2' USR2
-trap 'ended=yes; stop TERM' TERM"""
+trap 'ended=yes; before_the_kill & stop TERM' TERM"""
 
 _RUN = """\
 # --wait: a rank that outlives another by a minute waits for it in vain. --kill-on-bad-exit=1 would lose the last output
@@ -134,10 +281,10 @@ wait "$step"
 code=$?
 if ((code == 0)); then
   echo "finished: $run_dir"
-  exit 0
+  end_run 0
 fi
 # Close to the time limit there is little time and nothing to decide: the next attempt records how this one ended. Not
-# where Slurm has begun to end the job, as in a preemption: it would be requeued twice.
+# where Slurm has begun to end the job, as in a preemption.
 if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
   stopped_at=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
   echo "stopped as asked after step $stopped_at: the job resumes from its checkpoint"
@@ -151,7 +298,7 @@ if ((decided == 124 || decided == 137)); then
   echo "$first_node did not decide within @limit@ s whether to requeue; requeued, because another node may be healthy"
   run_again
 fi
-exit "$code\""""
+end_run "$code\""""
 
 
 @dataclass(frozen=True)
@@ -223,13 +370,22 @@ def render(job: Job, cluster: ClusterConfig) -> str:
             f"program=({shlex.join(_program(job, cluster))})",
         ],
         _steps(job, cluster),
+        [CONTROLLER],
+        [CLAIM],
         [_fill(RENDEZVOUS, master_addr=cluster.master_addr.replace("%N", "$first_node"))],
-        [FORWARDING],
+        [forwarding(cluster)],
+        [] if cluster.successor == "none" else ["submit_successor &"],
         [_preflight(job, cluster)] if cluster.preflight.enabled else [],
         [SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS],
         [_fill(ENDING, max_same=cluster.max_same_failures, limit=limit)],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
+
+
+def forwarding(cluster: ClusterConfig) -> str:
+    """Return the functions that pass signals on to the ranks, requeue the job, and submit its successor."""
+    dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # of one that a refused requeue needs
+    return _fill(FORWARDING, exclude=shlex.quote(cluster.exclude), dependency=dependency)
 
 
 def _fill(text: str, **values: object) -> str:
@@ -313,10 +469,22 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         f"--min-shm-mib={limits.min_shm_mib}",
         f"--min-disk-gib={limits.min_disk_gib:g}",
         f"--max-clock-offset-s={limits.max_clock_offset_s:g}",
+        f"--min-inodes={limits.min_inodes}",
+        f"--min-read-mib-s={limits.min_read_mib_s:g}",
         *([f"--code={job.code}"] if job.code else []),
     ]
+    rates = [
+        f"--min-node-gb-s={limits.min_node_gb_s:g}",
+        f"--min-pair-gb-s={limits.min_pair_gb_s:g}",
+        f"--min-all-gb-s={limits.min_all_gb_s:g}",
+        f"--min-gemm-tflops={limits.min_gemm_tflops:g}",
+    ]
+    does_not_start = 'echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1'
     return _fill(
         PREFLIGHT,
+        failed=f"leave_out_failed && run_again; {does_not_start}" if limits.exclude_failed else does_not_start,
+        rates=shlex.join(rates),
+        tasks=cluster.ranks_per_node if cluster.gpus_per_node else 1,
         needed="".join(f" --{name}={shlex.quote(path)}" for name, path in needed),
         timeout=f"{limits.timeout_s:g}",
         # srun itself is ended a little later, so that the nodes can report their own timeouts.

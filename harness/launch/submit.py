@@ -13,6 +13,7 @@ from typing import Any
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.launch.cluster import ClusterConfig, check_one_line
 from harness.launch.preflight import code_digest
+from harness.launch.queue import jobs_of_run
 from harness.launch.script import Job
 from harness.loader import corpus_paths
 
@@ -79,12 +80,14 @@ def plan_job(
                 )
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
+    folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
     return Job(
-        name=settings["name"],
+        # A singleton waits for all jobs of its name: only those of the same run may have it.
+        name=folder.name if cluster.successor == "singleton" else settings["name"],
         nodes=nodes,
         module=module,
         overrides=tuple(arguments),
-        run_dir=str(Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])),
+        run_dir=str(folder),
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=dataset_paths(settings),
@@ -118,6 +121,19 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     paths = [source["path"] for source in data["blend"]] or ([] if data["live"]["path"] else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)
+
+
+def refuse_second_job(run_dir: Path) -> None:
+    """Raise ConfigError if a job of the run is in the queue; the script of a second one would end at once."""
+    if shutil.which("squeue") is None:
+        return  # then there is no sbatch either, which is refused later
+    jobs = jobs_of_run(run_dir)
+    if jobs:
+        raise ConfigError(
+            f"this run is in the queue already: {'; '.join(map(str, jobs))}",
+            where=str(run_dir),
+            fix=f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`",
+        )
 
 
 def submit_job(job: Job, text: str) -> str:

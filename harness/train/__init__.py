@@ -1,9 +1,9 @@
 """The trainer without a framework: the loop, and the files of a run's folder.
 
 Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
-checkpoints, `metrics.py` and `digests.py` record each step, `trackers.py` feeds services from the metrics,
-`attempts.py` records how a run ended and decides about a restart, `progress.py` shows the run in a terminal, and
-`verify.py` checks a run's folder. Nothing here imports torch or Megatron-Core.
+checkpoints, `metrics.py` and `digests.py` record each step in the files of `lines.py`, `trackers.py` feeds services
+from the metrics, `attempts.py` records how a run ended and decides about a restart, `progress.py` shows the run in a
+terminal, `status.py` summarizes a run's folder and `verify.py` checks it. Nothing here imports torch or Megatron-Core.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from harness.train.checkpoints import (
     CHECKPOINTS,
     RUN_FILE,
     Progress,
+    UnreadableError,
     list_checkpoints,
     read_checkpoint,
     read_progress,
+    unreadable,
     whole_checkpoints,
     write_run_file,
 )
@@ -25,32 +27,37 @@ from harness.train.digests import (
     DigestWriter,
     RowDigests,
     StepDigests,
+    content_digest,
     from_json,
     kept_sequence,
     merge_ranks,
     rank_rows,
     read_digests,
+    sequence_digests,
     to_json,
 )
 from harness.train.folder import (
+    SAMPLES_FILE,
+    alone_in,
     choose_run_folder,
+    has_run,
     leave_early_stop,
     leave_refusal,
     open_run_folder,
 )
-from harness.train.loop import OWN_VALIDATION, Evaluation, StepRecord, StepResult, is_due, train
+from harness.train.lines import LineFile, keep_lines_before, whole_lines
+from harness.train.loop import OWN_VALIDATION, Evaluation, ExpertMetrics, StepRecord, StepResult, is_due, train
 from harness.train.metrics import (
     METRICS_FILE,
     MetricsWriter,
     StepMetrics,
-    keep_lines_before,
     plot_loss,
     read_metrics,
     step_metrics,
-    whole_lines,
     write_report,
 )
 from harness.train.progress import RunProgress
+from harness.train.status import RunStatus, read_status
 from harness.train.trackers import check_trackers
 from harness.train.verify import describe_run_checks, find_run_check, verify_run
 
@@ -62,23 +69,31 @@ __all__ = [
     "METRICS_FILE",
     "OWN_VALIDATION",
     "RUN_FILE",
+    "SAMPLES_FILE",
     "DigestWriter",
     "Evaluation",
+    "ExpertMetrics",
+    "LineFile",
     "MetricsWriter",
     "Progress",
     "RowDigests",
     "RunProgress",
+    "RunStatus",
     "StepDigests",
     "StepMetrics",
     "StepRecord",
     "StepResult",
     "Stop",
+    "UnreadableError",
+    "alone_in",
     "check_trackers",
     "choose_run_folder",
+    "content_digest",
     "decide",
     "describe_run_checks",
     "find_run_check",
     "from_json",
+    "has_run",
     "is_due",
     "keep_lines_before",
     "kept_sequence",
@@ -94,10 +109,13 @@ __all__ = [
     "read_digests",
     "read_metrics",
     "read_progress",
+    "read_status",
     "record_resume",
+    "sequence_digests",
     "step_metrics",
     "to_json",
     "train",
+    "unreadable",
     "verify_run",
     "whole_checkpoints",
     "whole_lines",

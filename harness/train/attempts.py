@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import FormatError, HarnessError
-from harness.train.metrics import METRICS_FILE, whole_lines
+from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.storage import write_atomically
+from harness.train.lines import LineFile, whole_lines
+from harness.train.metrics import METRICS_FILE
 
 STOPPED_FILE = "_stopped.json"
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -76,6 +78,8 @@ def write_stop(folder: Path, stop: Stop) -> bool:
         except FileExistsError:
             return False
         except OSError:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # half a reason is none
             return True  # nothing was written, but no other rank has reported a reason either
     finally:
         with suppress(OSError):
@@ -91,8 +95,9 @@ def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequen
         "checkpoint": checkpoint.name,
         "passed_over": [{"what": error.what, "where": error.where} for error in passed_over],
     }
-    with (folder / RESUMES_FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    file = LineFile(folder / RESUMES_FILE, "the record of this resume")
+    file.append(json.dumps(line) + "\n")
+    file.close()
 
 
 def forget_stop(folder: Path) -> None:
@@ -141,27 +146,40 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
     return Decision(True, f"failed {at}; attempt {same} of {max_same} at this step")
 
 
-def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -> None:
+def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None = None, max_stalled: int = 10) -> None:
     """Record, at the start of an attempt of a Slurm job, earlier attempts that its script did not record.
 
     Args:
         job: the job's id.
         restarts: how often Slurm has restarted it.
+        predecessor: the job that this one continues, if it waited for that job's end in the queue.
 
     Raises:
         HarnessError: with these, `max_stalled` attempts in a row made no progress.
         FormatError: a file of an earlier attempt is unreadable.
     """
-    recorded = sum(line.get("job") == job for line in _lines(folder))
+    lines = _lines(folder)
+    recorded = sum(line.get("job") == job for line in lines)
     newest = _read_stop(folder)
     forget_stop(folder)
     if restarts <= recorded:
+        done = steps_done(folder)
+        own = [line["step"] for line in lines if line.get("job") == predecessor]
+        follows = predecessor is not None and restarts == recorded == 0
+        if newest is None and follows and (not own or own[-1] < done):
+            newest = Stop(done, "lost", "Slurm ended the job, and nobody was left to report")
         if newest is not None:  # of another job
-            _append(folder, [newest], None, job=None)
+            _append(folder, [newest], None, job=predecessor if follows else None)
+            if follows:
+                _refuse_stalled(folder, max_stalled)
         return
     lost = Stop(steps_done(folder), "lost", "a node died, or Slurm took it away, and nobody was left to report")
     # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
     _append(folder, [*[lost] * (restarts - recorded - 1), newest or lost], None, job=job)
+    _refuse_stalled(folder, max_stalled)
+
+
+def _refuse_stalled(folder: Path, max_stalled: int) -> None:
     stalled, furthest = _stalled([_stop(line) for line in _lines(folder)])
     if stalled >= max_stalled:
         raise HarnessError(
@@ -172,14 +190,15 @@ def note_lost(folder: Path, *, job: str, restarts: int, max_stalled: int = 10) -
 
 
 def _append(folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / ATTEMPTS_FILE
     more = {"exit_code": exit_code, "time": time.time(), "job": job}
-    before = list(whole_lines(path)) if path.exists() else []
-    # Rewritten as a whole: half a line would be read together with the next one.
-    rewritten = path.with_suffix(".rewritten")
-    rewritten.write_text("".join([*before, *(json.dumps({**asdict(stop), **more}) + "\n" for stop in stops)]))
-    rewritten.replace(path)
+    fix = "make room or have the disk checked, then start again"
+    with os_errors_as(HarnessError, "the record of attempts cannot be written", where=path, fix=fix):
+        folder.mkdir(parents=True, exist_ok=True)
+        before = list(whole_lines(path)) if path.exists() else []
+        # Rewritten as a whole: half a line would be read together with the next one.
+        lines = [*before, *(json.dumps({**asdict(stop), **more}) + "\n" for stop in stops)]
+        write_atomically(path, "".join(lines).encode())
 
 
 def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ RUN_FILE = "run.json"
 CHECKPOINT_FIX = "remove this folder; an older checkpoint beside it is used then"
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint's file cannot be read, which may succeed at the next attempt."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Position of a run: optimizer steps done, and the state from which the loader continues."""
@@ -43,6 +48,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints below `folder` that have been finished, oldest first; their files are not looked at."""
     return [path for path in list_checkpoints(folder) if (path / RUN_FILE).is_file()]
+
+
+def unreadable(path: Path, error: OSError) -> UnreadableError:
+    """Return the error for a checkpoint of which the system refuses to read a file."""
+    file = Path(str(error.filename or RUN_FILE)).name
+    return UnreadableError(
+        f"the checkpoint's {file} cannot be read: {error.strerror or error} (on {socket.gethostname()})",
+        where=str(path),
+        fix=f"look at that file system; {CHECKPOINT_FIX}",
+    )
 
 
 def write_run_file(
@@ -84,6 +99,7 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
 
     Raises:
         CheckpointError: a file is missing, damaged, or has another size than was written.
+        UnreadableError: a file cannot be read.
     """
     try:
         document = json.loads((path / RUN_FILE).read_text())
@@ -100,7 +116,12 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, LoaderError) as error:
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            raise unreadable(path, error) from error
+        what = f"the checkpoint's {RUN_FILE} cannot be read: {error}"
+        raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
+    except (ValueError, KeyError, TypeError, AttributeError, LoaderError) as error:
         what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
     return progress, files or []

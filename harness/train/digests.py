@@ -6,21 +6,24 @@ digests prove the data path, whatever the model does.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from harness.errors import FormatError
+from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.loader import RankBatch
 from harness.records import Int64Array
-from harness.thd import ThdBatch
-from harness.train.metrics import keep_lines_before, read_lines
+from harness.storage import write_atomically
+from harness.thd import ThdBatch, zero_loss_row
+from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before
+from harness.train.metrics import read_lines
 
 DIGESTS_FILE = "digests.jsonl"
 BATCHES = "batches"
@@ -112,16 +115,47 @@ def rank_rows(
     return RankRows(process, fields, rows)
 
 
+def sequence_digests(row: ThdBatch) -> UInt64Array:
+    """Return the real length and the xxh3_64 of each of FIELDS of every sequence of a row, uint64 [S, 1 + fields].
+
+    They are read at the boundaries that attention receives, never those of the dataset's index: a lost boundary must
+    show.
+    """
+    lengths = np.diff(row.cu_seqlens).astype(np.int64)
+    starts = row.cu_seqlens_padded[:-1].astype(np.int64)
+    table = np.zeros((lengths.shape[0], 1 + len(FIELDS)), dtype=np.uint64)
+    table[:, 0] = lengths
+    for column, name in enumerate(FIELDS, start=1):
+        values = np.ascontiguousarray(getattr(row, name))
+        for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            table[index, column] = _xxh3(values[start : start + length])
+    return table
+
+
+def content_digest(rows: Iterable[ThdBatch | UInt64Array]) -> str:
+    """Return 32 hexadecimal digits over the sequences of a global batch, in any placement on ranks and rows.
+
+    For data that left the loader, where ids of packs and sequences are not known. Padding does not count, nor does a
+    sequence of one untrained token 0, which is the row of a rank without sequences.
+
+    Args:
+        rows: of all ranks, or what `sequence_digests` returned for them.
+    """
+    tables = [row if isinstance(row, np.ndarray) else sequence_digests(row) for row in rows]
+    table = np.concatenate([np.zeros((0, 1 + len(FIELDS)), np.uint64), *tables])
+    is_empty = (table[:, 0] == 0) | (table == sequence_digests(zero_loss_row())).all(axis=1)
+    table = table[~is_empty]
+    table = table[np.lexsort(table.T[::-1])]
+    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table, dtype="<u8").tobytes()))
+
+
 def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank: int, *, keep: bool) -> RowDigests:
-    # From the boundaries that attention reads, never from the dataset's index: a lost boundary must show.
+    table = sequence_digests(row)
     lengths = np.diff(row.cu_seqlens).astype(np.int64)
     starts = row.cu_seqlens_padded[:-1].astype(np.int64)
     count = max(lengths.shape[0], sequences.shape[0])
     digests = np.zeros((count, len(FIELDS)), dtype=np.uint64)
-    for column, name in enumerate(FIELDS):
-        values = np.ascontiguousarray(getattr(row, name))
-        for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-            digests[index, column] = _xxh3(values[start : start + length])
+    digests[: lengths.shape[0]] = table[:, 1:]
     arrays = {}
     if keep:
         real = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
@@ -174,18 +208,24 @@ class DigestWriter:
     def __init__(self, folder: Path, *, first_step: int = 1) -> None:
         self._folder = folder
         keep_lines_before(folder / DIGESTS_FILE, first_step)
-        self._file: IO[str] = (folder / DIGESTS_FILE).open("a")
+        self._file = LineFile(folder / DIGESTS_FILE, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
-        """Append a step, and write its arrays, if kept, as `batches/step-NNNNNNNN.npz`."""
+        """Append a step, and write its arrays, if kept, as `batches/step-NNNNNNNN.npz`.
+
+        Raises:
+            HarnessError: the disk refuses.
+        """
         arrays = {
             f"{row.microbatch}.{row.rank}.{name}": values for row in step.rows for name, values in row.arrays.items()
         }
         if arrays:
-            (self._folder / BATCHES).mkdir(exist_ok=True)
-            np.savez_compressed(_batch_file(self._folder, step.step), **arrays)  # type: ignore[arg-type]
-        self._file.write(json.dumps(to_json(step)) + "\n")
-        self._file.flush()
+            packed, path = io.BytesIO(), _batch_file(self._folder, step.step)
+            np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+            with os_errors_as(HarnessError, "the batches of the run cannot be written", where=path, fix=ROOM_FIX):
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, packed.getvalue())
+        self._file.append(json.dumps(to_json(step)) + "\n")
 
     def close(self) -> None:
         self._file.close()

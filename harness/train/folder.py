@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.checks import require_choice
-from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError
-from harness.storage import Marker
+from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
+from harness.storage import Marker, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 
 RESUME = ("false", "true", "auto")
+# Answers to `trainer.sample_prompts`.
+SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
+_ROOM = "make room, or name a folder on another disk with runs= or run_dir="
+# The id of the Slurm job that has the run, written by its batch script.
+_JOB = "_job"
+# Some network file systems keep the locks of a node that has died for so long.
+_LOST_LOCK_S = 150.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -29,7 +38,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
 
     Raises:
         ConfigError: an unknown value of `resume`, a name that cannot name a folder, nothing to resume, or a folder
-            that has a run already.
+            that has a run already; if that run is still active, the error names its process.
     """
     require_choice(resume, RESUME, setting="resume")
     if not _NAME.fullmatch(name):
@@ -49,8 +58,10 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
                 where=str(Path(runs) / f"{name}-*"),
                 fix="resume=auto starts a new one; run_dir=FOLDER names another",
             )
+        _refuse_if_running(numbered[max(resumable)])
         return numbered[max(resumable)]
     folder = Path(run_dir)
+    _refuse_if_running(folder)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
         fix = "resume=true continues the run in it; run_dir= names another folder"
         raise ConfigError("the run folder is not empty", where=str(folder), fix=fix)
@@ -70,23 +81,74 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[N
         ConfigError: another run has just taken the folder, or is still writing to it.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
+        _refuse_if_running(folder)
         raise ConfigError("another run has just taken this folder", where=str(folder), fix="start again")
-    folder.mkdir(parents=True, exist_ok=True)
-    running = Marker(folder / _RUNNING)
-    try:
-        running.acquire()
-    except FormatError:
-        fix = "wait for it or end it, then resume; or name another folder with run_dir="
-        raise ConfigError("another run is still writing to this folder", where=str(folder), fix=fix) from None
-    try:
+    with os_errors_as(ConfigError, "the run's folder cannot be used", where=folder, fix=_ROOM):
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
         path = folder / "config.yaml"
-        if path.exists() and path.read_text() != settings:
-            path.rename(folder / f"config.before-{1 + len(list(folder.glob('config.before-*.yaml')))}.yaml")
-        path.write_text(settings)
-        forget_stop(folder)
+        with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
+            if not path.exists() or (before := path.read_text()) != settings:
+                if path.exists():
+                    _keep(before, folder)
+                write_atomically(path, settings.encode())
+            forget_stop(folder)
+        yield
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock a run's folder against other runs; a Slurm job that has the run waits for the lock of its earlier attempt.
+
+    Raises:
+        ConfigError: another run is still writing to the folder.
+    """
+    running = Marker(folder / _RUNNING)
+    deadline = time.monotonic() + (_LOST_LOCK_S if has_run(folder) else 0.0)
+    while True:
+        try:
+            with os_errors_as(ConfigError, "the run's folder cannot be used", where=folder, fix=_ROOM):
+                running.acquire()
+            break
+        except FormatError:
+            if time.monotonic() >= deadline:
+                raise _still_running(folder, running) from None
+        time.sleep(1)
+    try:
         yield
     finally:
         running.release(remove=True)
+
+
+def _keep(settings: str, folder: Path) -> None:
+    """Write settings as `config.before-N.yaml`, unless the newest of these holds them already."""
+    number = len(list(folder.glob("config.before-*.yaml")))
+    newest = folder / f"config.before-{number}.yaml"
+    if not newest.exists() or newest.read_text() != settings:
+        write_atomically(folder / f"config.before-{number + 1}.yaml", settings.encode())
+
+
+def _refuse_if_running(folder: Path) -> None:
+    if has_run(folder):
+        return  # `alone_in` waits for the lock that an earlier attempt may have left
+    running = Marker(folder / _RUNNING)
+    try:
+        running.refuse_if_held()
+    except FormatError:
+        raise _still_running(folder, running) from None
+
+
+def _still_running(folder: Path, running: Marker) -> ConfigError:
+    fix = "wait for it or end it, then resume; or name another folder with run_dir="
+    return ConfigError(f"another run is still writing to this folder: {running.holder}", where=str(folder), fix=fix)
+
+
+def has_run(folder: Path) -> bool:
+    """Return True in the Slurm job that has the run of this folder."""
+    job = os.environ.get("SLURM_JOB_ID")
+    with suppress(OSError):
+        return job is not None and (folder / _JOB).read_text().strip() == job
+    return False
 
 
 def leave_refusal(folder: Path, error: HarnessError) -> None:

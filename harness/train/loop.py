@@ -20,6 +20,31 @@ OWN_VALIDATION = "validation"
 
 
 @dataclass(frozen=True)
+class ExpertMetrics:
+    """Statistics of the routers of a mixture of experts over one step; zeros for a dense model.
+
+    Attributes:
+        routed_tokens: real tokens that a layer sent to experts, over all layers.
+        shared_tokens: real tokens that passed shared experts, over all layers.
+        bias_tokens: real tokens that the change of the expert biases counted, over all layers.
+        load: tokens of a layer's busiest expert over the mean, as a mean over layers; 1 is even.
+        worst_load: the same of the most uneven layer.
+        entropy: of a token's scores, in nats, as a mean over layers and tokens.
+        aux_loss: balancing loss without its coefficient, as a mean over layers and tokens; 1 is even.
+        bias: absolute bias of an expert, as a mean over layers.
+    """
+
+    routed_tokens: int = 0
+    shared_tokens: int = 0
+    bias_tokens: int = 0
+    load: float = 0.0
+    worst_load: float = 0.0
+    entropy: float = 0.0
+    aux_loss: float = 0.0
+    bias: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step, the same on every rank.
 
@@ -29,6 +54,7 @@ class StepResult:
         grad_norm: before clipping.
         learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
+        experts: None for a dense model.
     """
 
     loss: float
@@ -36,6 +62,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
+    experts: ExpertMetrics | None = None
 
 
 @dataclass(frozen=True)

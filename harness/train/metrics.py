@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from harness.errors import FormatError
+from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.storage import write_atomically
+from harness.train.events import EventFile
+from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before, whole_lines
 from harness.train.loop import StepRecord
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
@@ -41,6 +45,7 @@ class StepMetrics:
             1 is even.
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
+        experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
     """
 
     step: int
@@ -60,6 +65,7 @@ class StepMetrics:
     imbalance_cost: float
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 def step_metrics(record: StepRecord) -> StepMetrics:
@@ -83,6 +89,7 @@ def step_metrics(record: StepRecord) -> StepMetrics:
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
+        experts={} if result.experts is None else asdict(result.experts),
     )
 
 
@@ -106,29 +113,27 @@ class MetricsWriter:
         trackers: Sequence[str] = ("tensorboard",),
         log: Callable[[str], None] = print,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
+        with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):
+            folder.mkdir(parents=True, exist_ok=True)
         keep_lines_before(path, first_step)
-        self._file: IO[str] = path.open("a")
+        self._file = LineFile(path, "the run's metrics")
         self._log = log
-        self._events: Any = None
+        self._events: EventFile | None = None
         with self._events_may_fail():
             if "tensorboard" in trackers:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+                self._events = EventFile(folder / "tensorboard", first_step=first_step)
         self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step and flush it."""
+        """Append one step; raises HarnessError if the disk refuses."""
         values = asdict(metrics)
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(line) + "\n")
         with self._events_may_fail():
-            for key, value in curve_values(values).items() if self._events is not None else ():
-                self._events.add_scalar(key, value, metrics.step)
+            if self._events is not None:
+                self._events.add(curve_values(values), metrics.step)
         self._report([tracker.problem() for tracker in self._trackers])
 
     def close(self, status: str = "finished") -> None:
@@ -146,27 +151,13 @@ class MetricsWriter:
     def _events_may_fail(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # its writer's thread passes on whatever ended it
+        except Exception as error:  # whatever its package raises
             self._events = None
             self._log(f"tensorboard gets no more metrics of this run ({error}); training continues")
 
     def _report(self, problems: Sequence[str | None]) -> None:
         for problem in filter(None, problems):
             self._log(problem)
-
-
-def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the lines that end; a process that was killed may have left half of one."""
-    with path.open() as file:
-        yield from (line for line in file if line.endswith("\n"))
-
-
-def keep_lines_before(path: Path, first_step: int) -> None:
-    """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing."""
-    kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
-    rewritten = path.with_suffix(".rewritten")
-    rewritten.write_text("".join(kept))
-    rewritten.replace(path)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
@@ -223,7 +214,10 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    with _report_may_fail(path):
+        write_atomically(path, drawn.getvalue())
 
 
 def _summary(losses: Mapping[int, float]) -> str:
@@ -261,5 +255,11 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     path = folder / "report.md"
-    path.write_text("\n".join(lines) + "\n")
+    with _report_may_fail(path):
+        write_atomically(path, ("\n".join(lines) + "\n").encode())
     return path
+
+
+def _report_may_fail(path: Path) -> AbstractContextManager[None]:
+    fix = "make room or have the disk checked; the run is finished and saved, resume=true writes its report again"
+    return os_errors_as(HarnessError, "the report of the run cannot be written", where=path, fix=fix)

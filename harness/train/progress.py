@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from harness.errors import discard_output
 from harness.train.metrics import StepMetrics
 
 # A run prints about this many lines between validations.
@@ -55,7 +56,19 @@ class RunProgress:
     def log(self, line: str) -> None:
         """Print a line that stays."""
         if not self._quiet:
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+            with self._output_may_fail():
+                self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    @contextmanager
+    def _output_may_fail(self) -> Iterator[None]:
+        """Continue without output once a full or failing disk refuses it: the run's metrics have all that it shows."""
+        try:
+            yield
+        except OSError as error:
+            self._quiet = True
+            discard_output()
+            with suppress(OSError):
+                print(f"standard output takes no more lines ({error.strerror}); training continues", file=sys.stderr)
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one more completed step."""

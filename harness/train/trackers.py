@@ -46,12 +46,13 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line by curve.
 
     Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
-    `validation/code/loss` of the further set `code`.
+    `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on.
     """
-    skipped = ("step", "validation_loss", "evaluation_losses")
+    skipped = ("step", "validation_loss", "evaluation_losses", "experts")
     further = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
     values |= {"validation/loss": line["validation_loss"], **further}
+    values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     return {curve: value for curve, value in values.items() if value is not None}
 
 

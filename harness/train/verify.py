@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import yaml
 from harness.errors import CheckpointError, FormatError, Problem
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
+from harness.train.digests import DIGESTS_FILE, from_json
+from harness.train.folder import SAMPLES_FILE
 from harness.train.metrics import METRICS_FILE
 
 SETTINGS_FILE = "config.yaml"
@@ -57,6 +60,8 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
     parts: list[Callable[[], list[Problem]]] = [
         lambda: list(_settings_problems(folder / SETTINGS_FILE)),
         lambda: list(_metrics_problems(folder / METRICS_FILE, checkpoints)),
+        lambda: list(_digests_problems(folder)),
+        lambda: list(_samples_problems(folder)),
         *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
         *(lambda place=place: verify_folder(place) for place in exports),
     ]
@@ -170,6 +175,83 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
     if newest > step:
         yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
+
+
+def _metrics_of_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics by step, as far as they are readable; what is not is reported with the metrics."""
+    found: dict[int, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):
+        for line in (folder / METRICS_FILE).read_bytes().decode().splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                values = json.loads(line)
+                found[int(values["step"])] = values
+    return found
+
+
+def _digests_problems(folder: Path) -> Iterator[Problem]:
+    """List what is wrong with the digests of a run that recorded some: each step's own, order, and the metrics."""
+    path = folder / DIGESTS_FILE
+    metrics, last = _metrics_of_steps(folder), None
+    for where, line in _lines(path, "digests"):
+        try:
+            step = from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            yield Problem(f"not the digests of a step: {error}", where)
+            last = None if last is None else last + 1
+            continue
+        if last is not None and step.step != last + 1:
+            yield Problem(f"digests of step {last} are followed by those of step {step.step}", where)
+        last = step.step
+        for disagreement in step.disagreements:
+            yield Problem(f"step {step.step}: {disagreement}", where)
+        of_step = metrics.get(step.step)
+        if of_step is None:
+            yield Problem(f"there are digests of step {step.step}, and no metrics", where)
+            continue
+        tokens = sum(int(row.lengths.sum()) for row in step.rows)
+        for name, found in (("epoch", step.epoch), ("tokens", tokens)):
+            if name in of_step and of_step[name] != found:
+                what = f"step {step.step} has {name} {found:,} in its digests and {of_step[name]} in the metrics"
+                yield Problem(what, where)
+    if last is not None and metrics and last < max(metrics):
+        yield Problem(f"the digests end at step {last}, and the metrics at step {max(metrics)}", str(path))
+
+
+def _samples_problems(folder: Path) -> Iterator[Problem]:
+    """List what is wrong with the answers to sample prompts: their form, their order, and steps without metrics."""
+    metrics, last = _metrics_of_steps(folder), 0
+    for where, line in _lines(folder / SAMPLES_FILE, "samples"):
+        try:
+            values = json.loads(line)
+            step, texts, tokens = values["step"], (values["prompt"], values["answer"]), values["tokens"]
+            if type(step) is not int or not all(isinstance(text, str) for text in texts):
+                raise ValueError("step, prompt and answer are not a number and two texts")
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise ValueError("the tokens are not numbers")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            yield Problem(f"not an answer to a sample prompt: {error}", where)
+            continue
+        if step < last:
+            yield Problem(f"an answer after step {last} is followed by one after step {step}", where)
+        if metrics and step not in metrics:
+            yield Problem(f"there is an answer after step {step}, and no metrics", where)
+        last = step
+
+
+def _lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each line of a file; nothing for one that the run did not write.
+
+    Text that is not UTF-8 has replacements, which are no JSON or other text.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        yield f"{path}: {error.strerror}", f"the run's {what} cannot be read"
+        return
+    for number, line in enumerate(lines[: -1 if not lines[-1] else None], start=1):
+        yield f"{path}, line {number}", line.decode(errors="replace")
 
 
 def _is_number(value: object) -> bool:

@@ -54,9 +54,7 @@ class Cluster:
             self._hold(name)
         self._connect()
         self._start_munge()
-        self._daemon("slurmctld", "login", "slurmctld", "-D", "-c")
-        # A registration is lost if the controller does not answer yet, and is repeated only after seconds.
-        wait_for(lambda: "is UP" in self.on("login", "scontrol", "ping"), "slurmctld", timeout_s=20)
+        self.start_controller("-c")
         for node in self.nodes:
             self.start_slurmd(node)
         self.wait_idle()
@@ -93,6 +91,12 @@ class Cluster:
         )
         assert not check or done.returncode == 0, f"{words}: {done.stdout}"
         return done.stdout
+
+    def start_controller(self, *options: str) -> None:
+        """Start slurmctld with the state that it left; `-c` forgets it."""
+        self._daemon("slurmctld", "login", "slurmctld", "-D", *options)
+        # A registration is lost if the controller does not answer yet, and is repeated only after seconds.
+        wait_for(lambda: "is UP" in self.on("login", "scontrol", "ping"), "slurmctld", timeout_s=20)
 
     def start_slurmd(self, node: str) -> None:
         self._daemon(f"slurmd-{node}", node, "slurmd", "-D", "-N", node)

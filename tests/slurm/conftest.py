@@ -35,10 +35,14 @@ SETTINGS = (
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
+    yield from started(Cluster())
+
+
+def started(cluster: Cluster) -> Iterator[Cluster]:
+    """Start a cluster, yield it, and stop it."""
     lacking = missing()
     if lacking:
         pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
-    cluster = Cluster()
     # Tests that a time limit ends with SIGTERM end their daemons too.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("ended by SIGTERM", 128 + number))
     try:

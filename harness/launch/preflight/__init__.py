@@ -1,12 +1,13 @@
 """Check whether training can start on every node of a job.
 
-`node_checks` and `run_checks` run on each node and print a line of JSON per check (`probe`, `rendezvous`);
-`judge_nodes` compares the lines of all nodes and reports each fault with its node and its fix (`judge`).
+`node_checks` and `run_checks` run on each node and print a line of JSON per check (`probe`, `hardware`, `rendezvous`);
+`judge_nodes` compares the lines of all nodes and reports each fault with its node and its fix (`judge`), from
+what `srun` reports about a node where it did not answer.
 """
 
 from __future__ import annotations
 
-from harness.launch.preflight.judge import Limits, judge_nodes
+from harness.launch.preflight.judge import Limits, culprits, judge_nodes
 from harness.launch.preflight.probe import code_digest, node_checks, run_checks
 
-__all__ = ["Limits", "code_digest", "judge_nodes", "node_checks", "run_checks"]
+__all__ = ["Limits", "code_digest", "culprits", "judge_nodes", "node_checks", "run_checks"]

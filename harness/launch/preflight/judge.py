@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from harness.launch.preflight.srun import read_srun
 
 # The driver holds some hundred MiB of an unused GPU.
 _UNUSED_GPU_MIB = 2048
@@ -16,7 +20,19 @@ _SAME_EVERYWHERE = {
     "versions": _SAME_ENVIRONMENT,
     "gpus": "drain the node, or leave it out: cluster.exclude",
     "all-reduce": _SAME_ENVIRONMENT,
+    "infiniband": "drain the node: a cable, an adapter or a switch port has failed",
 }
+
+
+# Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
+_NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce")
+# A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
+_LEAST_SHARE = 0.7
+_SLOW_LINK = (
+    "NCCL has lost rails or fell back to TCP: cluster.env.NCCL_DEBUG=INFO prints the network that it takes; "
+    "NCCL_IB_HCA names the rails, NCCL_SOCKET_IFNAME the interface for TCP, NCCL_NET_PLUGIN the plugin of the fabric"
+)
+_SLOW_GLOO = "gloo takes the interface that GLOO_SOCKET_IFNAME names, else that of the node's own name"
 
 
 @dataclass(frozen=True)
@@ -28,18 +44,48 @@ class Limits:
     min_disk_gib: float = 0.0
     max_clock_offset_s: float = float("inf")
     code: str = ""
+    min_inodes: int = 0
+    min_read_mib_s: float = 0.0
+    min_node_gb_s: float = 0.0
+    min_pair_gb_s: float = 0.0
+    min_all_gb_s: float = 0.0
+    min_gemm_tflops: float = 0.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one node."""
+    """One fault of one node, or of several, separated by commas, where the measurements do not tell which."""
 
     node: str
     what: str
     fix: str = ""
 
+    @property
+    def is_own(self) -> bool:
+        """True if the job can run on other nodes."""
+        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN) and not self.what.startswith("rank ")
+
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
+
+
+# `srun --label` puts the number of the task before each line.
+_LABEL = re.compile(r"^\s*\d+: ?")
+
+
+def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
+    """Return the nodes that a job can do without, and why; none if most are faulty, or if a fault has no clear cause.
+
+    Args:
+        nodes: of the job.
+    """
+    own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
+    others = [fault for fault in faults if not fault.is_own and not set(fault.node.split(",")) & own.keys()]
+    # Ranks that fail or wait because of a faulty node report that, too.
+    blames = [
+        fault for fault in others if not fault.what.startswith(_NOT_ITS_OWN) and not fault.what.startswith("rank ")
+    ]
+    return own if own and not blames and 2 * len(own) <= len(nodes) else {}
 
 
 @dataclass
@@ -51,24 +97,41 @@ class _Answers:
     timeouts: list[Fault] = field(default_factory=list)
 
 
-def judge_nodes(lines: Iterable[str], nodes: Sequence[str], limits: Limits) -> tuple[list[Fault], str]:
+def judge_nodes(
+    lines: Iterable[str],
+    nodes: Sequence[str],
+    limits: Limits,
+    *,
+    srun: Iterable[str] = (),
+    tasks_per_node: int = 1,
+) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and a line about the healthy nodes.
 
     Args:
         lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
         nodes: the nodes of the job, the first one first.
         limits: the requirements on every node.
+        srun: errors of the srun that ran the step, which tell why a node has not answered.
+        tasks_per_node: of that step.
     """
     answers = _read(lines)
+    causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
     present = [node for node in nodes if node in answers]
     fix = (
         "look in its own log (slurmd.log, `scontrol show node {0}`) whether the step began there; leave it out "
         "with cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     )
-    faults = [Fault(node, "no answer from the node", fix.format(node)) for node in nodes if node not in answers]
+    silent = [node for node in nodes if node not in answers]
+    faults = [Fault(node, *causes[node]) for node in silent if node in causes]
+    # Where srun ended the step because of one node, the others were not asked.
+    if not (faults and was_stopped):
+        faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
     faults += [fault for node in present for fault in answers[node].errors]
     faults += [Fault(node, *fault) for node in present for fault in _below_limits(answers[node].facts, limits)]
     faults += _differences({node: answers[node].facts for node in present})
+    measured = next((answers[node].facts["all-reduce"] for node in present if "all-reduce" in answers[node].facts), {})
+    faults += _slow_links(measured, limits)
+    faults += _slow_ranks(measured.get("ranks_s", []), limits)
     faults += [fault for node in present for fault in answers[node].timeouts]
     return faults, _summary([answers[node].facts for node in present])
 
@@ -77,7 +140,7 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
     answers: dict[str, _Answers] = {}
     for line in lines:
         try:
-            entry = json.loads(line)
+            entry = json.loads(_LABEL.sub("", line))
             node, check = entry["node"], entry["check"]
         except (ValueError, TypeError, KeyError):
             continue
@@ -121,6 +184,19 @@ def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[
             f"disk: {facts['disk']['gib']:.1f} GiB are free for the run's folder, {limits.min_disk_gib:g} are required",
             "free space, set runs= to another folder, or lower cluster.preflight.min_disk_gib",
         )
+    if facts.get("inodes", {}).get("free", limits.min_inodes) < limits.min_inodes:
+        yield (
+            f"inodes: {facts['inodes']['free']:,} files can be created in the run's folder, {limits.min_inodes:,} are "
+            "required",
+            "remove files there, set runs= to another folder, or lower cluster.preflight.min_inodes",
+        )
+    for check, found in facts.items():
+        if check.startswith("read rate") and found.get("mib_s", limits.min_read_mib_s) < limits.min_read_mib_s:
+            yield (
+                f"{check}: {found['mib_s']:.3g} MiB/s, {limits.min_read_mib_s:g} are required",
+                "the node's mount or network is slow, or the file system is busy: compare with another node, or lower "
+                "cluster.preflight.min_read_mib_s",
+            )
     if limits.code and facts.get("versions", {}).get("code", limits.code) != limits.code:
         yield (
             f"versions: the code or configs of the container differ from those that submitted the job ({limits.code})",
@@ -133,6 +209,68 @@ def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[
             f"clock: {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of the first node",
             "start chronyd or ntpd on it: logs, file times and Kerberos tickets depend on the clock",
         )
+
+
+def _slow_links(facts: dict[str, Any], limits: Limits) -> Iterable[Fault]:
+    """Yield the nodes whose all-reduces are below a limit, or far below those of the others."""
+    backend = facts.get("backend", "")
+    fix = _SLOW_LINK if backend == "nccl" else _SLOW_GLOO
+    within, pairs = facts.get("node_rates_s", {}), facts.get("pair_rates_s", {})
+    least = _least(within.values(), limits.min_node_gb_s)
+    for node, rate in within.items():
+        if rate < least:
+            yield Fault(
+                node, f"links within the node: {backend} all-reduces {rate:.3g} GB/s, {least:.3g} are required", fix
+            )
+    least = _least(pairs.values(), limits.min_pair_gb_s)
+    slow = {name: rate for name, rate in pairs.items() if rate < least}
+    met = Counter(node for name in pairs for node in name.split(" "))
+    slow_with = Counter(node for name in slow for node in name.split(" "))
+    # A node that is slow with all others, while these are fast with another.
+    named = [node for node, count in slow_with.items() if count == met[node]]
+    if len(named) < len(met):
+        for node in named:
+            rate = min(rate for name, rate in slow.items() if node in name.split(" "))
+            what = f"links to other nodes: {backend} all-reduces {rate:.3g} GB/s with each, {least:.3g} are required"
+            yield Fault(node, what, fix)
+            slow = {name: rate for name, rate in slow.items() if node not in name.split(" ")}
+    for name, rate in slow.items():
+        one, other = name.split(" ")
+        yield Fault(
+            f"{one},{other}",
+            f"the link between them: {backend} all-reduces {rate:.3g} GB/s, {least:.3g} are required",
+            fix,
+        )
+    ranks, rate = facts.get("ranks", 1), facts.get("rate_s", 0.0)
+    nodes = list(dict.fromkeys(entry["node"] for entry in facts.get("ranks_s", [])))
+    if len(nodes) > 1 and rate < limits.min_all_gb_s:
+        what = f"links between all nodes: {backend} all-reduces {rate:.3g} GB/s over {ranks} ranks, "
+        yield Fault(",".join(nodes), f"{what}{limits.min_all_gb_s:.3g} are required", fix)
+
+
+def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: Limits) -> Iterable[Fault]:
+    """Yield the nodes of GPUs that are slow in themselves; processors of a CPU node may be shared."""
+    on_gpus = any("from_host_gb_s" in entry for entry in ranks)
+    for name, what, lowest, unit in (
+        ("gemm_tflops", "a matrix product reaches", limits.min_gemm_tflops, "TFLOP/s"),
+        ("copy_gb_s", "its memory copies", 0.0, "GB/s"),
+        ("from_host_gb_s", "copies from the host reach", 0.0, "GB/s"),
+    ):
+        rates = [entry[name] for entry in ranks if name in entry]
+        least = _least(rates, lowest) if on_gpus else lowest
+        for rank, entry in enumerate(ranks):
+            if entry.get(name, least) < least:
+                fix = (
+                    "look at its temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE), or drain the node"
+                )
+                text = f"processor of rank {rank}: {what} {entry[name]:.3g} {unit}, {least:.3g} are required"
+                yield Fault(entry["node"], text, fix)
+
+
+def _least(rates: Iterable[float], limit: float) -> float:
+    """Return the limit, or a share of the median where there are enough others to compare with."""
+    values = list(rates)
+    return max(limit, _LEAST_SHARE * statistics.median(values)) if len(values) > 2 and limit > 0 else limit
 
 
 def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]:
@@ -174,5 +312,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
     if "all-reduce" in facts:
         reduced = facts["all-reduce"]
         parts += [f"all-reduce by {reduced['backend']} over {reduced['ranks']} ranks in {reduced['seconds_s']:.1f} s"]
-        parts += [f"{reduced['rate_s']:.1f} GB/s"]
+        pairs = reduced.get("pair_rates_s", {})
+        parts += [f"{reduced['rate_s']:.3g} GB/s"]
+        parts += [f"{min(pairs.values()):.3g} to {max(pairs.values()):.3g} GB/s between two nodes"] if pairs else []
     return ", ".join(parts)

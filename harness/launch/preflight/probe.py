@@ -26,6 +26,7 @@ import xxhash
 import harness
 from harness.errors import HarnessError, os_errors_as
 from harness.indexed import BIN, IDX, MappedIndex, with_suffix
+from harness.launch.preflight.hardware import read_gpu_states, read_inodes, read_ports, read_rate
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
@@ -75,11 +76,19 @@ def node_checks(
         "versions": read_versions,
         "gpus": read_gpus,
         "shm": lambda: {"mib": shutil.disk_usage("/dev/shm").total >> 20},
+        "gpu health": read_gpu_states,
+        "infiniband": read_ports,
         "disk": partial(read_free_space, run_dir),
+        "inodes": partial(read_inodes, run_dir),
         "run folder": lambda: share_folder(run_dir, place, timeout_s=timeout_s / 2),
         "own name": lambda: check_own_name(place.num_nodes),
         "first node": lambda: check_rendezvous(address, port, place, timeout_s=timeout_s - 2),
         **{f"dataset {path}": partial(read_dataset, path) for path in data},
+        **{
+            f"read rate of {path}": partial(read_rate, path)
+            for path in [*data, *filter(None, [weights])]
+            if Path(path).exists()
+        },
         **({f"weights {weights}": lambda: read_weights(Path(weights))} if weights else {}),
         # The producer may create it later; where only some nodes see it, it is not shared.
         **({f"live chunks {live}": lambda: {"folder": "there" if Path(live).is_dir() else "missing"}} if live else {}),

@@ -1,10 +1,12 @@
-"""Add up a tensor over the ranks of a job: the preflight's check of the links before training starts."""
+"""Measure the links and the processors of a job before training: the preflight's all-reduce and matrix product."""
 
 from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,15 +17,24 @@ from harness.errors import HarnessError
 from harness.megatron.job.runtime import choose_device
 
 # Large enough to measure the rate of the links, small compared with a GPU's memory.
-_GPU_BYTES, _CPU_BYTES = 256 << 20, 1 << 20
+_GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
+# Rows of the square matrices that are multiplied.
+_GPU_ROWS, _CPU_ROWS = 8192, 512
+_REPEATS = 3
+# A link that would take longer with the whole tensor is measured with this part of it: a slow one has a rate, too.
+_SMALLER, _LONGEST_S = 64, 2.0
 
 
 def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
-    """Add up a tensor over all ranks of the job, by NCCL on GPUs and by gloo on CPUs.
+    """Add up a tensor over all ranks, over those of each node and of pairs of nodes, by NCCL on GPUs or gloo on CPUs.
+
+    Rates are those of the links, in GB/s: 2 (n - 1) / n of the tensor's bytes a second for n ranks.
 
     Returns:
         backend, ranks, the number of visible GPUs, NCCL's version, seconds_s from the start to the first sum, and
-        rate_s in GB/s over the ranks' links.
+        rate_s over all ranks; node_rates_s by node, of nodes with several ranks; pair_rates_s by `NODE NODE`, of every
+        node with the next one, for jobs of three nodes and more; ranks_s, for every rank its node, the TFLOP/s of a
+        matrix product, and the GB/s of copies within its memory and from the host's.
 
     Raises:
         HarnessError: this rank has no GPU, ranks are missing, or the sum is wrong.
@@ -38,14 +49,12 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
     try:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         numbers = torch.full(((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4,), float(rank + 1), device=device)
-        torch.distributed.all_reduce(numbers)
-        total, expected = float(numbers[-1]), ranks * (ranks + 1) / 2
+        few = numbers[: numbers.numel() // _SMALLER]
+        torch.distributed.all_reduce(few)
+        total, expected = float(few[-1]), ranks * (ranks + 1) / 2
         first_s = time.perf_counter() - began
-        again = time.perf_counter()
-        torch.distributed.all_reduce(numbers)
-        if is_gpu:
-            torch.cuda.synchronize()
-        took_s = time.perf_counter() - again
+        rate = _rate(numbers, list(range(ranks)))
+        node_rates, pair_rates, own = _measure_nodes(numbers, device)
     except RuntimeError as error:
         raise HarnessError(
             f"{backend} cannot add up over {ranks} ranks: {str(error).splitlines()[0][:300]}",
@@ -61,12 +70,101 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     nccl: Any = torch.cuda.nccl if is_gpu else None  # untyped
-    moved = 2 * (ranks - 1) / ranks * numbers.numel() * 4
     return {
         "backend": backend,
         "ranks": ranks,
         "visible GPUs": torch.cuda.device_count(),
         "nccl": ".".join(map(str, nccl.version())) if is_gpu else "none",
         "seconds_s": first_s,
-        "rate_s": moved / took_s / 1e9,
+        "rate_s": rate,
+        "node_rates_s": node_rates,
+        "pair_rates_s": pair_rates,
+        "ranks_s": own,
     }
+
+
+def _measure_nodes(
+    numbers: torch.Tensor, device: torch.device
+) -> tuple[dict[str, float], dict[str, float], list[dict[str, Any]]]:
+    """Return the rates within each node, between pairs of nodes, and the measurements of every rank, on every rank."""
+    rank = torch.distributed.get_rank()
+    own = {"node": os.environ.get("SLURMD_NODENAME", socket.gethostname()), **_measure_processor(device)}
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    by_node: dict[str, list[int]] = {}
+    for number, entry in enumerate(gathered):
+        by_node.setdefault(entry["node"], []).append(number)
+    nodes = list(by_node)
+    rounds = [{node: members for node, members in by_node.items() if len(members) > 1}]
+    # Each node meets two others: one whose rate is low with both is the slow one.
+    ring = [(node, nodes[(number + 1) % len(nodes)]) for number, node in enumerate(nodes)] if len(nodes) > 2 else []
+    rounds += [{f"{one} {other}": by_node[one] + by_node[other] for one, other in part} for part in _rounds(ring)]
+    measured: dict[str, float] = {}
+    for groups in rounds:
+        handles = {name: torch.distributed.new_group(members) for name, members in groups.items()}
+        torch.distributed.barrier()
+        for name, members in groups.items():
+            if rank in members:
+                measured[name] = _rate(numbers, members, handles[name])
+    shared: list[Any] = [None] * len(gathered)
+    torch.distributed.all_gather_object(shared, measured)
+    rates: dict[str, float] = {}
+    for of_rank in shared:
+        for name, rate in of_rank.items():
+            rates[name] = min(rate, rates.get(name, rate))
+    within = {name: rate for name, rate in rates.items() if name in rounds[0]}
+    return within, {name: rate for name, rate in rates.items() if name not in within}, gathered
+
+
+def _rounds(ring: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Divide the pairs of neighbors on a ring so that no node has two at the same time."""
+    last = [ring[-1:]] if len(ring) % 2 else []
+    even = ring[: len(ring) - len(ring) % 2]
+    return [list(even[::2]), list(even[1::2]), *map(list, last)]
+
+
+def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> float:
+    """Return the rate of the best of several all-reduces over a group, 0 for a group of one rank."""
+    if len(members) < 2:
+        return 0.0
+    few = numbers[: numbers.numel() // _SMALLER]
+    torch.distributed.all_reduce(few, group=group)  # opens the connections
+    few_s = _seconds(lambda: torch.distributed.all_reduce(few, group=group))
+    slowest = torch.tensor([few_s], device=numbers.device)
+    torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX, group=group)
+    moved, took = few.numel() * 4, float(slowest)
+    if took * _SMALLER < _LONGEST_S:
+        moved = numbers.numel() * 4
+        took = min(_seconds(lambda: torch.distributed.all_reduce(numbers, group=group)) for _ in range(_REPEATS))
+    return 2 * (len(members) - 1) / len(members) * moved / took / 1e9
+
+
+def _measure_processor(device: torch.device) -> dict[str, float]:
+    """Return the TFLOP/s of a product of square matrices, and the GB/s of copies."""
+    is_gpu = device.type == "cuda"
+    rows = _GPU_ROWS if is_gpu else _CPU_ROWS
+    left = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if is_gpu else torch.float32)
+    measured = {"gemm_tflops": 2 * rows**3 / _median_seconds(lambda: left @ left) / 1e12}
+    source = torch.ones((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4, device=device)
+    target = torch.empty_like(source)
+    # Read and written.
+    measured["copy_gb_s"] = 2 * source.numel() * 4 / _median_seconds(lambda: target.copy_(source)) / 1e9
+    if is_gpu:
+        host = torch.ones(source.numel(), pin_memory=True)
+        measured["from_host_gb_s"] = host.numel() * 4 / _median_seconds(lambda: target.copy_(host)) / 1e9
+    return measured
+
+
+def _median_seconds(work: Any) -> float:
+    _seconds(work)
+    return statistics.median(_seconds(work) for _ in range(_REPEATS))
+
+
+def _seconds(work: Any) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return max(time.perf_counter() - began, 1e-9)

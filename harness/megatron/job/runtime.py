@@ -13,10 +13,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 from unittest import mock
 
@@ -108,7 +107,7 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
         )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext():
+    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext(), _experts_without_kernels(chosen):
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
@@ -138,6 +137,8 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         pipeline_model_parallel_size=config.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     return RankLayout(
@@ -222,8 +223,8 @@ def on_rank_0(function: Callable[[], T]) -> T:
         except OSError as error:
             outcome[1] = ConfigError(
                 f"the folder cannot be used: {error.strerror or error}",
-                where=str(error.filename or ""),
-                fix="name a folder that can be written to",
+                where=str(error.filename or "the run's folder"),
+                fix="make room, or name a folder that can be written to",
             )
     if torch.distributed.get_world_size() > 1:
         with waiting():
@@ -265,11 +266,36 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Now:
+    """A stream and an event of a device whose work is never asynchronous."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Now:
+        return self
+
+
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     # A plain integer is the index of a GPU; a bool is an argument with another meaning.
     return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
+
+
+def _experts_without_kernels(device: torch.device) -> AbstractContextManager[None]:
+    from harness.megatron import compat  # Megatron-Core is imported when a job starts
+
+    return compat.experts_without_kernels(on_cpu=device.type == "cpu")
 
 
 @contextmanager
@@ -282,14 +308,15 @@ def _cpu_as_cuda() -> Iterator[None]:
     def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    # Work is never asynchronous.
-    stream = SimpleNamespace(**dict.fromkeys(("wait_stream", "wait_event", "synchronize"), lambda *others: None))
+    stream = _Now()
     cuda = mock.patch.multiple(
         torch.cuda,
         current_device=lambda: torch.device("cpu"),
         synchronize=lambda device=None: None,
         current_stream=lambda device=None: stream,
         default_stream=lambda device=None: stream,
+        stream=lambda stream: nullcontext(),
+        Stream=_Now,
         get_rng_state=get_rng_state,
         set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
         manual_seed=torch.manual_seed,

@@ -245,10 +245,29 @@ class Watchdog:
             )
         if rank in (self._rank, None):
             faulthandler.dump_traceback(all_threads=True)  # for its log
+        self._keep_stacks()
         if self._rank == 0 and self._world > 1:
             sys.stderr.flush()
             wait(_SILENT_INTERVALS * self._interval_s)  # others are asking the store, which may be in this process
         _exit_now(EXIT_HANG)
+
+    def _keep_stacks(self) -> None:
+        """Write the stacks of this rank's threads, and NCCL's flight recorder where it is on, into the run's folder."""
+        if self._folder is None:
+            return
+        with suppress(OSError):
+            folder = self._folder / "stacks"
+            folder.mkdir(exist_ok=True)
+            name = f"rank-{self._rank:05d}"
+            with (folder / f"{name}.txt").open("w") as file:
+                step, activity = self.now
+                file.write(f"rank {self._rank} on {socket.gethostname()}, step {step}, {activity}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            if torch.distributed.get_backend() == "nccl":
+                recorder: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+                if recorder is not None:  # empty unless TORCH_NCCL_TRACE_BUFFER_SIZE is set
+                    (folder / f"{name}.nccl.pickle").write_bytes(recorder())
 
     def _lost(self, error: RuntimeError) -> LostRankError:
         rank, sentence = self._culprit(time.sleep)

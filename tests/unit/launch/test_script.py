@@ -14,8 +14,8 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.launch.cluster import ClusterConfig, SubmitConfig
-from harness.launch.script import FORWARDING, RENDEZVOUS, Job, render
+from harness.launch.cluster import ClusterConfig, SubmitConfig, time_limit_s
+from harness.launch.script import RENDEZVOUS, Job, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
 JOB = Job(
@@ -29,7 +29,7 @@ JOB = Job(
     data=("/shared/data/sft",),
 )
 CASES = {
-    "srun": ["cluster=h100_ib", "cluster.account=research"],
+    "srun": ["cluster=h100_ib", "cluster.account=research", "cluster.successor=afterany"],
     "torchrun": ["cluster=h100_ib", "cluster.launcher=torchrun"],
     "srun_pyxis": ["cluster=h100_pyxis"],
     "torchrun_cpu": ["cluster=local_cpu", "cluster.launcher=torchrun", "cluster.preflight.enabled=false"],
@@ -88,9 +88,26 @@ def test_text_that_the_shell_or_sbatch_would_misread_is_refused(changes, message
 
 
 @pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("04:00:00", 14400),
+        ("2-12", 216_000),
+        ("1-00:30", 88_200),
+        ("1-00:00:05", 86_405),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("cluster.time=soon", "time is 'soon'"),
+        ("cluster.time='3:00'", "asked to stop 180 s before a time limit of 180 s"),
+        ("cluster.successor=maybe", "'maybe' is not known"),
         ("cluster.launcher=mpirun", "'mpirun' is not known"),
         ("cluster.gpus_per_node=4", "8 ranks per node on 4 GPUs"),
         ("cluster.account='a b'", "sbatch would misread"),
@@ -104,17 +121,6 @@ def test_text_that_the_shell_or_sbatch_would_misread_is_refused(changes, message
 def test_a_wrong_setting_of_a_cluster_is_refused(override, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         cluster_of("cluster=h100_ib", override)
-
-
-@pytest.mark.parametrize("name", ["USR2", "TERM"])
-def test_a_job_that_is_signaled_before_its_ranks_have_begun_is_requeued(tmp_path, name):
-    """With a `scontrol` that records its arguments and ends the script, as a requeue does."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\nkill -KILL $PPID\n')
-    scontrol.chmod(0o755)
-    done = run_bash(f"{FORWARDING}\nkill -{name} $$\n", PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="42")
-    assert (tmp_path / "arguments").read_text() == "requeue 42\n"
-    assert (done.returncode, done.stdout.split()[0]) == (-signal.SIGKILL, name)
 
 
 PORT = RENDEZVOUS.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'

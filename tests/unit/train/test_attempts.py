@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -134,6 +136,20 @@ def test_attempts_whose_node_died_are_recorded_by_the_next_one(tmp_path: Path, m
     assert noted(tmp_path)[3:] == [("hang", 2), ("lost", 2)]
 
 
+def test_the_end_of_a_job_that_could_not_report_is_recorded_by_its_successor(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    note_lost(tmp_path, job="13", restarts=0, predecessor="12")
+    note_lost(tmp_path, job="13", restarts=0, predecessor="12")  # its ranks started again
+    assert noted(tmp_path) == [("lost", 2)]
+    write_stop(tmp_path, Stop(2, "signal", "SIGTERM received"))
+    note_lost(tmp_path, job="14", restarts=0, predecessor="13")
+    assert noted(tmp_path) == [("lost", 2), ("signal", 2)]
+    for job in range(15, 23):
+        note_lost(tmp_path, job=str(job), restarts=0, predecessor=str(job - 1))
+    with pytest.raises(HarnessError, match="the last 10 attempts got no further than step 2"):
+        note_lost(tmp_path, job="23", restarts=0, predecessor="22")
+
+
 def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -159,3 +175,26 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
         file.write('{"step": 0, "rea')
     assert decide(tmp_path, exit_code=137).requeue
     assert noted(tmp_path) == [("exit code 137", 0)] * 2
+
+
+def test_a_reason_that_a_full_disk_cuts_short_does_not_stay_as_one(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Full(io.StringIO):
+        write = refuse
+
+    opened = Path.open
+
+    def open_full(path: Path, mode: str = "r", *more: object, **options: object) -> object:
+        file = opened(path, mode, *more, **options)
+        if mode not in ("w", "x"):
+            return file
+        file.close()
+        return Full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        assert write_stop(tmp_path, Stop(4, "signal", "SIGTERM received"))
+    assert not (tmp_path / "_stopped.json").exists()
+    assert decide(tmp_path, exit_code=75).requeue

@@ -122,3 +122,17 @@ def test_a_dumb_terminal_has_plain_lines() -> None:
 
 def test_other_ranks_print_nothing() -> None:
     assert show(quiet=True) == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_is_reported_once_and_the_run_continues() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", SHOW.format(quiet=False) + "print('trained')"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+    assert ended.stderr == "standard output takes no more lines (No space left on device); training continues\n"
+    assert ended.returncode == 0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from harness.cli.app import app
 from harness.loader import LoaderState
 from harness.storage import digest_files, write_checksums
 from harness.train import Progress, verify_run, write_run_file
+from harness.train.digests import RowDigests, StepDigests, to_json
 from harness.train.verify import find_run_check, verify_checkpoint
 
 
@@ -82,6 +84,60 @@ def test_settings_are_there_and_readable(run: Path, text: str | None, message: s
         (run / "config.yaml").write_text(text)
     (what,) = found(run)
     assert what.startswith(message)
+
+
+def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
+    row = RowDigests(0, 0, np.array([step]), np.array([tokens]), np.full((1, 4), step, np.uint64), {})
+    return json.dumps({**to_json(StepDigests(step, 0, [step], [row], [])), **changes}) + "\n"
+
+
+def answer(step: int, **changes: Any) -> str:
+    values = {"step": step, "prompt": "two lines\u2028", "answer": "yes", "tokens": [5, 7]}
+    return json.dumps({**values, **changes}, ensure_ascii=False) + "\n"
+
+
+def test_digests_and_samples_of_a_whole_run_have_no_problems(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("".join(line(step, epoch=0, tokens=3) for step in (1, 2, 3, 4)))
+    # A run may begin to record digests when it is resumed.
+    (run / "digests.jsonl").write_text("".join(map(digests, (3, 4))))
+    (run / "samples.jsonl").write_text(answer(2) + answer(2) + answer(4))
+    assert found(run) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([digests(1), digests(2), digests(4)], "digests of step 2 are followed by those of step 4"),
+        ([digests(1), digests(2), digests(3)], "the digests end at step 3, and the metrics at step 4"),
+        ([digests(3), digests(4), digests(5)], "there are digests of step 5, and no metrics"),
+        ([digests(3), digests(4, digest="0" * 32)], "not the digests of a step: the digest of step 4"),
+        ([digests(3), digests(4)[:-9]], "not the digests of a step: "),
+        ([digests(3), digests(4, tokens=2)], "step 4 has tokens 2 in its digests and 3 in the metrics"),
+        ([digests(3), digests(4, epoch=1)], "step 4 has epoch 1 in its digests and 0 in the metrics"),
+        ([digests(3), digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
+    ],
+)
+def test_digests_are_of_consecutive_steps_and_agree_with_the_metrics(run: Path, lines: list[str], message: str) -> None:
+    (run / "metrics.jsonl").write_text("".join(line(step, epoch=0, tokens=3) for step in (1, 2, 3, 4)))
+    (run / "digests.jsonl").write_text("".join(lines))
+    assert found(run)[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([answer(4), answer(2)], "an answer after step 4 is followed by one after step 2"),
+        ([answer(5)], "there is an answer after step 5, and no metrics"),
+        ([answer(2, tokens=["a"])], "not an answer to a sample prompt: the tokens are not numbers"),
+        ([answer(2, answer=None)], "not an answer to a sample prompt: "),
+        ([answer(2)[:-4]], "not an answer to a sample prompt: "),
+    ],
+)
+def test_answers_to_sample_prompts_are_in_order_and_of_steps_that_were_trained(
+    run: Path, lines: list[str], message: str
+) -> None:
+    (run / "samples.jsonl").write_text("".join(lines))
+    assert found(run)[0].startswith(message)
 
 
 def test_everything_that_is_wrong_is_listed(run: Path) -> None:

@@ -1,0 +1,171 @@
+"""Commands on the jobs of a run: its status, its logs, and its end."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.settings import AsJson, print_json
+from harness.errors import ConfigError, HarnessError
+
+jobs_app = typer.Typer()
+cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
+_LOG_INTERVAL_S = 0.5
+
+
+@jobs_app.command()
+def status(run_dir: Run, as_json: AsJson = False) -> None:
+    """Show how far a run is, how its attempts ended, and its jobs in Slurm's queue, with what pending ones wait for."""
+    from harness.launch import jobs_of_run, read_excluded
+    from harness.train import read_status
+
+    run = read_status(run_dir)
+    problem = ""
+    try:
+        jobs = jobs_of_run(run_dir)
+    except HarnessError as error:
+        jobs, problem = [], error.what
+    excluded = read_excluded(run_dir)
+    if as_json:
+        print_json(
+            {**asdict(run), "is_finished": run.is_finished, "left_s": run.left_s, "excluded": excluded}
+            | {"jobs": [asdict(job) for job in jobs], "queue_problem": problem}
+        )
+        return
+    state = "finished" if run.is_finished else "in the queue" if jobs else "not in the queue"
+    print(f"{run_dir}: {state}" + (f" ({problem})" if problem and not run.is_finished else ""))
+    for job in jobs:
+        print(f"  {job}")
+    if run.step:
+        assert run.step_s is not None
+        assert run.age_s is not None
+        of = f" of {run.steps:,}" if run.steps is not None else ""
+        loss = f", loss {run.loss:.4f}" if run.loss is not None else ""
+        left = f", {duration(run.left_s)} left" if run.left_s else ""
+        print(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s a step{left}, written {duration(run.age_s)} ago")
+    print(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
+    for attempt in run.attempts[-5:]:
+        of_job = f" (job {attempt['job']})" if attempt.get("job") else ""
+        print(f"  ended after step {attempt['step']:,}: {attempt['reason']}: {attempt['message']}{of_job}")
+    if run.stopped is not None:
+        print(f"  ended: {run.stopped}")
+    for node, reason in excluded.items():
+        print(f"  left out: {node}: {reason}")
+
+
+@jobs_app.command()
+def logs(
+    run_dir: Run,
+    rank: Annotated[int | None, typer.Option(min=0, help="the log of this rank; omit for that of the job")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="number of lines from the end; 0 for all")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="print what is added, until Ctrl-C")] = False,
+) -> None:
+    """Print the log of the job that has the run, or of its newest job: that of the batch script, or of a rank."""
+    path, keep = find_log(run_dir, rank)
+    print(f"==> {path} <==", file=sys.stderr)
+    with path.open(errors="replace") as file:
+        shown = [line for line in file if keep.search(line)]
+        print("".join(shown[-lines:] if lines else shown), end="", flush=True)
+        while follow:
+            added = file.readline()
+            if not added:
+                time.sleep(_LOG_INTERVAL_S)
+            elif keep.search(added):
+                print(added, end="", flush=True)
+
+
+@jobs_app.command()
+def cancel(run_dir: Run) -> None:
+    """Cancel every job of a run, those that wait to continue it included; the ranks checkpoint if Slurm lets them."""
+    from harness.launch import cancel_jobs, jobs_of_run
+    from harness.train import read_status
+
+    read_status(run_dir)  # refuses a folder without a run
+    jobs = jobs_of_run(run_dir)
+    if not jobs:
+        print(f"{run_dir}: no job of this run is in the queue")
+        raise typer.Exit(1)
+    cancel_jobs(jobs)
+    for job in jobs:
+        print(f"canceled: {job}")
+
+
+@cluster_app.callback()
+def _group() -> None:
+    pass
+
+
+@cluster_app.command()
+def detect(
+    partition: Annotated[str, typer.Option(help="partition of the nodes; omit for the largest one with GPUs")] = "",
+) -> None:
+    """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
+    from harness.launch import detect_cluster
+
+    print(detect_cluster(partition), end="")
+
+
+def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
+    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it.
+
+    Raises:
+        ConfigError: there is none, or no such rank.
+    """
+    folder = run_dir / "logs"
+    named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
+    jobs = {match["job"]: path for path, match in named if match["part"] is None}
+    if not jobs:
+        raise ConfigError(
+            "there are no logs", where=str(folder), fix="name the folder of a run that `harness submit` has started"
+        )
+    job = max(jobs, key=int)
+    with suppress(OSError):  # a later one may have been refused because this one has the run
+        owner = (run_dir / "_job").read_text().strip()
+        job = owner if owner in jobs else job
+    if rank is None:
+        return jobs[job], re.compile("")
+    parts = {
+        (match["part"], int(match["number"])): path for path, match in named if match["job"] == job and match["part"]
+    }
+    if ("rank", rank) in parts:
+        return parts["rank", rank], re.compile("")
+    # The log of a node has the lines of its ranks, each with its number on the node.
+    ranks_per_node = next(_ranks_per_node(run_dir / "job.sbatch"), 1)
+    if ("node", rank // ranks_per_node) in parts:
+        return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
+    found = [number for part, number in parts if part == "rank"]
+    found += [
+        number * ranks_per_node + own for part, number in parts if part == "node" for own in range(ranks_per_node)
+    ]
+    raise ConfigError(
+        f"job {job} has no log of rank {rank}",
+        where=str(folder),
+        fix=f"--rank is 0 to {max(found)}"
+        if found
+        else "its ranks have not started; omit --rank for the job's own log",
+    )
+
+
+_LOG_NAME = re.compile(r".+-(?P<job>\d+)(?:-(?P<part>rank|node)(?P<number>\d+))?\.out")
+
+
+def _ranks_per_node(script: Path) -> Iterator[int]:
+    if script.exists():
+        yield from (int(number) for number in re.findall(r"--nproc-per-node=(\d+)", script.read_text()))
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as `12 s`, `3.5 min`, `2.1 h` or `1.5 days`."""
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,122 @@
+"""Propose the file of a cluster from what Slurm reports about its partitions."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from harness.errors import ConfigError, HarnessError
+
+# Name, time limit, nodes, cores, memory in MB, GPUs and features of each kind of node of each partition.
+_FORMAT = "%R|%l|%D|%c|%m|%G|%f"
+_GPUS = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
+_WITHOUT_LIMIT = "24:00:00"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Nodes of one kind in a partition.
+
+    Attributes:
+        time_limit: of a job, as sbatch takes it.
+        cores, memory_mb: of a node; memory is that which Slurm may give to jobs.
+        gpus, gpu: number of GPUs of a node, and their name in Slurm.
+    """
+
+    name: str
+    time_limit: str
+    nodes: int
+    cores: int
+    memory_mb: int
+    gpus: int
+    gpu: str
+    features: str
+
+
+def read_partitions(text: str) -> list[Partition]:
+    """Return the partitions in the output of sinfo."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != _FORMAT.count("|") + 1:
+            continue
+        name, limit, nodes, cores, memory, gres, features = fields
+        gpus = _GPUS.findall(gres)
+        limit = _WITHOUT_LIMIT if limit in ("infinite", "n/a") else limit
+        num_nodes, num_cores, memory_mb = (int(re.sub(r"\D.*", "", text) or 0) for text in (nodes, cores, memory))
+        kind = next((name for name, _ in gpus if name), "")
+        num_gpus = sum(int(count) for _, count in gpus)
+        found.append(Partition(name, limit, num_nodes, num_cores, memory_mb, num_gpus, kind, features))
+    return found
+
+
+def detect_cluster(partition: str = "") -> str:
+    """Return the text of a cluster file for the nodes that a partition has, or for the largest GPU partition.
+
+    Raises:
+        HarnessError: sinfo is not installed here, or fails.
+        ConfigError: there is no such partition.
+    """
+    if shutil.which("sinfo") is None:
+        raise HarnessError("sinfo is not installed here", where="PATH", fix="run the command on a login node")
+    command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise HarnessError(
+            f"sinfo fails: {done.stderr.strip()}",
+            where=" ".join(command),
+            fix="try again once the controller answers (`scontrol ping`)",
+        )
+    return propose_cluster(read_partitions(done.stdout), partition)
+
+
+def propose_cluster(partitions: list[Partition], name: str = "") -> str:
+    """Return the text of a cluster file for the nodes of a partition; see `detect_cluster`."""
+    chosen = [each for each in partitions if name in ("", each.name)]
+    if not chosen:
+        raise ConfigError(
+            f"there is no partition {name!r}" if name else "Slurm reports no partition",
+            where="sinfo",
+            fix=f"one of {', '.join(dict.fromkeys(each.name for each in partitions))}"
+            if partitions
+            else "ask the site",
+        )
+    nodes = max(chosen, key=lambda each: (each.gpus > 0, each.gpus * each.nodes, each.nodes))
+    others = dict.fromkeys(each.name for each in partitions if each.name != nodes.name)
+    ranks = nodes.gpus or max(1, min(2, nodes.cores))
+    lines = [
+        f"# Proposed from sinfo for the partition {nodes.name}: {nodes.nodes} nodes of {nodes.cores} cores, "
+        f"{nodes.memory_mb / 1024:,.0f} GiB"
+        + (f", {nodes.gpus} GPUs ({nodes.gpu or 'of unknown kind'})" * (nodes.gpus > 0)),
+        *([f"# Their features: {nodes.features}"] if nodes.features not in ("", "(null)") else []),
+        f"# Other partitions: {', '.join(others) or 'none'}",
+        f"partition: {nodes.name}",
+        f'time: "{nodes.time_limit}"',
+        f"gpus_per_node: {nodes.gpus}",
+        f"ranks_per_node: {ranks}",
+        f"cpus_per_rank: {max(1, nodes.cores // ranks)}",
+    ]
+    if nodes.gpus:
+        lines += [
+            "cpu_bind: cores",
+            "exclusive: true",
+            'memory: "0"',
+            "env:",
+            '  CUDA_DEVICE_MAX_CONNECTIONS: "1"',
+            '  TORCH_NCCL_ASYNC_ERROR_HANDLING: "1"',
+            "  # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr`",
+            "  # the interface of node names; `fi_info -p efa` answers on AWS.",
+            '  # NCCL_IB_HCA: "=mlx5_0,mlx5_1"',
+            "  # NCCL_SOCKET_IFNAME: eth0",
+            "preflight:",
+            "  min_shm_mib: 32768",
+            "  # Measure a healthy job (`harness logs RUN` has the figures), and set about two thirds of them.",
+            "  # min_node_gb_s: 200",
+            "  # min_pair_gb_s: 80",
+            "  # min_all_gb_s: 60",
+        ]
+    else:
+        lines += ["env:", '  OMP_NUM_THREADS: "1"']
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,192 @@
+"""Find the jobs of a run in Slurm's queue, explain in words why one waits, and cancel them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import HarnessError
+
+# Fields of `squeue --format`; a path may hold any character, so it is the last one.
+_FORMAT = "%A|%T|%M|%l|%D|%S|%R|%o"
+# What a pending job waits for, by the reason that squeue prints, and what can be done about it.
+_REASONS = {
+    "None": "Slurm has not looked at the job yet",
+    "Resources": "it is next: nodes that are in use have to become free",
+    "Priority": "jobs of higher priority are before it; `sprio -j {job}` shows how its priority is made up",
+    "Dependency": "it waits for another job to end",
+    "DependencyNeverSatisfied": "the job that it depends on ended in another way: cancel it and submit the run again",
+    "BeginTime": "it may begin only later, as a job does for some minutes after a requeue",
+    "JobHeldUser": "it is held: `scontrol release {job}` lets it start",
+    "JobHeldAdmin": "an administrator holds it; only they can release it",
+    "ReqNodeNotAvail": "nodes that it asks for are down, drained or reserved; look at cluster.exclude, and at "
+    "`sinfo -R`",
+    "NodeDown": "a node that it needs is down: `sinfo -R` has the reason",
+    "PartitionDown": "the partition does not start jobs: ask the administrators",
+    "PartitionInactive": "the partition does not take jobs: set cluster.partition to another one",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives one job: lower nodes=",
+    "PartitionTimeLimit": "its time limit is above that of the partition: lower cluster.time",
+    "PartitionConfig": "the partition does not allow what it asks for: compare with `scontrol show partition`",
+    "Licenses": "a license has to become free",
+    "Reservation": "its reservation has not begun",
+    "ReservationDeleted": "its reservation is gone: clear cluster.reservation",
+    "BadConstraints": "no node has what it asks for: look at cluster.constraint, cluster.gpus_per_node, "
+    "cluster.cpus_per_rank and cluster.memory",
+    "AccountNotAllowed": "the partition does not take this account: set cluster.account",
+    "QOSNotAllowed": "the account or the partition does not allow this QOS: set cluster.qos",
+    "InvalidAccount": "the account does not exist, or is not yours: set cluster.account",
+    "InvalidQOS": "the QOS does not exist, or is not yours: set cluster.qos",
+    "JobArrayTaskLimit": "as many jobs of its array as allowed are running",
+    "JobHoldMaxRequeue": "it was requeued more often than Slurm allows (MaxBatchRequeue): `scontrol release {job}`",
+    "launch failed requeued held": "a node could not start it, and Slurm holds it: `scontrol release {job}` tries "
+    "again; the node's slurmd.log has the cause",
+    "JobLaunchFailure": "a node could not start it: the node's slurmd.log has the cause",
+    "Prolog": "its prolog is running",
+    "Cleaning": "its nodes are still being cleaned up after its last attempt",
+    "FrontEndDown": "no front end is up to start it",
+    "SystemFailure": "Slurm itself failed: ask the administrators",
+    "BurstBufferResources": "the burst buffer is full",
+    "NodeNotAvail": "a node that it needs is not available: `sinfo -R` has the reason",
+}
+# Limits of accounts and QOS: `QOSMaxNodePerUserLimit`, `AssocGrpGRES`, `MaxJobsPerAccount`.
+_LIMITED = {"QOS": "its QOS", "Assoc": "its account", "Max": "the cluster"}
+_ITEMS = {
+    "GRES": "GPUs",
+    "Gres": "GPUs",
+    "Node": "nodes",
+    "Cpu": "cores",
+    "CPU": "cores",
+    "Mem": "memory",
+    "Job": "jobs",
+    "Submit": "queued jobs",
+    "Wall": "time",
+    "Time": "time",
+    "Billing": "billing units",
+    "Energy": "energy",
+}
+
+
+# Nodes that jobs of a run leave out: a name, a blank and the reason on each line. Remove a line to let its node in.
+EXCLUDED_FILE = "excluded_nodes"
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in Slurm's queue.
+
+    Attributes:
+        job_id, state: such as `12` and `PENDING`.
+        elapsed, time_limit: as squeue prints them, such as `1:23` and `4:00:00`.
+        num_nodes: nodes that it has or asks for.
+        starts: time at which it started, or may start; `N/A` if Slurm does not know.
+        where: names of its nodes, or why it is pending, in words.
+        command: path of its script.
+    """
+
+    job_id: str
+    state: str
+    elapsed: str
+    time_limit: str
+    num_nodes: int
+    starts: str
+    where: str
+    command: str
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state == "PENDING"
+
+    def __str__(self) -> str:
+        if self.is_pending:
+            expected = f", expected to start at {self.starts}" if self.starts != "N/A" else ""
+            return f"job {self.job_id} is pending: {self.where}{expected}"
+        return f"job {self.job_id} is {self.state.lower()} on {self.where}, {self.elapsed} of {self.time_limit}"
+
+
+def explain_reason(reason: str, job_id: str) -> str:
+    """Return in words what a pending job waits for, with the reason as squeue prints it in parentheses."""
+    code = reason.strip("()")
+    name = code.partition(",")[0].strip()
+    words = _REASONS.get(code) or _REASONS.get(name)
+    if words is None:
+        owner = next((text for prefix, text in _LIMITED.items() if name.startswith(prefix)), None)
+        item = next((text for part, text in _ITEMS.items() if part in name), None)
+        if owner is not None:
+            per = next((f" of one {kind.lower()}" for kind in ("User", "Account", "Job") if f"Per{kind}" in name), "")
+            words = f"a limit of {owner}{f' on {item}' if item else ''}{per} is reached; it starts when that allows it"
+            if per == " of one job":
+                words = f"it asks for more{f' {item}' if item else ''} than {owner} gives one job, and never starts"
+    if words is None:
+        return code
+    return f"{words.format(job=job_id)} ({code})"
+
+
+def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
+    """Return the jobs of a run that are pending or running: those of its script, and the one that has it.
+
+    Raises:
+        HarnessError: squeue is not installed here, or the controller does not answer.
+    """
+    script = (run_dir / "job.sbatch").resolve()
+    jobs = [job for job in _squeue("--me") if Path(job.command).resolve() == script]
+    owner = ""
+    with suppress(OSError):
+        owner = (run_dir / "_job").read_text().strip()
+    if owner.isdecimal() and owner not in {job.job_id for job in jobs}:
+        jobs += _squeue(f"--jobs={owner}")
+    return jobs
+
+
+def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
+    """Cancel jobs, pending ones first, because one may wait for the end of a running one.
+
+    Raises:
+        HarnessError: Slurm refuses.
+    """
+    for job in sorted(jobs, key=lambda job: not job.is_pending):
+        done = subprocess.run(["scancel", job.job_id], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise HarnessError(
+                f"job {job.job_id} cannot be canceled: {(done.stderr or done.stdout).strip()}",
+                where="scancel",
+                fix="try again once the controller answers (`scontrol ping`)",
+            )
+
+
+def read_excluded(run_dir: Path) -> dict[str, str]:
+    """Return the nodes that jobs of a run leave out because they failed, and why; the last reason counts."""
+    excluded: dict[str, str] = {}
+    with suppress(OSError):
+        for line in (run_dir / EXCLUDED_FILE).read_text().splitlines():
+            node, _, reason = line.partition(" ")
+            if node:
+                excluded[node] = reason
+    return excluded
+
+
+def _squeue(*options: str) -> list[QueuedJob]:
+    if shutil.which("squeue") is None:
+        raise HarnessError("squeue is not installed here", where="PATH", fix="run the command on a login node")
+    command = ["squeue", "--noheader", f"--format={_FORMAT}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "Invalid job id" in done.stderr:
+        return []
+    if done.returncode != 0:
+        raise HarnessError(
+            f"squeue fails: {(done.stderr or done.stdout).strip()}",
+            where=" ".join(command),
+            fix="try again once the controller answers (`scontrol ping`)",
+        )
+    return [_parse(line) for line in done.stdout.splitlines() if line.count("|") >= _FORMAT.count("|")]
+
+
+def _parse(line: str) -> QueuedJob:
+    job_id, state, elapsed, limit, nodes, starts, rest = line.split("|", 6)
+    where, _, command = rest.partition("|")
+    if state == "PENDING":
+        where = explain_reason(where, job_id)
+    return QueuedJob(job_id, state, elapsed, limit, int(nodes) if nodes.isdecimal() else 0, starts, where, command)

@@ -1,0 +1,70 @@
+"""Files of JSON lines that grow step by step, and that a full disk or a kill leaves with whole lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from harness.errors import HarnessError, os_errors_as
+from harness.storage import write_atomically
+
+ROOM_FIX = "make room or have the disk checked; resume=true then continues from the newest checkpoint"
+
+
+class LineFile:
+    """A file that lines are appended to; each is handed to the system at once.
+
+    Args:
+        path: exists or not.
+        contents: for messages, such as "the run's metrics".
+
+    Raises:
+        HarnessError: from the constructor and from `append`, the disk refuses. The file then ends before the line.
+    """
+
+    def __init__(self, path: Path, contents: str) -> None:
+        self._path, self._what = path, f"{contents} cannot be written"
+        with os_errors_as(HarnessError, self._what, where=path, fix=ROOM_FIX):
+            # Without a buffer: bytes that were refused must not come again when the file is closed.
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, text: str) -> None:
+        """Add whole lines."""
+        with os_errors_as(HarnessError, self._what, where=self._path, fix=ROOM_FIX):
+            size = os.fstat(self._file.fileno()).st_size
+            rest = memoryview(text.encode())
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), size)
+                raise
+
+    def close(self) -> None:
+        with os_errors_as(HarnessError, self._what, where=self._path, fix=ROOM_FIX):
+            self._file.close()
+
+
+def whole_lines(path: Path) -> Iterator[str]:
+    """Yield the lines that end; a process that was killed may have left half of one. An OSError names the file."""
+    try:
+        with path.open() as file:
+            yield from (line for line in file if line.endswith("\n"))
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def keep_lines_before(path: Path, first_step: int) -> None:
+    """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
+
+    Raises:
+        HarnessError: the disk refuses; the file is then as it was.
+    """
+    with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
+        kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
+        write_atomically(path, "".join(kept).encode())

@@ -1,0 +1,89 @@
+"""Summarize a run from the files of its folder: how far it is, how fast, and how its attempts ended."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import ConfigError
+from harness.train.attempts import ATTEMPTS_FILE, STOPPED_FILE
+from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
+from harness.train.lines import whole_lines
+from harness.train.metrics import METRICS_FILE
+
+# The speed of a run is the median of so many newest steps.
+_RECENT = 20
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run as its files show it.
+
+    Attributes:
+        steps: number of steps that the run is to make; None if it has not begun.
+        step, loss: of the newest step; 0 and None before the first.
+        step_s: median seconds of the newest steps, None before the first.
+        age_s: seconds since that step.
+        checkpoint: step of the newest whole checkpoint, None for none.
+        attempts: reason and step of every attempt that ended early, in order.
+        stopped: message of the last attempt that ended early and has not been continued.
+    """
+
+    folder: str
+    steps: int | None
+    step: int
+    loss: float | None
+    step_s: float | None
+    age_s: float | None
+    checkpoint: int | None
+    attempts: list[dict[str, Any]]
+    stopped: str | None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.steps is not None and self.step >= self.steps == self.checkpoint
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the steps left take at the present speed, without validations and checkpoints."""
+        return None if self.step_s is None or self.steps is None else self.step_s * (self.steps - self.step)
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Return the state of a run; raise ConfigError if the folder is not one of a run."""
+    if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
+        raise ConfigError("there is no run in this folder", where=str(folder), fix="name the folder of a run")
+    steps = None
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
+    newest: list[dict[str, Any]] = []
+    age_s = None
+    with suppress(OSError, ValueError):
+        path = folder / METRICS_FILE
+        newest = [json.loads(line) for line in list(whole_lines(path))[-_RECENT:]]
+        age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
+    checkpoints = whole_checkpoints(folder / CHECKPOINTS)
+    attempts: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        attempts = [json.loads(line) for line in whole_lines(folder / ATTEMPTS_FILE)]
+    stopped = None
+    with suppress(OSError, ValueError, KeyError):
+        stopped = str(json.loads((folder / STOPPED_FILE).read_text())["message"])
+    return RunStatus(
+        folder=str(folder),
+        steps=steps,
+        step=newest[-1]["step"] if newest else 0,
+        loss=newest[-1]["loss"] if newest else None,
+        step_s=statistics.median(line["step_s"] for line in newest) if newest else None,
+        age_s=age_s,
+        checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
+        attempts=attempts,
+        stopped=stopped,
+    )

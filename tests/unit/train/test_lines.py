@@ -1,0 +1,65 @@
+"""A file of lines keeps whole lines on a disk that fills up in the middle of one."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.train.lines import LineFile, keep_lines_before
+
+
+class FullDisk(io.FileIO):
+    """A file that takes ten bytes more and then no byte."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "ab")
+        self.room = 10
+
+    def write(self, data: object) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = super().write(memoryview(data)[: self.room])  # type: ignore[call-overload]
+        self.room -= taken
+        return taken
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[LineFile]:
+    lines = LineFile(tmp_path / "metrics.jsonl", "the run's metrics")
+    lines.append('{"step": 1}\n')
+    lines.close()
+    lines._file = FullDisk(tmp_path / "metrics.jsonl")
+    yield lines
+    lines.close()
+
+
+def test_a_line_that_does_not_fit_is_refused_by_name_and_leaves_no_half(full: LineFile, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError) as refused:
+        full.append('{"step": 2}\n')
+    assert refused.value.what == "the run's metrics cannot be written: No space left on device"
+    assert refused.value.where == str(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    keep_lines_before(path, 2)
+    assert path.read_text() == '{"step": 1}\n'
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(HarnessError, match=r"metrics\.jsonl cannot be written: Input/output error"):
+        keep_lines_before(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
