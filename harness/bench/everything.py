@@ -113,6 +113,11 @@ SECTIONS = (
         shares_data=True,
     ),
     Section(
+        "Soak",
+        ("soak",),
+        "A loader with 4 workers reads each format again and again; what it holds early against what it holds late.",
+    ),
+    Section(
         "A corpus of many files",
         ("corpus",),
         "Opening a blend of 1,000 `.bin` and `.idx` pairs through Megatron-Core's builder, with its fast options.",
@@ -122,6 +127,12 @@ SECTIONS = (
         "Step",
         ("step",),
         "The training loop against Megatron-Core's bare step on the same batches.",
+        ("megatron-core",),
+    ),
+    Section(
+        "Kernels",
+        ("kernels",),
+        "Kernels, copies and waits of one layer and one step, counted, against Megatron-Core's own.",
         ("megatron-core",),
     ),
     Section(

@@ -11,19 +11,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 from harness.errors import ConfigError, HarnessError
 
 _MEMORY_FILE = Path("/proc/self/statm")
 _TIMEOUT_S = 1800.0
+# Of a soak: three in each quarter.
+MIN_PASSES = 12
 
 
-def measure_apart(probe: str, *arguments: str) -> dict[str, float]:
+def measure_apart(probe: str, *arguments: str) -> dict[str, Any]:
     """Run a probe of this module in a process of its own.
 
     Returns:
-        seconds and megabytes (resident memory above that of the imports), as far as the probe measures them.
+        seconds and megabytes (resident memory above that of the imports), as far as the probe measures them; lists of
+        one number a pass of a soak.
 
     Raises:
         ConfigError: this system does not report the memory of a process.
@@ -49,7 +53,7 @@ def measure_apart(probe: str, *arguments: str) -> dict[str, float]:
             where=" ".join(arguments),
             fix="run `python -m harness.bench.probe` with these arguments to see it alone",
         )
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
 
@@ -90,7 +94,9 @@ def _probe_numpy_load(path: str) -> dict[str, float]:
 
 
 def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
-    """Open a dataset and build the first batch."""
+    """Open a dataset and build the first batch, in a process that has PyTorch already, as a training process has."""
+    import torch.utils.data  # noqa: F401
+
     from harness.formats import FORMATS, load_format, open_dataset
     from harness.loader import Loader, LoaderConfig
     from harness.schedule import ScheduleConfig
@@ -103,6 +109,51 @@ def _probe_first_batch(path: str, workers: str, global_batch: str, max_tokens_pe
     with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))) as loader:
         next(iter(loader))
         return {"seconds": time.perf_counter() - start, "packs": len(reader)}
+
+
+def _probe_soak(
+    path: str, workers: str, global_batch: str, max_tokens_per_rank: str, seconds: str
+) -> dict[str, list[float]]:
+    """Read a dataset again and again; count what this process and its workers hold at the end of each pass."""
+    import warnings
+
+    from harness.formats import open_dataset
+    from harness.loader import Loader, LoaderConfig
+    from harness.schedule import ScheduleConfig
+
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, which a soak may have
+    config = LoaderConfig(num_workers=int(workers), global_batch_size=int(global_batch))
+    held: dict[str, list[float]] = {"megabytes": [], "files": [], "threads": []}
+    end = time.monotonic() + float(seconds)
+    schedule = ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))
+    with Loader(open_dataset(path), config, schedule=schedule) as loader:
+        batches = iter(loader)
+        while len(held["files"]) < MIN_PASSES or time.monotonic() < end:
+            for _ in range(loader.num_steps_per_epoch or 0):
+                next(batches)
+            processes = [str(os.getpid()), *_children()]
+            held["megabytes"].append(sum(_proportional_megabytes(process) for process in processes))
+            held["files"].append(sum(_entries(f"/proc/{process}/fd") for process in processes))
+            held["threads"].append(sum(_entries(f"/proc/{process}/task") for process in processes))
+    return held
+
+
+def _entries(folder: str) -> int:
+    return sum(1 for _ in Path(folder).iterdir())
+
+
+def _children() -> list[str]:
+    tasks = Path("/proc/self/task")
+    return [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def _proportional_megabytes(process: str) -> float:
+    """Return the memory of a process, with shared pages divided by their users, and without those of mapped files.
+
+    The system keeps pages of files while it has room, and drops them when others need it.
+    """
+    lines = (line.split() for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines())
+    return sum(int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:")) / 1e3
 
 
 def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]:

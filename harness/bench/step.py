@@ -1,8 +1,9 @@
-"""`harness bench step`: cost of the loop beside Megatron's own step, the wait for data, tokens a second and MFU."""
+"""Benches of one step: `step` times the loop beside Megatron's own, `kernels` counts what a microbatch launches."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,21 +15,28 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.attention import SelfAttention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import bounded, check_numbers
+from harness.errors import ConfigError
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime
-from harness.megatron.model import build_model
+from harness.megatron.model import RowSelfAttention, build_model
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig, sequence_cost
+from harness.records import SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost
+from harness.thd import ThdBatch, build_thd_batch
 from harness.train import StepRecord, train
 
 VOCABULARY = 8192
+_FEW_TOKENS = 256
 # Above these shares of a step the loop slows the model down.
 MOST_OVERHEAD = 1.03
 MOST_WAIT = 0.01
@@ -234,3 +242,184 @@ def _dataset(settings: StepSettings, workspace: Workspace) -> Path:
             for pack in make_packs(settings.packs, settings.pack_size):
                 writer.append(replace(pack, input_ids=pack.input_ids % VOCABULARY))
     return path
+
+
+@dataclass(frozen=True)
+class KernelsSettings:
+    """Sizes of the counted microbatch.
+
+    Attributes:
+        sequences: numbers of sequences in a row; each is counted.
+        tokens: tokens of a row, the same for every number of sequences.
+        hidden: width of the model, a multiple of 64; kernels do not depend on it.
+        depth: layers of the model that totals are given for.
+    """
+
+    sequences: tuple[int, ...] = bounded((8, 32, 64), lowest=1, highest=1_000_000)
+    tokens: int = bounded(1024, lowest=2)
+    hidden: int = bounded(64, lowest=64, highest=1_000_000)
+    depth: int = bounded(32, lowest=1, highest=10_000)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
+        if not self.sequences or min(self.sequences) < 1 or 2 * max(self.sequences) > self.tokens:
+            raise ConfigError(
+                f"{self.tokens} tokens do not hold {self.sequences} sequences of two tokens or more",
+                where="sequences",
+                fix="list numbers from 1 to half of `tokens`",
+            )
+
+
+QUICK_KERNELS = KernelsSettings(sequences=(2, 8), tokens=64)
+# Operations that launch nothing, and calls that make the host wait for a GPU.
+_VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "unsqueeze",
+    "squeeze",
+}
+_VIEWS |= {"expand", "detach", "alias", "select", "as_strided", "unbind", "lift_fresh", "_reshape_alias"}
+_WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts kernels that PyTorch dispatches: every operation but those that return a view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += func.overloadpacket.__name__ not in _VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+class _Waits(TorchFunctionMode):
+    """Counts calls that wait for a GPU, by the package that makes them, and the bytes copied to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.others, self.copied_bytes = 0, 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _WAITS:
+            is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("harness.")
+            self.ours, self.others = self.ours + is_ours, self.others + (not is_ours)
+        elif name == "to" and len(args) > 1 and isinstance(args[1], torch.device):
+            self.copied_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+class _OneKernel(torch.nn.Module):
+    """A core attention of one kernel a row, as Transformer Engine's is; it attends to nothing."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return _Copy.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = query.shape, key.shape[1]
+        return query.clone().flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        shape, num_groups = ctx.shapes
+        gradient = gradients[0].view(shape)
+        return gradient, gradient[:, :num_groups], gradient[:, :num_groups]
+
+
+class _Unrotated(SelfAttention):  # type: ignore[misc]
+    """Self-attention without a rotary embedding."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
+        return super().forward(*args, rotary_pos_emb=None, **options)
+
+
+def bench_kernels(settings: KernelsSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Count one microbatch, forward and backward, on a CPU: counts are exact, and the same on every machine.
+
+    Core attention is one kernel, as with Transformer Engine. The kernels of a layer are those that a second layer adds.
+    """
+    report = BenchReport("kernels", asdict(settings))
+    with runtime.start("cpu") as job:
+        parallel = ParallelConfig()
+        layout = join(parallel, job.world_size)
+
+        def build(layers: int) -> MegatronStep:
+            model = ModelConfig(
+                num_layers=layers,
+                hidden_size=settings.hidden,
+                ffn_hidden_size=settings.hidden,
+                num_attention_heads=settings.hidden // 32,
+                num_query_groups=settings.hidden // 64,
+                vocab_size=_FEW_TOKENS,
+            )
+            step = MegatronStep(
+                build_model(model, parallel, vocab_size=_FEW_TOKENS, device=job.device),
+                optimizer=OptimizerConfig(),
+                parallel=parallel,
+                layout=layout,
+                device=job.device,
+                vocab_size=_FEW_TOKENS,
+                decay_steps=1000,
+            )
+            for layer in step.chunks[0].module.decoder.layers:
+                layer.self_attention.core_attention = _OneKernel()
+            return step
+
+        one, two = build(1), build(2)
+
+        def count(step: MegatronStep, row: ThdBatch, attention: type | None = None) -> tuple[int, _Waits]:
+            for layer in step.chunks[0].module.decoder.layers:
+                layer.self_attention.__class__ = attention or RowSelfAttention
+            with _Waits() as waits, _Counts() as counts:
+                step.run_rows([row], step.forward_row, forward_only=False)
+            return counts.kernels, waits
+
+        for number in settings.sequences:
+            progress(f"{number} sequences")
+            row = _row_of(number, settings.tokens)
+            of_one, _ = count(one, row)
+            of_two, waits = count(two, row)
+            a_layer = of_two - of_one
+            # Angles are made once a row, whatever the depth: they are counted outside layers.
+            unrotated = count(two, row, _Unrotated)[0] - count(one, row, _Unrotated)[0]
+            megatrons = count(two, row, SelfAttention)[0] - count(one, row, SelfAttention)[0]
+            name = f"{number} sequences"
+            for title, value, most in (
+                ("a layer", a_layer, None),
+                ("outside layers", of_one - a_layer, None),
+                (f"{settings.depth} layers", of_one + (settings.depth - 1) * a_layer, None),
+                (f"rotary embedding of {settings.depth} layers", (a_layer - unrotated) * settings.depth, 1300),
+                (
+                    f"Megatron's rotary embedding of {settings.depth} layers",
+                    (megatrons - unrotated) * settings.depth,
+                    None,
+                ),
+            ):
+                report.add(Figure(f"{name}, {title}", float(value), "kernels", None, most))
+            report.add(Figure(f"{name}, waits for the device, ours", float(waits.ours), "calls", None, 0))
+            report.add(Figure(f"{name}, waits for the device, Megatron's and PyTorch's", float(waits.others), "calls"))
+            report.add(Figure(f"{name}, copied to the device", waits.copied_bytes / len(row), "bytes a token"))
+    report.notes.append("one microbatch, forward and backward, of a dense model; no optimizer step")
+    return report
+
+
+def _row_of(number: int, tokens: int) -> ThdBatch:
+    """Return a row of `tokens` tokens in `number` sequences of nearly equal length."""
+    ends = np.linspace(0, tokens, number + 1).astype(int)
+    return build_thd_batch(
+        [
+            SequenceView(np.arange(length + 1, dtype=np.int32) % _FEW_TOKENS, np.r_[np.ones(length, np.uint8), [0]])
+            for length in np.diff(ends)
+        ]
+    )

@@ -17,7 +17,14 @@ from __future__ import annotations
 from harness.formats.base import FORMATS, Format, ShardOptions, ShardReader, load_format
 from harness.formats.convert import convert_dataset
 from harness.formats.digest import pack_digest
-from harness.formats.importers import CONVENTIONS, import_dataset
+from harness.formats.foreign import (
+    BRIDGE,
+    CONVENTIONS,
+    BridgeExport,
+    BridgeFiles,
+    export_to_bridge,
+    import_dataset,
+)
 from harness.formats.incomplete import find_traces, repair_manifest
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (
@@ -42,6 +49,7 @@ from harness.formats.virtual import open_store, write_plan
 from harness.formats.writer import PackWriter, open_writer
 
 __all__ = [
+    "BRIDGE",
     "CONTEXT_STYLE",
     "CONVENTIONS",
     "FORMATS",
@@ -49,6 +57,8 @@ __all__ = [
     "INDEX_NAMES",
     "MANIFEST_NAME",
     "TRAINED_STYLE",
+    "BridgeExport",
+    "BridgeFiles",
     "Decoder",
     "Format",
     "IndexPart",
@@ -64,6 +74,7 @@ __all__ = [
     "convert_dataset",
     "describe_checks",
     "diff_datasets",
+    "export_to_bridge",
     "find_datasets",
     "find_tokenizer",
     "find_tokenizer_folder",

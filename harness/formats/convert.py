@@ -19,7 +19,7 @@ from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
 from harness.formats.reader import PackReader
 from harness.formats.verify import diff_readers
-from harness.formats.writer import open_writer
+from harness.formats.writer import forget_interruption, open_writer
 from harness.storage import ObjectPath, is_uri
 
 _CHUNK = 64
@@ -116,9 +116,11 @@ def _finished(destination: str | PathLike[str], reader: PackReader, format: str)
         written = open_dataset(destination)
     except FormatError:
         return None
-    if written.manifest is not None and written.format == format and written.fingerprint == reader.fingerprint:
+    with closing(written):
+        if written.manifest is None or (written.format, written.fingerprint) != (format, reader.fingerprint):
+            return None
+        forget_interruption(destination)
         return written.manifest
-    return None
 
 
 def _identity(reader: PackReader) -> str:

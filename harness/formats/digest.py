@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from harness.formats.manifest import MANIFEST_NAME
+from harness.formats.manifest import MANIFEST_NAME, Manifest
 from harness.records import Int32Array, Pack, UInt8Array
-from harness.storage import file_digest, write_atomically
+from harness.storage import write_atomically
 
 FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
 UInt64Array = npt.NDArray[np.uint64]
@@ -53,17 +53,25 @@ def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
 
 @dataclass(frozen=True)
 class KeptFingerprint:
-    """The fingerprint of a plan in a file of its folder, valid for one manifest and so for one plan over one store."""
+    """The fingerprint of a plan in a file of its folder, valid for one manifest and so for one plan over one store.
+
+    Attributes:
+        folder: of the plan.
+        manifest_xxh3: of the manifest that the plan was opened with; another may have taken its place.
+    """
 
     folder: Path
+    manifest_xxh3: str
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest) -> KeptFingerprint:
+        return cls(folder, xxhash.xxh3_64_hexdigest(manifest.to_json().encode()))
 
     def load(self) -> str | None:
         """Return the fingerprint, or None if it is not known."""
         try:
             values = json.loads((self.folder / FINGERPRINT_NAME).read_bytes())
-            if values["manifest_xxh3"] != file_digest(self.folder / MANIFEST_NAME):
-                return None
-            return str(values["fingerprint"])
+            return str(values["fingerprint"]) if values["manifest_xxh3"] == self.manifest_xxh3 else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -76,14 +84,15 @@ class KeptFingerprint:
         known = self.load()
         if known is not None:
             return known
-        with (self.folder / MANIFEST_NAME).open("rb") as manifest:
+        with contextlib.ExitStack() as stack:
             # Some network file systems have no locks; there every process computes.
             with contextlib.suppress(OSError):
+                manifest = stack.enter_context((self.folder / MANIFEST_NAME).open("rb"))
                 fcntl.flock(manifest, fcntl.LOCK_EX)
             known = self.load()
             if known is None:
                 known = compute()
-                values = {"manifest_xxh3": file_digest(self.folder / MANIFEST_NAME), "fingerprint": known}
+                values = {"manifest_xxh3": self.manifest_xxh3, "fingerprint": known}
                 with contextlib.suppress(OSError):
                     write_atomically(self.folder / FINGERPRINT_NAME, (json.dumps(values, indent=1) + "\n").encode())
         return known

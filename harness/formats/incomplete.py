@@ -28,8 +28,26 @@ from harness.formats.index import (
     IndexPart,
     write_index,
 )
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, Totals, restore_hint
-from harness.storage import TEMPORARY_SUFFIX, BucketFolder, Folder, LocalFolder, map_npy, natural_key, open_folder
+from harness.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Provenance,
+    Shard,
+    Totals,
+    restore_hint,
+    undo_flipped_bit,
+)
+from harness.storage import (
+    TEMPORARY_SUFFIX,
+    BucketFolder,
+    Folder,
+    LocalFolder,
+    Marker,
+    map_npy,
+    natural_key,
+    open_folder,
+)
 
 # Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"
@@ -128,16 +146,19 @@ class Survey:
     parts: list[IndexPart] = field(default_factory=list)
 
 
-def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
+def survey_folder(
+    folder: LocalFolder, progress: Callable[[int, int], None] | None = None, *, is_claimed: bool = False
+) -> Survey:
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
 
     Args:
         folder: of the dataset.
         progress: called with shards read and shards in total.
+        is_claimed: the marker of a write is the caller's own.
     """
     survey = Survey()
     names, traces = folder.names(), find_traces(folder)
-    if MARKER_NAME in names:
+    if MARKER_NAME in names and not is_claimed:
         survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
     unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
     survey.problems += [Problem("a file of an interrupted write", folder.where(name)) for name in unfinished]
@@ -254,21 +275,42 @@ def repair_manifest(
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():
         what = "a manifest is repaired in a folder on a disk"
         raise ConfigError(what, where=str(path), fix="copy the dataset to a disk, repair it there, and copy it back")
-    survey = survey_folder(folder, progress)
-    if survey.problems:
-        return None, survey.problems, survey.notes
-    notes = [*survey.notes, _UNKNOWN]
-    if survey.format != "memmap":
-        notes.append(f"pack_size is that of the longest pack, {survey.pack_size:,}: {survey.format} does not store it")
+    marker = Marker(folder.place / MARKER_NAME)
+    is_claimed = False
+    if not marker.path.exists():
+        with contextlib.suppress(OSError):  # a folder that cannot be written to can be surveyed
+            marker.acquire()
+            is_claimed = True
+    try:
+        survey = survey_folder(folder, progress, is_claimed=is_claimed)
+        if survey.problems:
+            return None, survey.problems, survey.notes
+        manifest, notes = _write_again(folder, survey)
+        return manifest, [], notes
+    finally:
+        marker.release(remove=True)
+
+
+def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[str]]:
+    """Write index and manifest of whole shards; also returns notes about what is lost."""
 
     def parts() -> Iterator[IndexPart]:
         return iter(survey.parts)
 
     totals = survey.totals
     fingerprint = write_index(folder, parts, num_packs=totals.num_packs, num_sequences=totals.num_sequences)
+    notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
+    found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
+    if found is not None and found.fingerprint == fingerprint:
+        provenance, pack_size = found.provenance, found.pack_size
+        notes.append("one bit of the manifest had flipped: provenance and pack_size are those that were stored")
+    else:
+        notes.append(_UNKNOWN)
+        if survey.format != "memmap":
+            notes.append(f"pack_size is that of the longest pack, {pack_size:,}: {survey.format} does not store it")
     manifest = Manifest(
         format=survey.format,
-        pack_size=survey.pack_size,
+        pack_size=pack_size,
         num_packs=totals.num_packs,
         num_sequences=totals.num_sequences,
         num_tokens=totals.num_tokens,
@@ -276,6 +318,7 @@ def repair_manifest(
         fingerprint=fingerprint,
         shards=tuple(survey.shards),
         index=folder.describe(INDEX_NAMES),
+        provenance=provenance,
     ).sealed()
     manifest.save(folder)
-    return manifest, [], notes
+    return manifest, notes

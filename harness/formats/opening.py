@@ -21,7 +21,7 @@ from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
 from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
-from harness.formats.reader import PackReader
+from harness.formats.reader import PackReader, stamp_shard
 from harness.records import Pack
 from harness.storage import (
     BucketFolder,
@@ -183,7 +183,7 @@ def _check_files(folder: Folder, manifest: Manifest) -> None:
 def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     """Open a dataset folder without looking at its shards."""
     format = load_format(manifest.format)
-    is_plan = not manifest.fingerprint
+    is_plan, kept = not manifest.fingerprint, None
     if isinstance(folder, BucketFolder):
         if is_plan:
             raise FormatError(
@@ -193,6 +193,10 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
             )
         if not format.in_buckets:
             format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, format.open_shard))
+    elif is_plan:
+        # Packs of a plan have no checksums: its own files must be those that the manifest lists.
+        format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, format.open_shard))
+        kept = KeptFingerprint.of(Path(folder.where()), manifest)
     return PackReader(
         path=folder.where(),
         format=format,
@@ -201,8 +205,28 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
         pack_size=manifest.pack_size,
         manifest=manifest,
         load_index=partial(load_index, folder, manifest),
-        kept_fingerprint=KeptFingerprint(folder.place) if is_plan and isinstance(folder, LocalFolder) else None,
+        kept_fingerprint=kept,
     )
+
+
+def _open_listed(
+    folder: Folder,
+    shards: Sequence[Shard],
+    open_shard: Callable[[Any, int | None], ShardReader],
+    place: Place,
+    pack_size: int | None,
+) -> ShardReader:
+    """Open a shard, then compare its files with the manifest: a writer that replaces them removes all of them first."""
+    handle = open_shard(place, pack_size)
+    for stored in next(shard for shard in shards if folder.place / shard.path == place).files:
+        if (digest := folder.digest(stored.path)) != stored.xxh3:
+            handle.close()
+            raise FormatError(
+                f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}",
+                where=folder.where(stored.path),
+                fix="open the dataset again if it was replaced; if not, copy it again",
+            )
+    return handle
 
 
 def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatError]:
@@ -283,6 +307,7 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
 
 def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader:
     """Open shards without a manifest and read their lengths; packs are read later."""
+    stamps = [stamp_shard(format, place) for place in places]
     handles = [format.open_shard(place, None) for place in places]
     contents = [handle.contents() for handle in handles]
     if len(places) == 1 and contents[0].sequence_counts.shape[0] == 0:
@@ -305,6 +330,7 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
         shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
         pack_size=pack_size,
         manifest=manifest,
+        stamps=stamps if index.checksums is None else None,
     )
     for number, handle in enumerate(handles):
         reader.adopt(number, handle)

@@ -7,6 +7,7 @@ import operator
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from harness.formats.digest import KeptFingerprint, content_digest, dataset_fing
 from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import Place
+from harness.storage import Place, stamp_of
 
 MAX_OPEN_FILES = 64
 # Packs that iteration reads at a time.
@@ -25,6 +26,8 @@ _CHUNK = 64
 
 
 T = TypeVar("T", bound=ShardReader)
+# Name, identity, size and time of each file of a shard.
+ShardStamp = tuple[tuple[object, ...], ...]
 
 
 class HandleCache(Generic[T]):
@@ -75,7 +78,8 @@ class PackReader:
     """A stored dataset as a sequence of packs.
 
     Opens files on first use, in each process anew; pickles before and after use. One reader serves one thread at a
-    time. `shards` has for each its file, or the common prefix of its files' names, and the packs that it must hold.
+    time. `shards` has for each its file, or the common prefix of its files' names, and the packs that it must hold;
+    `stamps`, for packs without checksums, shows whether files were replaced since.
 
     Attributes:
         path: as it was given to `open_dataset`.
@@ -95,6 +99,7 @@ class PackReader:
         manifest: Manifest | None,
         load_index: Callable[[], PackIndex] | None = None,
         kept_fingerprint: KeptFingerprint | None = None,
+        stamps: Sequence[ShardStamp] | None = None,
     ) -> None:
         self.path = path
         self.format = format.name
@@ -109,6 +114,7 @@ class PackReader:
         self._num_packs = int(self._starts[-1])
         self._fingerprint = manifest.fingerprint or None if manifest is not None else None
         self._kept_fingerprint = kept_fingerprint
+        self._stamps = stamps
         self._handles: HandleCache[ShardReader] = HandleCache(MAX_OPEN_FILES // format.files_per_shard)
 
     def __len__(self) -> int:
@@ -141,7 +147,7 @@ class PackReader:
         digests = np.zeros(len(self), np.uint64)
         for number, pack in enumerate(self):
             digests[number] = pack_digest(pack)
-            if progress is not None and (number + 1) % _CHUNK == 0:
+            if progress is not None and ((number + 1) % _CHUNK == 0 or number + 1 == len(self)):
                 progress(number + 1, len(self))
         return dataset_fingerprint([digests])
 
@@ -212,7 +218,8 @@ class PackReader:
         self._handles.close()
 
     def adopt(self, shard: int, handle: ShardReader) -> None:
-        """Use a shard that is already open in this process."""
+        """Use a shard that is already open in this process, if its files are still those that were stamped."""
+        self._check_stamp(shard)
         self._handles.get(shard, lambda _: handle)
 
     def __getstate__(self) -> dict[str, object]:
@@ -239,7 +246,17 @@ class PackReader:
             handle.close()
             what = f"holds {handle.num_packs:,} packs, expected {num_packs:,}"
             raise FormatError(what, where=str(place))
+        self._check_stamp(shard)
         return handle
+
+    def _check_stamp(self, shard: int) -> None:
+        """Raise FormatError if the files of an open shard may not be those of when the dataset was opened."""
+        if self._stamps is not None and stamp_shard(self._format, self._places[shard]) != self._stamps[shard]:
+            raise FormatError(
+                "the file was replaced or changed since the dataset was opened",
+                where=str(self._places[shard]),
+                fix="open the dataset again",
+            )
 
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
         """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""
@@ -260,6 +277,17 @@ class PackReader:
         # Indexing a memoryview gives a Python number in half the time of an array.
         checksums = self._index.checksums
         self._checksums = None if checksums is None else checksums.data
+
+
+def stamp_shard(format: Format, place: Place) -> ShardStamp:
+    """Return what changes when a file of a shard is replaced, without reading any; raises OSError or FormatError."""
+    if not isinstance(place, Path):
+        return ((str(place), stamp_of(place)),)
+    files = [place.with_name(place.name + end) for end in format.shard_files]
+    if place.is_dir():
+        files = sorted(place.glob("*.npy"))
+    stats = [(file.name, file.stat()) for file in files if file.exists()]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _explained(error: OSError | MemoryError | FormatError, place: Place) -> FormatError:

@@ -22,8 +22,19 @@ from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
-from harness.storage import TEMPORARY_SUFFIX, Folder, LocalFolder, StoredFile, open_folder, redact, write_atomically
+from harness.storage import (
+    TEMPORARY_SUFFIX,
+    Folder,
+    LocalFolder,
+    Marker,
+    StoredFile,
+    open_folder,
+    redact,
+    write_atomically,
+)
 
+# Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
+_BEGUN = b"begun"
 # Names that an interrupted write can have left in a folder.
 _OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
@@ -223,6 +234,8 @@ class PackWriter:
             manifest = replace(manifest, fingerprint=dataset_fingerprint([part.checksums])).sealed()
             head = np.array([part.sequence_counts.shape[0], part.sequence_lengths.shape[0]], np.int64)
             metadata = {"manifest": manifest.to_json().encode(), "index": head.tobytes() + part.to_bytes()}
+            assert isinstance(self._claim, _FileClaim)
+            self._claim.place()
             self._folder.sync(self._shard.finish(metadata))
             self._shard = None
         else:
@@ -313,26 +326,28 @@ class FolderClaim:
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
-        if not self._holds_dataset():
-            if names and MARKER_NAME not in names:
-                raise FormatError(
-                    f"the destination holds {len(names):,} files of something else, such as {min(names)}",
-                    where=folder.where(),
-                    fix="name a new or empty folder",
-                )
-        elif not self.overwrite:
-            raise _already_there(folder.where())
+        if MARKER_NAME not in names:
+            if not self._holds_dataset():
+                if names:
+                    raise FormatError(
+                        f"the destination holds {len(names):,} files of something else, such as {min(names)}",
+                        where=folder.where(),
+                        fix="name a new or empty folder",
+                    )
+            elif not self.overwrite:
+                raise _already_there(folder.where())
         previous = self._marker.acquire()
         try:
             # Again, because the previous holder of the lock may have finished in between.
             if self._holds_dataset():
-                if not self.overwrite:
+                # A write that was killed between its last two steps left both a manifest and its marker.
+                if not self.overwrite and not previous:
                     raise _already_there(folder.where())
                 folder.remove(MANIFEST_NAME)
                 folder.sync([])
                 previous = b""
             self._clean(self.keep() if self.resume is not None and previous == self.resume else ())
-            self._marker.write(self.resume or b"")
+            self._marker.write(self.resume or _BEGUN)
         except BaseException:
             self._marker.release(remove=self._marker.was_created)
             raise
@@ -341,6 +356,9 @@ class FolderClaim:
         """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
         keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
+            if not whole and self.folder.exists(MANIFEST_NAME):
+                # The last step failed: it has its name, and may lose it when the power fails.
+                self.folder.remove(MANIFEST_NAME)
             if not whole and not keeps_files:
                 self._clean(())
         # A marker that cannot be removed means nothing beside a manifest.
@@ -372,20 +390,58 @@ class _FileClaim:
     overwrite: bool
 
     def __post_init__(self) -> None:
-        local = isinstance(self.folder, LocalFolder)
-        self._marker = self.folder.lock(f".{self.name}{MARKER_NAME}") if local else None
+        place = self.folder.place if isinstance(self.folder, LocalFolder) else None
+        self._marker = None if place is None else Marker(place / f".{self.name}{MARKER_NAME}")
 
     def enter(self) -> None:
+        if self._marker is None or not self._marker.path.exists():
+            self._refuse_existing()
+        self.folder.make()
+        if self._marker is None:
+            return
+        left = self._marker.acquire()
+        try:
+            if left != _BEGUN:
+                # Again, because the previous holder of the lock may have finished in between.
+                self._refuse_existing()
+        except BaseException:
+            self._marker.release(remove=True)
+            raise
+
+    def _refuse_existing(self) -> None:
         if not self.overwrite and self.folder.exists(self.name):
             raise _already_there(self.folder.where(self.name))
-        self.folder.make()
+
+    def place(self) -> None:
+        """Note that the file is about to get its name."""
         if self._marker is not None:
-            self._marker.acquire()
+            self._marker.write(_BEGUN)
 
     def release(self, *, whole: bool) -> None:
         with contextlib.suppress(OSError):
+            if not whole and not self.overwrite and self._marker is not None:
+                # The last step failed: it has its name, and may lose it when the power fails.
+                self.folder.remove(self.name)
+        with contextlib.suppress(OSError):
             if self._marker is not None:
                 self._marker.release(remove=True)
+
+
+def forget_interruption(path: str | PathLike[str]) -> None:
+    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole.
+
+    Raises:
+        FormatError: another process writes there, or the marker cannot be removed.
+    """
+    folder = open_folder(path)
+    if isinstance(folder, LocalFolder):
+        is_file = folder.place.is_file()
+        name = f".{folder.place.name}{MARKER_NAME}" if is_file else MARKER_NAME
+        marker = Marker((folder.place.parent if is_file else folder.place) / name)
+        if marker.path.exists():
+            with explain_os_errors(folder.where()):
+                marker.acquire()
+                marker.release(remove=True)
 
 
 @contextlib.contextmanager

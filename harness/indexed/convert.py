@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.checks import require_at_least, require_choice
-from harness.errors import ConfigError, FormatError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError, os_errors_as
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex, prefix_of, smallest_dtype, with_suffix
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
-from harness.storage import write_atomically
+from harness.storage import Marker, write_atomically
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -150,14 +150,28 @@ def merge_indexed(
         total += int(index.lengths.sum(dtype=np.int64))
     with IndexedWriter(destination, dtype=dtype, overwrite=overwrite) as writer:
         for pair in pairs:
+            before = _find_stat(with_suffix(pair, IDX))
             index = MappedIndex(with_suffix(pair, IDX))
             with with_suffix(pair, BIN).open("rb") as file:
+                # A pair that is replaced loses its index first: with the same index, these are its tokens.
+                if before is None or before != _find_stat(with_suffix(pair, IDX)):
+                    fix = "wait until the pair is whole, then run the same command again"
+                    raise FormatError("the pair is being replaced", where=str(pair), fix=fix)
                 while block := file.read(_BLOCK_TOKENS * index.header.dtype.itemsize):
                     writer.append_tokens(np.frombuffer(block, index.header.dtype))
                     if progress is not None:
                         progress(writer.num_tokens, total)
             writer.append_ledgers(index.lengths, index.documents[1:])
     return writer.report()
+
+
+def _find_stat(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced, None if there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -> dict[str, tuple[int, int]]:
@@ -190,5 +204,11 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
 
 
 def save_counts(counts: dict[str, tuple[int, int]], path: Path) -> None:
-    """Write the file for `--per-dataset-sequences-path`."""
-    write_atomically(path, json.dumps(counts).encode())
+    """Write the file for `--per-dataset-sequences-path`; raises FormatError if another process does, or it fails."""
+    marker = Marker(path.with_name(f".{path.name}_writing"))
+    with os_errors_as(FormatError, "writing failed", where=path, fix="fix the cause and run the same command again"):
+        marker.acquire()
+        try:
+            write_atomically(path, json.dumps(counts).encode())
+        finally:
+            marker.release(remove=True)

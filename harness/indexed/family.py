@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from harness.errors import ConfigError, PrepError, Problem
+from harness.errors import ConfigError, FormatError, PrepError, Problem, os_errors_as
 from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
-from harness.storage import file_digest, write_atomically
+from harness.storage import Marker, file_digest, write_atomically
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -38,6 +38,8 @@ SPLITS = ("train", "valid", "test")
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Left in the marker by a family that was killed after its first pair may have been put in place.
+_PLACING = b"placing"
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,66 @@ def write_family(
         what = f"there are shards for {', '.join(sources)} but the splits are {', '.join(family.parts)}"
         raise ConfigError(what, where="splits", fix="name shards for each split, and for no other")
     shards = {name: list_shards(paths) for name, paths in named_sources.items()}
+    with _claim(folder, family, overwrite=overwrite) as claim:
+        return _write_pairs(shards, folder, family, claim, progress)
+
+
+class _Claim:
+    """Exclusive use of a family's files; `replaces` is True where its pairs may be replaced."""
+
+    def __init__(self, marker: Marker, replaces: bool) -> None:
+        self.replaces = replaces
+        self.is_placing = False
+        self._marker = marker
+
+    def place(self, old: Sequence[Path]) -> None:
+        """Note that pairs are about to be put in place, and remove the files that describe those before."""
+        self._marker.write(_PLACING)
+        self.is_placing = True
+        for path in old:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_Claim]:
     record = folder / f"{family.name}.json"
-    if record.exists() and not overwrite:
-        raise PrepError("the family already exists", where=str(record), fix="choose another name, or overwrite it")
-    record.unlink(missing_ok=True)
+    marker = Marker(folder / f".{family.name}.json_writing")
+
+    def refuse_existing() -> None:
+        if record.exists() and not overwrite:
+            raise PrepError("the family already exists", where=str(record), fix="choose another name, or overwrite it")
+
+    if not marker.path.exists():
+        refuse_existing()
+    fix = "fix the cause (space, permissions, quota) and run the same command again"
+    with os_errors_as(FormatError, "writing failed", where=folder, fix=fix):
+        folder.mkdir(parents=True, exist_ok=True)
+        left = marker.acquire()
+        claim = _Claim(marker, overwrite or left == _PLACING)
+        is_whole = False
+        try:
+            if left != _PLACING:
+                refuse_existing()  # again, because the previous holder of the lock may have finished in between
+            yield claim
+            is_whole = True
+        finally:
+            # Pairs without a record are in the way of nobody: the next attempt replaces them.
+            marker.release(remove=is_whole or not (claim.is_placing or left == _PLACING))
+
+
+def _write_pairs(
+    shards: Mapping[str, Sequence[Path]],
+    folder: Path,
+    family: TokenFamily,
+    claim: _Claim,
+    progress: Callable[[int], None] | None,
+) -> dict[str, IndexedReport]:
+    record, splits_file, counts_file = (folder / f"{family.name}{end}.json" for end in ("", "_splits", "_sequences"))
     prefixes = {name: folder / f"{family.name}_{name}" for name in family.parts}
     empty = 0
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(IndexedWriter(prefix, dtype=family.source.dtype, overwrite=overwrite))
+            name: stack.enter_context(IndexedWriter(prefix, dtype=family.source.dtype, overwrite=claim.replaces))
             for name, prefix in prefixes.items()
         }
         for split, paths in shards.items():
@@ -127,13 +180,14 @@ def write_family(
         narrow = [writer for writer in writers.values() if writer.dtype != INT32]
         for writer in narrow if len(narrow) < len(writers) else []:
             writer.widen()
+        claim.place([record, splits_file, counts_file])
     reports = {name: writer.report() for name, writer in writers.items()}
     if family.source.vocab_size is not None:
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
-        save_counts(counts, folder / f"{family.name}_sequences.json")
+        save_counts(counts, counts_file)
     # Megatron expects every split; null stands for one without data.
     splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
-    write_atomically(folder / f"{family.name}_splits.json", _json(splits))
+    write_atomically(splits_file, _json(splits))
     files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
     content = {
         "name": family.name,

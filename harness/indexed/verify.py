@@ -15,6 +15,7 @@ from harness.indexed.index import BIN, IDX, INT32, MappedIndex, prefix_of, with_
 from harness.records import Int32Array
 
 # Ledger entries, or tokens, checked at a time.
+_LARGE = 1 << 30
 _BLOCK = 1 << 20
 
 
@@ -94,6 +95,9 @@ def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
     except FormatError as error:
         return None, [Problem(error.what, error.where)]
     problems = [Problem(what, str(idx_path)) for what in _ledger_problems(index)]
+    # A sparse file of terabytes fails in its first block, and reading its other zeros would take hours.
+    if problems and index.header.num_bytes > _LARGE:
+        return index, problems
     problems += [Problem(what, str(idx_path)) for what in _document_problems(index)]
     expected = index.header.dtype.itemsize * sum(int(block.sum(dtype=np.int64)) for block in _blocks(index.lengths))
     num_bytes = bin_path.stat().st_size

@@ -20,6 +20,8 @@ from harness.storage import AtomicFile, Marker, sync_folder
 
 # Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
+# Left in the marker by a writer that was killed while it put its pair in place: what is there is not a finished pair.
+_PLACING = b"placing"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class IndexedWriter:
 
     Lengths and document bounds go to unnamed temporary files until the end: memory stays bounded for any number of
     sequences, and a killed process leaves no such files. Leaving the block renames the pair into place, the index last;
-    leaving it with an exception leaves nothing.
+    leaving it with an exception leaves nothing. After a kill the same call writes the pair again.
 
     Args:
         prefix: X.
@@ -57,27 +59,36 @@ class IndexedWriter:
         self.dtype = UINT16 if dtype is None else dtype
         self.header: IndexHeader | None = None
         self.num_sequences = self.num_documents = self.num_tokens = 0
+        self._paths = (with_suffix(prefix, BIN), with_suffix(prefix, IDX))
+        self._is_placing = False
         self._can_widen = dtype is None
         self._overwrite = overwrite
         self._marker = Marker(prefix.with_name(f".{prefix.name}_writing"))
 
     def __enter__(self) -> Self:
-        existing = [path for path in (with_suffix(self.prefix, BIN), with_suffix(self.prefix, IDX)) if path.exists()]
-        if existing and not self._overwrite:
-            fix = "choose another name, or replace it (--overwrite, overwrite=True)"
-            raise FormatError(f"{existing[0].name} already exists", where=str(self.prefix), fix=fix)
+        if not self._marker.path.exists():
+            self._refuse_existing()
         folder = self.prefix.parent
         with self._os_errors_explained():
             folder.mkdir(parents=True, exist_ok=True)
-            self._marker.acquire()
+            left = self._marker.acquire()
             try:
+                if left != _PLACING:
+                    # Again, because the previous holder of the lock may have finished in between.
+                    self._refuse_existing()
                 self._lengths = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
                 self._bounds = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
                 self._bin = AtomicFile(with_suffix(self.prefix, BIN))
-            except OSError:
+            except (OSError, FormatError):
                 self._marker.release(remove=True)
                 raise
         return self
+
+    def _refuse_existing(self) -> None:
+        existing = [path for path in self._paths if path.exists()]
+        if existing and not self._overwrite:
+            fix = "choose another name, or replace it (--overwrite, overwrite=True)"
+            raise FormatError(f"{existing[0].name} already exists", where=str(self.prefix), fix=fix)
 
     def append(
         self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
@@ -149,6 +160,10 @@ class IndexedWriter:
                     self._finish()
         finally:
             self._bin.abort()
+            if self._is_placing and self.header is None:
+                with suppress(OSError):
+                    for path in self._paths:
+                        path.unlink(missing_ok=True)
             for spool in (self._lengths, self._bounds):
                 with suppress(OSError):
                     spool.close()
@@ -176,6 +191,8 @@ class IndexedWriter:
                 raise ConfigError(
                     what, where=str(self.prefix), fix="give the length of every sequence that was written"
                 )
+            self._is_placing = True
+            self._marker.write(_PLACING)
             # An old index next to new tokens would be read as theirs.
             index.path.unlink(missing_ok=True)
             self._bin.finish()

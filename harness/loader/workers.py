@@ -5,13 +5,17 @@ PyTorch is imported when a stream is opened, so that a loader's settings can be 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.queues
 import os
 import re
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +70,7 @@ class BatchStream(Generic[T]):
             generator=torch.Generator(),
         )
         self._workers: Any = None
+        self._end_at_exit = _EndAtExit(weakref.ref(self))
 
     def read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
         """Yield what `read_batch` returns for each of `batches`.
@@ -102,6 +107,7 @@ class BatchStream(Generic[T]):
         items = iter(self._dataloader)
         if self._config.num_workers:
             self._workers = items
+            atexit.register(self._end_at_exit)
         while True:
             try:
                 item = next(items)
@@ -118,6 +124,7 @@ class BatchStream(Generic[T]):
 
     def _end_workers(self, *, at_once: bool) -> None:
         iterator, self._workers = self._workers, None
+        atexit.unregister(self._end_at_exit)
         if iterator is None:
             return
         # A persistent DataLoader keeps its iterator, and would continue with workers that have exited.
@@ -159,6 +166,21 @@ class BatchStream(Generic[T]):
             fix="a killed worker has mostly run out of memory: see dmesg, lower loader.num_workers or "
             "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
         )
+
+
+class _EndAtExit:
+    """Ends the workers of a stream that nobody closed, when Python exits.
+
+    It runs before the handler of multiprocessing, which was registered earlier: that one sends SIGTERM, which workers
+    ignore, and waits for them without end. Seen: a script whose rank ended with an error stayed for good.
+    """
+
+    def __init__(self, stream: weakref.ref[BatchStream[Any]]) -> None:
+        self._stream = stream
+
+    def __call__(self) -> None:
+        if (stream := self._stream()) is not None:
+            stream._end_workers(at_once=True)
 
 
 class _Batches(Generic[T]):
@@ -212,6 +234,7 @@ def _end_with_parent(worker_id: int) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -222,6 +245,15 @@ def _end_with_parent(worker_id: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
+
+
+def _end_unsent(error: BaseException, item: object) -> None:
+    """In a worker: exit when a batch that was read cannot be sent, as without memory for its copy.
+
+    Python prints the error and drops the batch; training would wait for it until the timeout and blame storage.
+    """
+    print(f"process {os.getpid()} could not send a batch to training: {error!r}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _kill(workers: list[Any]) -> None:

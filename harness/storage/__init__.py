@@ -31,6 +31,7 @@ from harness.storage.files import (
     file_digest,
     natural_key,
     sync_folder,
+    sync_path,
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
@@ -75,6 +76,7 @@ __all__ = [
     "share_of",
     "stamp_of",
     "sync_folder",
+    "sync_path",
     "write_atomically",
     "write_checksums",
 ]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
+import socket
 import sys
+import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +22,7 @@ import xxhash
 from harness.errors import FormatError
 
 TEMPORARY_SUFFIX = ".tmp"
-_READ_BYTES = 1 << 20
+_READ_BYTES = _MARKER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,10 @@ class AtomicFile(OutputFile):
         self._file: BinaryIO = self.temporary_path.open("wb")
 
     def write(self, data: bytes | memoryview) -> int:
-        return len(data) if self._done else self._file.write(data)
+        try:
+            return len(data) if self._done else self._file.write(data)
+        except OSError as error:
+            raise self._named(error) from None
 
     def tell(self) -> int:
         return self._file.tell()
@@ -116,19 +123,28 @@ class AtomicFile(OutputFile):
         """Force the bytes to disk and rename the file. The folder's entry is durable after `sync_folder`."""
         if self._done:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self.temporary_path.replace(self.path)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.temporary_path.replace(self.path)
+        except OSError as error:
+            raise self._named(error) from None
         self._done = True
+
+    def _named(self, error: OSError) -> OSError:
+        """Return the error with the name of this file, which the system gives for some calls only."""
+        error.filename = error.filename or str(self.path)
+        return error
 
     def abort(self) -> None:
         if self._done:
             return
         self._done = True
-        try:
+        # Nothing to report: the error that made the file useless has the cause, and the next writer replaces it.
+        with suppress(OSError):
             self._file.close()
-        finally:
+        with suppress(OSError):
             self.temporary_path.unlink(missing_ok=True)
 
 
@@ -136,13 +152,20 @@ class Marker:
     """A small file that is locked while a writer is at work, and that remains when the writer dies.
 
     The lock belongs to this process alone: a child that it forks closes its copy, which would otherwise keep the lock
-    after this process is killed.
+    after this process is killed. The first line of the file names the process, host and time of the last owner; the
+    second is what that owner wrote, and is read as nothing if it is cut short.
+
+    Attributes:
+        holder: after `acquire` was refused, who holds the lock, for messages.
+        was_created: `acquire` found no file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.holder = ""
         self.was_created = False
         self._descriptor: int | None = None
+        self._owner = b""
         _MARKERS.add(self)
 
     def acquire(self) -> bytes:
@@ -153,30 +176,56 @@ class Marker:
         """
         while True:
             self.was_created = not self.path.exists()
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except PermissionError:
+                self.refuse_if_held()  # by a user whose files cannot be written
+                raise
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                content = os.pread(descriptor, _MARKER_BYTES, 0)
                 os.close(descriptor)
-                raise FormatError(
-                    "another process is writing here",
-                    where=str(self.path),
-                    fix="wait for it, or name another destination",
-                ) from None
+                raise self._refused(content) from None
             except OSError:
                 pass  # Some network file systems have no locks; users must then avoid two writers at once.
             # The previous holder may have removed the file between our open and our lock.
             if is_open_at(self.path, descriptor):
-                self._descriptor = descriptor
-                return os.pread(descriptor, 1 << 20, 0)
+                break
             os.close(descriptor)
+        self._descriptor = descriptor
+        left = _marker_body(os.pread(descriptor, _MARKER_BYTES, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        self._owner = json.dumps(owner).encode() + b"\n"
+        with suppress(OSError):  # a full disk loses the name of the owner, and nothing else
+            self._replace(self._owner + left + b"\n")
+        return left
 
     def write(self, data: bytes) -> None:
-        """Replace the marker's content."""
+        """Replace what a later writer finds if this one is killed; one line. The former remains if the disk refuses."""
+        assert b"\n" not in data
         assert self._descriptor is not None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, data, 0)
-        os.fsync(self._descriptor)
+        self._replace(self._owner + data + b"\n", is_durable=True)
+
+    def read(self) -> bytes:
+        """Return what the last owner wrote, without owning the marker; nothing during a write. Raises OSError."""
+        return _marker_body(self.path.read_bytes())
+
+    def refuse_if_held(self) -> None:
+        """Raise the FormatError of `acquire` if another process holds the marker; needs no permission to write."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refused(os.pread(descriptor, _MARKER_BYTES, 0)) from None
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
 
     def release(self, *, remove: bool) -> None:
         """Unlock the marker; a second call does nothing."""
@@ -188,6 +237,46 @@ class Marker:
                 self.path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
+
+    def _replace(self, content: bytes, *, is_durable: bool = False) -> None:
+        assert self._descriptor is not None
+        former = os.pread(self._descriptor, _MARKER_BYTES, 0)
+        try:
+            self._put(content)
+            if is_durable:
+                os.fsync(self._descriptor)
+        except OSError:
+            with suppress(OSError):  # its blocks are there already, even if the disk is full
+                self._put(former)
+            raise
+
+    def _put(self, content: bytes) -> None:
+        assert self._descriptor is not None
+        at = 0
+        while at < len(content):
+            at += os.pwrite(self._descriptor, content[at:], at)
+        # Cut off last: a kill in between leaves whole lines.
+        os.ftruncate(self._descriptor, len(content))
+
+    def _refused(self, content: bytes) -> FormatError:
+        try:
+            owner = json.loads(content.partition(b"\n")[0])
+            self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+        except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
+            self.holder = "a process that has not left its name yet"
+        return FormatError(
+            f"another process is writing here: {self.holder}",
+            where=str(self.path),
+            fix="wait for it, or name another destination",
+        )
+
+
+def _marker_body(content: bytes) -> bytes:
+    owner, _, rest = content.partition(b"\n")
+    if b'"since"' not in owner:
+        return content  # of an earlier version
+    body, end, _ = rest.partition(b"\n")
+    return body if end else b""
 
 
 def _unlock_in_child() -> None:
@@ -211,7 +300,12 @@ def is_open_at(path: Path, descriptor: int) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk: without it a renamed file can vanish in a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    sync_path(folder)
+
+
+def sync_path(path: Path) -> None:
+    """Force a file's bytes or a folder's entries to disk, whoever wrote them."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -229,11 +323,15 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def file_digest(path: Path, start: int = 0, end: int = sys.maxsize) -> str:
-    """xxh3_64 (hexadecimal) of a file's bytes from `start` to `end`."""
+    """xxh3_64 (hexadecimal) of a file's bytes from `start` to `end`; an OSError names the file."""
     total, left = xxhash.xxh3_64(), end - start
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while block := file.read(min(left, _READ_BYTES)):
-            total.update(block)
-            left -= len(block)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while block := file.read(min(left, _READ_BYTES)):
+                total.update(block)
+                left -= len(block)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     return str(total.hexdigest())

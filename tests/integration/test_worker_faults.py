@@ -16,7 +16,7 @@ import pytest
 
 from harness.errors import LoaderError
 from harness.formats import open_dataset, open_writer
-from harness.loader import Loader, LoaderConfig
+from harness.loader import BatchRange, BatchStream, Loader, LoaderConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
@@ -72,13 +72,15 @@ def test_the_hung_worker_among_several_is_named(in_every_format: dict[str, Path]
 
 
 def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
-    # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
-    with open_writer(tmp_path / "packs", format="binidx", pack_size=5 << 18) as writer:
-        for length in [4] * 40 + [5 << 18] * 8:
+    # Small batches first, which need no more than is there; then one whose arrays are so large (over 32 MiB) that
+    # malloc maps them, whatever the process has freed before.
+    large = 9 << 20
+    with open_writer(tmp_path / "packs", format="binidx", pack_size=large) as writer:
+        for length in [4] * 5 + [large]:
             writer.append(Pack(np.arange(length), np.zeros(length), [0]))
     reader = open_dataset(tmp_path / "packs")
-    config = LoaderConfig(global_batch_size=8, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
-    with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", 5 << 18), num_epochs=1) as made:
+    config = LoaderConfig(global_batch_size=1, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
+    with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", large), num_epochs=1) as made:
         batches = iter(made)
         next(batches)
         pid = made.worker_pids()[0]
@@ -88,6 +90,24 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     assert caught.value.where == "epoch 0, step 5"
     assert "num_workers" in caught.value.fix
     assert has_ended(pid)
+
+
+class Unsendable:
+    """A batch for whose copy there is no memory."""
+
+    def __reduce__(self) -> str:
+        raise MemoryError("no memory for a copy")
+
+
+def test_a_batch_that_cannot_be_sent_is_a_dead_worker_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    config = LoaderConfig(global_batch_size=1, num_workers=1, timeout_s=60.0)
+    with (
+        BatchStream(lambda batch: Unsendable(), config, where="rank 0") as stream,
+        pytest.raises(LoaderError, match=r"loader worker with process id .* died") as caught,
+    ):
+        list(stream.read([BatchRange(0, 0, 0, 1)]))
+    assert "out of memory" in caught.value.fix
+    assert "could not send a batch to training: MemoryError('no memory for a copy')" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
@@ -137,3 +157,26 @@ def test_workers_of_a_killed_rank_end_themselves(in_every_format: dict[str, Path
         return set(Path("/dev/shm").iterdir()) - before - mapped_by_the_living()
 
     assert in_time(lambda: not left()), left()
+
+
+def test_a_program_that_ends_with_an_error_and_an_open_loader_ends_with_its_workers(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "packs", format="memmap", pack_size=8) as writer:
+        for _ in range(10):
+            writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    code = """
+import sys
+from harness import Loader, LoaderConfig, open_dataset
+loader = Loader(open_dataset(sys.argv[1]), LoaderConfig(global_batch_size=2, num_workers=1))
+batches = iter(loader)
+next(batches)
+print(loader.worker_pids()[0], flush=True)
+raise SystemError("a mistake of the program")
+"""
+    # Without the end of the workers the program waits for them until it is killed.
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "packs")], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 1
+    assert "a mistake of the program" in done.stderr
+    assert has_ended(int(done.stdout))

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.bench.soaking import SoakSettings, bench_soak
+from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, convert_dataset
 from recipes.parity import make_dataset
 
@@ -50,6 +52,15 @@ def shm_bytes() -> int:
         except OSError:
             continue
     return total
+
+
+def test_a_loader_with_4_workers_holds_the_same_after_20_minutes(tmp_path) -> None:
+    """20 minutes over all formats; `harness bench all` does the same for a minute and a half."""
+    settings = SoakSettings(seconds=20 * 60 / len(FORMATS))
+    with Workspace(tmp_path) as workspace:
+        report = bench_soak(settings, workspace, print)
+    assert [f"{figure.name}: {figure.value}" for figure in report.missed] == []
+    assert {figure.name.partition(",")[0] for figure in report.figures} == set(FORMATS)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ class PlanShard(ShardReader):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        plan = _read_plan(path / PLAN)
+        plan = self._plan = _read_plan(path / PLAN)
         self._store = plan.find_store(path.parent)
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
@@ -166,6 +166,8 @@ class PlanShard(ShardReader):
         if shard.num_sequences != count:
             what = f"holds {shard.num_sequences:,} sequences, the plan counts {count:,}"
             raise FormatError(what, where=str(self._store / name), fix="copy the store again")
+        # A store that is replaced loses its manifest first: while that is there, the shard is of the planned one.
+        self._plan.find_store(self._path.parent)
         return shard
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from harness.loader.live.consumer import ORDER, LiveLoader
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.position import LivePosition
-from harness.loader.live.produce import STDIN, Packing, produce_chunks, read_conversations, read_packs
+from harness.loader.live.produce import (
+    STDIN,
+    Packing,
+    log_unused_fields,
+    produce_chunks,
+    read_conversations,
+    read_packs,
+)
 from harness.loader.live.producer import LiveProducer
 from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
 from harness.loader.live.status import live_status, render_status
@@ -30,6 +37,7 @@ __all__ = [
     "RankStream",
     "chunk_name",
     "live_status",
+    "log_unused_fields",
     "produce_chunks",
     "read_conversations",
     "read_packs",

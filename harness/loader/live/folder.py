@@ -26,7 +26,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.records import Pack
-from harness.storage import LocalFolder, file_digest, is_uri, sync_folder, write_atomically
+from harness.storage import LocalFolder, Marker, file_digest, is_uri, sync_folder, write_atomically
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -223,7 +223,7 @@ class LiveFolder:
     def status(self, who: str) -> dict[str, Any]:
         """Return the status that the producer (or consumer) wrote; empty without one, or during a write."""
         try:
-            values = json.loads((self.path / who).read_bytes())
+            values = json.loads(Marker(self.path / who).read())
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}

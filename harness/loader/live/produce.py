@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,8 +16,17 @@ import xxhash
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset, pack_digest, pack_of_line
 from harness.loader.live.producer import LiveProducer
-from harness.prep import ChatTokenizer, Member, StreamPacker, fit_conversation, list_files, pack_of, read_chunks
-from harness.prep.chat import BadRecord, Conversation, RecordReader, record_of_row
+from harness.prep import (
+    ChatTokenizer,
+    Member,
+    StreamPacker,
+    fit_conversation,
+    list_files,
+    pack_of,
+    read_chunks,
+    unread_columns,
+)
+from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.tokenize import Encoded
 from harness.records import Pack
 
@@ -74,6 +84,25 @@ def read_conversations(source: str, reader: RecordReader = _ANY_SCHEMA) -> Itera
             line = record if isinstance(record, bytes) else _line_of_row(record)
             if line.strip():
                 yield Item(line, f"{chunk.path}, {chunk.unit} {number}", reader=reader)
+
+
+def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], None]) -> Iterator[Item]:
+    """Yield all items of a source; log the fields of the first records that nothing reads, and columns of tables."""
+    known: set[str] = set()
+    files = {} if source == STDIN else {str(file): file for file in list_files(source)}
+    for number, item in enumerate(items):
+        if number < NUM_DETECTION_RECORDS:
+            names: set[str] = set()
+            # What is not JSON is refused when it is parsed.
+            with suppress(ValueError, RecursionError):
+                names = item.reader.unused_keys(json.loads(item.line))
+            # The rows of a table come without the columns that nothing reads.
+            if (file := files.pop(item.where.rpartition(", ")[0], None)) is not None:
+                names.update(unread_columns(file, item.reader))
+            if new := sorted(names - known):
+                known.update(new)
+                log(f"fields that are not read: {', '.join(new)}")
+        yield item
 
 
 def _line_of_row(row: Any) -> bytes:

@@ -294,7 +294,8 @@ class LiveProducer:
             "input": self.input,
             "input_is_whole": self.input_is_whole,
         }
-        self._mark.write(json.dumps(status).encode())
+        with self._explained("the producer's status cannot be written"):
+            self._mark.write(json.dumps(status).encode())
 
     def _tick(self) -> None:
         """Touch the lock file every second, and write a chunk that is older than `flush_s`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from harness.bench.packing import (
 from harness.bench.preparing import PrepareSettings, bench_preparing
 from harness.bench.probe import measure_apart
 from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, save_picture
+from harness.bench.soaking import SoakSettings, add_soak, bench_soak
 from harness.bench.tokens import TokensSettings, bench_tokens
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
@@ -41,6 +43,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
 from harness.settings import explain_settings
 
+KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
 TINY = FormatsSettings(
     packs=96, pack_size=64, rounds=1, reads=32, peer_reads=4, open_packs=300, write_packs=80, write_pack_size=64
 )
@@ -297,6 +300,34 @@ def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
     assert sum(shares) == pytest.approx(100)
 
 
+def test_growth_of_a_soak_is_from_its_second_quarter_to_its_last():
+    report = BenchReport("soak", {})
+    flat = [150.0, 190.0, 200.0, 201.0, 199.0, 200.0, 230.0, 200.0, 200.0, 202.0, 203.0, 202.0]
+    add_soak(report, "flat", {"megabytes": flat, "files": [9.0] * 6 + [11.0] * 6, "threads": [5.0] * 12})
+    leaks = {"megabytes": [200.0 + 2 * number for number in range(12)], "files": [*map(float, range(12))]}
+    add_soak(report, "leaks", {**leaks, "threads": [5.0] * 6 + [6.0] * 6})
+    assert [figure.name for figure in report.missed] == [
+        "leaks, growth of memory",
+        "leaks, growth of open files",
+        "leaks, growth of threads",
+    ]
+    assert [report.figure(f"{name}, growth of memory").value for name in ("flat", "leaks")] == [0, 12]
+    assert report.figure("flat, memory").value == 202
+    check(report)
+
+
+@pytest.mark.nightly  # a loader with workers in a process of its own
+def test_a_soak_counts_memory_files_and_threads_of_all_processes(tmp_path):
+    sizes = {"packs": 16, "pack_size": 64, "global_batch": 4, "seconds": 0.0}
+    with Workspace(tmp_path) as workspace:
+        report = bench_soak(SoakSettings(formats=("memmap",), workers=2, **sizes), workspace, silent)
+    check(report)
+    assert report.figure("memmap, passes").value == 12
+    assert report.figure("memmap, threads").value >= 3
+    assert report.figure("memmap, open files").value > 12
+    assert report.figure("memmap, growth of threads").value == 0
+
+
 def test_schedulers_are_compared_on_simulated_batches():
     report = bench_schedule(ScheduleSettings(batches=3, planned=300, rounds=2), None, silent)
     check(report)
@@ -320,6 +351,24 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
     assert "means over 3 batches" in report.notes[0]
     assert [cost.shape for cost in report.drawing.ranks.values()] == [(2,)] * 4
     assert all(figure.met is None for figure in report.figures)
+
+
+def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
+    """A change of these counts is a change of every step on a GPU: correct the table, and say why in its commit."""
+    megatron = pytest.importorskip("megatron.core")
+    bench = BENCHES["kernels"]
+    with Workspace(tmp_path) as workspace:
+        report = bench.measure(bench.quick, workspace, silent)
+    check(report)
+    counted = {figure.name: round(figure.value, 3) for figure in report.figures}
+    assert counted == json.loads(KERNELS.read_text())[megatron.__version__]
+    assert not report.missed
+    few, many = (
+        {name.removeprefix(of): value for name, value in counted.items() if name.startswith(of) and "bytes" not in name}
+        for of in ("2 sequences", "8 sequences")
+    )
+    del few[", copied to the device"], many[", copied to the device"]  # a bound a sequence
+    assert few == many
 
 
 def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
@@ -385,7 +434,7 @@ def test_an_unknown_setting_names_the_nearest():
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_explains_its_settings_and_has_quick_sizes(name):
-    pytest.importorskip("megatron.core" if name in ("step", "corpus", "checkpoint") else "numpy")
+    pytest.importorskip("megatron.core" if BENCHES[name].uses_megatron else "numpy")
     schema = type(BENCHES[name].quick)
     assert all(setting.text for setting in explain_settings(schema))
     assert callable(BENCHES[name].measure)

@@ -71,7 +71,7 @@ def test_an_interrupted_conversion_continues_after_its_last_whole_shard(tmp_path
     )
     assert (tmp_path / "b" / "shard_000001" / "input_ids.npy").stat().st_mtime_ns == written.st_mtime_ns
     assert list(open_dataset(tmp_path / "b")) == PACKS
-    assert seen == [("convert", 7, 7)]
+    assert seen == [("convert", 7, 7), ("compare", 7, 7)]
 
 
 def test_a_finished_conversion_is_not_written_again(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from harness.formats.digest import KeptFingerprint
 from harness.formats.opening import open_unchecked
 from harness.prep import plan_packs, repack_store
 from harness.records import Pack
-from harness.storage import open_folder
+from harness.storage import file_digest, open_folder
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16], [17, 18, 19, 20, 21, 22], [23, 24]]
 
@@ -139,7 +139,7 @@ def test_the_fingerprint_is_computed_once_and_kept(tmp_path: Path, store: Path) 
 
 def test_one_of_several_processes_computes_the_fingerprint(tmp_path: Path, store: Path) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
-    kept = KeptFingerprint(tmp_path / "plan")
+    kept = KeptFingerprint(tmp_path / "plan", file_digest(tmp_path / "plan" / "manifest.json"))
     started_out, started_in = os.pipe()
     all_started_out, all_started_in = os.pipe()
 

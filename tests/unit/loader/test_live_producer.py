@@ -25,10 +25,17 @@ from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import line_of_pack, open_dataset
 from harness.loader.live import LiveFolder, LiveProducer, chunk_name
 from harness.loader.live.folder import LiveChunk
-from harness.loader.live.produce import Item, Packing, produce_chunks, read_conversations, read_packs
+from harness.loader.live.produce import (
+    Item,
+    Packing,
+    log_unused_fields,
+    produce_chunks,
+    read_conversations,
+    read_packs,
+)
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.prep.chat import RecordReader, parse_record
-from harness.storage import folders
+from harness.storage import Marker, folders
 
 
 def items(count: int) -> list[Item]:
@@ -166,7 +173,7 @@ def test_a_chunk_without_its_record_is_written_again_and_one_of_another_producer
         produce_chunks(producer, items(4))
     # Killed between a chunk and its record: the lock file shows it.
     (tmp_path / chunk_name(2)).write_text("half a chunk")
-    status = json.loads((tmp_path / "_producer").read_text())
+    status = json.loads(Marker(tmp_path / "_producer").read())
     (tmp_path / "_producer").write_text(json.dumps({**status, "writing": 2}))
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         produce_chunks(producer, items(6))
@@ -421,6 +428,18 @@ def test_input_comes_from_files_datasets_and_pipes(tmp_path: Path, monkeypatch: 
     with pytest.raises(FormatError, match="input_ids") as caught:
         next(read)
     assert caught.value.where == "standard input, line 2"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_fields_that_are_not_read_are_logged_once(tmp_path: Path, suffix: str) -> None:
+    records = [{"messages": chat["messages"], "id": 1, "score": 2.0} for chat in some_chats(3)]
+    source, lines = tmp_path / f"in.{suffix}", []
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), source)
+    else:
+        source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    items = list(log_unused_fields(read_conversations(str(source)), str(source), lines.append))
+    assert (len(items), lines) == (3, ["fields that are not read: id, score"])
 
 
 def test_a_producer_shows_that_it_is_alive_while_it_waits_for_input(tmp_path: Path) -> None:

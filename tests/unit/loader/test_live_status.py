@@ -67,7 +67,7 @@ def test_a_dead_producer_is_reported_with_the_time_it_was_last_seen(tmp_path, ha
     LiveProducer(tmp_path).close()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    status = json.loads((tmp_path / "_producer").read_text())
+    status = json.loads(Marker(tmp_path / "_producer").read())
     (tmp_path / "_producer").write_text(json.dumps({**status, "pid": ended.pid}))
     os.utime(tmp_path / "_producer", (time.time() - 300,) * 2)
     _, out, _ = harness("live", "status", tmp_path)

@@ -1,0 +1,157 @@
+"""Every command that writes, on a disk that is full or fails at one of its operations.
+
+The command names the fault and ends with exit code 2; afterwards the same command finishes, with the result of one that
+nothing disturbed. Operations are those of the system: writes, renames and so on, of Python, pyarrow and torch alike.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .commands import Command, commands, training
+from .failing_disk import IMPORTS, TORCH_IMPORTS, Disk, Fault
+from .faults import attempt, attempt_with_room, distinct, prepare
+
+COMMANDS, TRAINING = dict(commands()), dict(training())
+# One of each kind of writer; the nightly tests have all.
+SAMPLED = ("convert-memmap", "repack", "prepare-parquet", "indexed-convert", "live-produce-packs")
+KINDS = {
+    "full": Fault(error=errno.ENOSPC, stays_full=True),
+    "quota": Fault(error=errno.EDQUOT, stays_full=True),
+    "failing": Fault(error=errno.EIO),
+}
+Prepared = tuple[Command, Path, Any, list[str]]
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    folder = tmp_path_factory.mktemp("disk")
+    with Disk(folder / "scratch", folder / "disk") as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def training_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    folder = tmp_path_factory.mktemp("disk")
+    with Disk(folder / "scratch", folder / "disk", imports=TORCH_IMPORTS) as disk:
+        yield disk
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount a real disk of a few megabytes in memory."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "harness-test", folder]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("needs root and the right to mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def try_points(disk: Disk, command: Command, folder: Path, kind: str, points: int | None, seed: str) -> int:
+    """Fail at a seeded sample of `points` operations, or at all that differ; return their number."""
+    expected, operations = prepare(disk, command, folder / "template")
+    chosen = distinct(operations)
+    if points is not None:
+        chosen = sorted(random.Random(seed).sample(chosen, points))
+    fault = KINDS[kind]
+    for at in chosen:
+        attempt(disk, command, folder / "template", expected, Fault(at, fault.error, fault.stays_full))
+    return len(chosen)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_fault_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
+    kind = random.Random(name).choice(list(KINDS))
+    assert try_points(disk, COMMANDS[name], tmp_path, kind, 1, name) == 1
+
+
+def try_rooms(folder: Path, command: Command, rooms: int, *, imports: str = IMPORTS, megabytes: int = 16) -> None:
+    """Run a command on a real disk with that many different amounts of room, from none to nearly enough."""
+    with (
+        small_disk(folder / "disk", megabytes) as place,
+        Disk(folder / "scratch", place, imports=imports) as disk,
+    ):
+        expected, _ = prepare(disk, command, folder / "template")
+        began = sum(file.stat().st_size for file in (folder / "template").rglob("*") if file.is_file())
+        needed = shutil.disk_usage(place).used - began
+        for number in range(rooms):
+            attempt_with_room(disk, command, folder / "template", expected, needed * number // rooms)
+
+
+def test_a_real_disk_that_fills_up_is_named_and_the_same_command_finishes(tmp_path: Path) -> None:
+    try_rooms(tmp_path, COMMANDS["convert-parquet"], 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+def test_a_real_disk_with_any_room_is_named_and_the_same_command_finishes(tmp_path: Path, name: str) -> None:
+    is_training = name in TRAINING
+    imports, megabytes = (TORCH_IMPORTS, 48) if is_training else (IMPORTS, 16)
+    try_rooms(tmp_path, {**COMMANDS, **TRAINING}[name], 12, imports=imports, megabytes=megabytes)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_on_a_full_disk_ends_the_job_by_name_and_it_resumes(
+    training_disk: Disk, tmp_path: Path, rank: int
+) -> None:
+    # With tensor parallelism both ranks write their part of a checkpoint.
+    layout = " parallel.tensor_parallel_size=2"
+    command, template = TRAINING["train"], tmp_path / "template"
+    command = replace(command, arguments=command.arguments + layout, again=command.again + layout)
+    expected, operations = prepare(training_disk, command, template, fault=Fault(rank=rank), ranks=2)
+    chosen = distinct(operations)
+    for at in random.Random(rank).sample(chosen, min(len(chosen), 12)):
+        attempt(training_disk, command, template, expected, Fault(at, errno.ENOSPC, True, rank=rank), ranks=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["train", "train-resumed", "convert-parquet", "prepare-parquet"])
+def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(
+    training_disk: Disk, tmp_path: Path, name: str
+) -> None:
+    command, template = {**COMMANDS, **TRAINING}[name], tmp_path / "template"
+    expected, operations = prepare(training_disk, command, template, fault=Fault(reads=True))
+    for at in distinct(operations):
+        attempt(training_disk, command, template, expected, Fault(at, errno.EIO, reads=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_fault_at_any_operation_is_named_and_the_same_command_finishes(
+    disk: Disk, tmp_path: Path, name: str, kind: str, record_property: Any
+) -> None:
+    points = try_points(disk, COMMANDS[name], tmp_path, kind, None, name)
+    record_property("fault_points", points)
+    print(f"{name}: {kind} at {points} operations")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_run_that_a_disk_stops_at_any_operation_resumes_as_if_undisturbed(
+    training_disk: Disk, tmp_path: Path, name: str, kind: str, record_property: Any
+) -> None:
+    points = try_points(training_disk, TRAINING[name], tmp_path, kind, None, name)
+    record_property("fault_points", points)
+    print(f"{name}: {kind} at {points} operations")

@@ -1,0 +1,41 @@
+"""A command that SIGKILL ends at any write, rename or removal is finished by the same command, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kill_points import KILLED, Commands, points_of
+
+from .cases import CASES, Case, Whole, contents, fingerprint_of
+from .reporting import report_kills
+
+
+@pytest.mark.parametrize(
+    ("case", "kills"),
+    [
+        *(pytest.param(case, case.kills, id=f"{case.name}, a tenth") for case in CASES if case.kills),
+        *(pytest.param(case, 50, id=case.name, marks=pytest.mark.nightly) for case in CASES),
+    ],
+)
+def test_a_killed_command_is_finished_by_the_same_command(
+    commands: Commands, whole_of: Callable[[Case], Whole], case: Case, kills: int, reports: Path | None
+) -> None:
+    whole = whole_of(case)
+    kills = min(kills, whole.count)
+    made = 0
+    for point in points_of(whole.count, kills, seed=case.name):
+        whole.begin()
+        killed = commands.run(whole.command, root=whole.out, at=point)
+        assert killed.code == KILLED, f"call {point}: {killed.output}"
+        made += 1
+        where = f"killed in call {point} of {whole.count}, {killed.died_in}"
+        assert fingerprint_of(whole.out) in {None, *whole.fingerprints}, where
+        again = commands.run(whole.command, root=whole.out)
+        assert again.code == 0, f"{where}: {again.output}"
+        assert contents(whole.out) == whole.expected, where
+    assert made == kills
+    print(f"{case.name}: killed {made} times at {whole.count} calls")
+    if reports is not None:
+        report_kills(reports, case.name, made, whole.count)

@@ -1,0 +1,140 @@
+"""A dataset that is replaced while it is read: readers get the old packs or an error, and never a mix."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kill_points import Commands
+from live_streams import some_packs
+
+from harness.errors import FormatError
+from harness.formats import FORMATS, PackReader, open_dataset, open_writer
+from harness.prep import repack_store
+from harness.records import Pack
+
+OLD = some_packs(24)
+# The same lengths, bounds and masks, so that nothing but their tokens tells them apart.
+NEW = [Pack((pack.input_ids + 7) % 300, pack.loss_mask, pack.seq_start_id) for pack in OLD]
+
+
+def write(path: Path, packs: list[Pack], format: str, *, stages: Callable[[], None] = lambda: None) -> None:
+    with open_writer(path, format=format, pack_size=64, packs_per_shard=5, overwrite=True) as writer:
+        stages()
+        for number, pack in enumerate(packs):
+            writer.append(pack)
+            if number % 8 == 0:
+                stages()
+    stages()
+
+
+def write_plan(path: Path, packs: list[Pack], *, stages: Callable[[], None] = lambda: None) -> None:
+    """Replace the store below a plan, then the plan."""
+    write(path.with_name("store"), packs, "virtual", stages=stages)
+    repack_store(str(path.with_name("store")), str(path), pack_size=64, algorithm="next_fit", overwrite=True)
+    stages()
+
+
+def write_bare(path: Path, packs: list[Pack], format: str, *, stages: Callable[[], None] = lambda: None) -> None:
+    """Replace a folder of shards as another tool does, which knows no manifest."""
+    write(path.with_name("elsewhere"), packs, format)
+    (path.with_name("elsewhere") / "manifest.json").unlink()
+    shutil.rmtree(path.with_name("elsewhere") / "index")
+    for entry in path.with_name("elsewhere").iterdir():
+        entry.rename(entry.with_name(entry.name.replace("shard", "part").replace("chunk", "part")))
+    shutil.rmtree(path, ignore_errors=True)
+    stages()
+    path.with_name("elsewhere").rename(path)
+    stages()
+
+
+LAYOUTS: dict[str, Callable[..., None]] = {
+    **{format: lambda path, packs, format=format, **more: write(path, packs, format, **more) for format in FORMATS},
+    **{
+        f"bare {format}": lambda path, packs, format=format, **more: write_bare(path, packs, format, **more)
+        for format in FORMATS
+    },
+    "one.parquet": lambda path, packs, **more: write(path.with_name("one.parquet"), packs, "parquet", **more),
+    "one.npy": lambda path, packs, **more: write(path.with_name("one.npy"), packs, "npy", **more),
+    "plan": write_plan,
+}
+
+
+def places(layout: str, folder: Path) -> Path:
+    return folder / (layout if layout.startswith("one.") else "data")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_readers_of_a_replaced_dataset_get_old_packs_or_an_error(tmp_path: Path, layout: str) -> None:
+    replace, path = LAYOUTS[layout], places(layout, tmp_path)
+    replace(tmp_path / "data", NEW)
+    new = list(open_dataset(path))
+    replace(tmp_path / "data", OLD)
+    untouched, used, closed = (open_dataset(path) for _ in range(3))
+    old = list(used)
+    assert [pack.sequence_lengths.tolist() for pack in old] == [pack.sequence_lengths.tolist() for pack in new]
+    assert not {key(pack) for pack in old} & {key(pack) for pack in new}
+    list(closed)
+    closed.close()
+    pickled = pickle.dumps(used)
+    refused = 0
+
+    def look() -> None:
+        nonlocal refused
+        for reader in (untouched, used, closed, *unpickled(pickled)):
+            refused += check(reader, old)
+        refused += check_anew(path, old, new)
+
+    replace(tmp_path / "data", NEW, stages=look)
+    look()
+    assert refused > 0
+    assert list(map(key, open_dataset(path))) == list(map(key, new))
+
+
+def unpickled(data: bytes) -> Iterator[PackReader]:
+    try:
+        yield pickle.loads(data)
+    except FormatError:
+        return
+
+
+def check(reader: PackReader, old: list[Pack]) -> int:
+    """Read all packs of an old reader one by one; return how many it refused."""
+    refused = 0
+    for number, pack in enumerate(old):
+        try:
+            found = reader[number]
+        except FormatError:
+            refused += 1
+        else:
+            assert key(found) == key(pack), f"pack {number} is a new one"
+    return refused
+
+
+def check_anew(path: Path, old: list[Pack], new: list[Pack]) -> int:
+    """Open the dataset during the replacement: it is refused, or whole and of one side."""
+    try:
+        packs = list(map(key, open_dataset(path)))
+    except FormatError:
+        return 1
+    assert packs in (list(map(key, old)), list(map(key, new)))
+    return 0
+
+
+def key(pack: Pack) -> bytes:
+    return pack.input_ids.tobytes()
+
+
+@pytest.mark.parametrize("name", ["packs", "plan"])
+def test_sixteen_processes_read_one_dataset_alike(commands: Commands, inputs: Path, tmp_path: Path, name: str) -> None:
+    path = inputs / "packs"
+    if name == "plan":  # whose fingerprint the first of them computes and keeps for the others
+        path = tmp_path / "plan"
+        repack_store(str(inputs / "store"), str(path), pack_size=50)
+    ran = commands.run(*[["harness", "inspect", path, "--json"]] * 16, root=tmp_path)
+    assert ran.codes == [0] * 16, ran.output
+    texts = ran.output.split("\n]\n") if "\n]\n" in ran.output else ran.output.split("\n}\n")
+    assert len({text.strip() for text in texts if text.strip()}) == 1

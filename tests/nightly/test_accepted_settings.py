@@ -1,0 +1,146 @@
+"""Every value that a setting accepts is run: it does what it says, or ends with an error that names what is wrong.
+
+Values are tried one at a time on small runs. The settings and their bounds come from the dataclasses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from corpora import VOCAB, write_corpus
+
+from harness.plan import PretrainConfig, SftConfig
+from harness.prep import PrepareConfig
+from harness.settings import Setting, explain_settings
+from recipes.parity import make_dataset
+
+from ..distributed.conftest import ROOT, environment, read_metrics
+from .conftest import TINY
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
+PROGRAM = Path(__file__).with_name("settings_runs.py")
+SCHEMAS: dict[str, type[Any]] = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig}
+BASE: dict[str, tuple[str, ...]] = {
+    "sft": (
+        *TINY,
+        "loader.global_batch_size=4",
+        "loader.num_workers=0",
+        "schedule.max_tokens_per_rank=512",
+        "trainer.steps=2",
+        "trainer.device=cpu",
+    ),
+    "pretrain": (
+        *TINY,
+        f"model.vocab_size={VOCAB}",
+        "loader.global_batch_size=4",
+        "loader.num_workers=0",
+        "data.sequence_length=32",
+        "data.split='90,10,0'",
+        "trainer.steps=2",
+        "trainer.eval_batches=1",
+        "trainer.device=cpu",
+    ),
+    "prepare": ("tokenizer.vocab_size=300", "data.num_workers=0", "data.pack_size=256", "data.packed_storage=parquet"),
+}
+# Runs that may last: a signal ends them, and for a step that lasts itself only SIGKILL.
+LONG = ("trainer.steps=2147483647", "model.num_layers=10000")
+# Limits that a run may not keep; the watchdog then ends it with its message.
+SHORT, HANG = ("trainer.timeout_s=", "trainer.startup_timeout_s="), 70
+VALUES = {
+    "int": ("-1", "0", "1", "2"),
+    "float": ("-1", "0", "0.5", "1", "2.7"),
+    "bool": ("true", "false"),
+    "str": ("words", "''", "'1'"),
+    "path": ("words",),
+}
+ERROR = re.compile(r"^\w*Error: .+\n  where: .+\n  fix:   .+", re.MULTILINE)
+
+
+def values_of(setting: Setting) -> list[str]:
+    kind = setting.type.removesuffix(" or null")
+    null = ["null"] if "or null" in setting.type else []
+    inner = re.sub("^(list|map) of ", "", kind)
+    values = [*VALUES.get(inner, ())]
+    if setting.bounds is not None:
+        ends = (setting.bounds.lowest, setting.bounds.highest)
+        values += [str(end) for end in ends if end is not None and str(end) not in values]
+    if kind.startswith("list of "):
+        return ["[]", *(f"[{value}]" for value in values)]
+    if kind.startswith("map of "):
+        return ["{}", *(f"{{words: {value}}}" for value in values)]
+    return [*values, *null]
+
+
+def cases_of(recipe: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the runs of a recipe: one for each value of each setting."""
+    base = list(BASE[recipe])
+    if recipe == "sft":
+        base.append(f"data.path={make_dataset(folder / 'data')}")
+    elif recipe == "pretrain":
+        prefix = write_corpus(folder / "corpus", 400, seed=0)
+        base += [f"data.path={prefix}", f"data.path_to_cache={folder / 'cache'}"]
+    else:
+        chats = folder / "chats.jsonl"
+        turns = [
+            [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"it is {n}." * 4}]
+            for n in range(60)
+        ]
+        chats.write_text("".join(json.dumps({"messages": some}) + "\n" for some in turns))
+        base.append(f"source.path={chats}")
+    cases = []
+    for setting in explain_settings(SCHEMAS[recipe]):
+        above, is_record, name = setting.key.partition("[].")
+        for value in values_of(setting):
+            text = f"{above}=[{{{name}: {value}}}]" if is_record else f"{setting.key}={value}"
+            place = folder / "runs" / str(len(cases))
+            own = [f"data.path={place}"] if recipe == "prepare" else [f"run_dir={place}", f"runs={place}"]
+            cases.append(
+                {
+                    "recipe": recipe,
+                    "text": text,
+                    "key": setting.key,
+                    "place": str(place),
+                    "overrides": [*base, *own, text],
+                }
+            )
+    return cases
+
+
+@pytest.mark.parametrize("recipe", BASE)
+def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe: str, tmp_path: Path) -> None:
+    cases = cases_of(recipe, tmp_path)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(PROGRAM), str(tmp_path / "cases.json"), str(tmp_path / "results")]
+    subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
+    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert len(results) == len(cases)
+    wrong = [
+        f"{cases[one['place']]['text']}: {why}" for one in results if (why := find_wrong(cases[one["place"]], one))
+    ]
+    assert wrong == []
+
+
+def find_wrong(case: dict[str, Any], result: dict[str, Any]) -> str:
+    """Return what is wrong with a run; empty if nothing is."""
+    code, output, folder = result["code"], result["output"], Path(case["place"])
+    if "Traceback" in output:
+        return f"a traceback: {output.strip()[-300:]}"
+    # A run that was about to end by itself when its time was over has another code.
+    if result["ended"] and code not in (0, 2):
+        return "" if case["text"] in LONG else f"it was {result['ended']}: {output.strip()[-300:]}"
+    if code == 2 or (code == HANG and case["text"].startswith(SHORT)):
+        return "" if ERROR.search(output) else f"not an error with a fix: {output.strip()[-300:]}"
+    if code != 0:
+        return f"exit code {code}: {output.strip()[-300:]}"
+    if case["recipe"] != "prepare" and (folder / "config.yaml").exists():
+        steps = yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"]
+        if len(read_metrics(folder)) != steps:
+            return f"{len(read_metrics(folder))} of {steps} steps"
+    return ""

@@ -1,0 +1,126 @@
+"""Run commands in forks of a process that has imported everything: a command starts in milliseconds, as a real process.
+
+Reads a request a line, and answers with the wait statuses of its commands. They run side by side, each in a session of
+its own; if the first is one that stops, the others run while it is stopped, and it is continued after them. In the end,
+or after `patience_s`, whatever is left of their sessions is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+
+def run(arguments: list[str]) -> int:
+    sys.argv = arguments
+    try:
+        if arguments[0] == "harness":
+            from harness.cli.app import main
+
+            main()
+        else:
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return int(ended.code or 0) if not isinstance(ended.code, str) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def start(request: dict[str, Any], number: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    command = request["commands"][number]
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(request["folder"])
+    os.environ.update(command["environment"])
+    if not request["stops"] or number == 0:
+        ctypes.CDLL(None).kill_points_arm(request["counter"].encode(), request["root"].encode())
+    os.umask(command["umask"])
+    if command["uid"]:
+        os.setgroups([])
+        os.setgid(command["uid"])
+        os.setuid(command["uid"])
+    code = run(command["arguments"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def answer(request: dict[str, Any]) -> list[int | None]:
+    until = time.monotonic() + request["patience_s"]
+    statuses: dict[int, int] = {}
+    first = start(request, 0)
+    if request["stops"]:
+        _, status = os.waitpid(first, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return [status]
+    children = [first, *(start(request, number) for number in range(1, len(request["commands"])))]
+    if request["stops"]:
+        wait(children[1:], statuses, until)
+        os.kill(first, signal.SIGCONT)
+    wait(children, statuses, until)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if child not in statuses:
+            os.waitpid(child, 0)
+    return [statuses.get(child) for child in children]
+
+
+def wait(children: list[int], statuses: dict[int, int], until: float) -> None:
+    while not statuses.keys() >= set(children) and time.monotonic() < until:
+        for child in children:
+            if child not in statuses:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    statuses[child] = status
+        time.sleep(0.002)
+
+
+def main() -> None:
+    import harness.cli.app
+    import harness.formats
+    import harness.indexed.token_shards
+    import harness.loader.live
+    from harness.prep import prepare, repack_store  # noqa: F401 - other users cannot import from this one's Python
+
+    for name in harness.formats.FORMATS:
+        harness.formats.load_format(name)
+    with suppress(ImportError):
+        import pandas  # noqa: F401 - by pyarrow, as soon as it makes numbers of a column
+    if "training" in sys.argv[1:]:
+        from harness.megatron import prepare_process
+
+        prepare_process()
+        import harness.megatron.export
+        import harness.megatron.run
+        import recipes.sft  # noqa: F401
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        run(["harness", "verify", os.devnull])  # imports what a command imports late
+    gc.freeze()  # so that collections of the forks leave the pages of this process alone
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
