@@ -1,14 +1,8 @@
 """From chat data to packed datasets; needs numpy and pyarrow, and tokenizers where text is tokenized.
 
-    from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+    from harness import prepare
 
-    report = prepare(
-        PrepareConfig(
-            source=SourceConfig(kind="files", path="chats/"),
-            tokenizer=TokenizerConfig(kind="huggingface", name="org/name"),
-            data=PackingConfig(path="data/chats", pack_size=4096),
-        )
-    )
+    report = prepare("chats/", "org/name", "data/chats", pack_size=4096)
     report.splits["train"].packs
 
 Read `pipeline` first: it runs the stages in order. `chat`, `tokenize` and `packing` can be used alone.
@@ -37,7 +31,7 @@ if TYPE_CHECKING:
     from harness.prep.pipeline import PrepareConfig, prepare, repack_store
     from harness.prep.preview import show_preview
     from harness.prep.shards import Receipt, ShardJob, do_shard
-    from harness.prep.sources import SourceConfig, cut_shards, list_files, read_chunks, read_shard
+    from harness.prep.sources import SourceConfig, cut_shards, list_files, read_chunks, read_shard, unread_columns
 
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
@@ -71,6 +65,7 @@ __all__ = [
     "show_preview",
     "tokenizer_hash",
     "train_bpe",
+    "unread_columns",
 ]
 
 # pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay.
@@ -81,7 +76,7 @@ __getattr__ = names_on_first_use(
         "show_preview": "preview",
         **dict.fromkeys(("Receipt", "ShardJob", "do_shard"), "shards"),
         **dict.fromkeys(
-            ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard"),
+            ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard", "unread_columns"),
             "sources",
         ),
     },

@@ -126,7 +126,12 @@ class PreparedFolder:
 
     def finish(self, report: dict[str, Any]) -> None:
         """Write the report, which makes the folder finished."""
-        write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        try:
+            write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        except OSError:
+            with suppress(OSError):  # it may have its name, and lose it when the power fails
+                (self.path / REPORT).unlink()
+            raise
         shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
 

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from harness.checks import bounded, check_numbers, require_choice
-from harness.errors import PrepError
+from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
@@ -32,6 +32,7 @@ from harness.prep.shards import VERSION, ShardJob, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
+from harness.settings import nearest_name
 from harness.storage import Place, Stamp, stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -64,8 +65,16 @@ class PrepareConfig:
         require_choice(self.engine, ENGINES, setting="engine")
 
 
-def prepare(config: PrepareConfig, *, console: Console | None = None) -> PrepareReport:
-    """Turn chats into packed datasets in `config.data.path`.
+def prepare(
+    source: PrepareConfig | SourceConfig | str | os.PathLike[str],
+    tokenizer: TokenizerConfig | str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    console: Console | None = None,
+    **settings: Any,
+) -> PrepareReport:
+    """Turn chats into packed datasets in a folder.
 
     Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.html` (with samples),
     `report.json` (last), `source` (the built-in corpus), and if records were skipped `bad_records.jsonl` with their
@@ -74,42 +83,88 @@ def prepare(config: PrepareConfig, *, console: Console | None = None) -> Prepare
     it had finished.
 
     Args:
-        config: settings.
-        console: receives progress and the report; None is standard output. `Console(quiet=True)` shows nothing.
+        source: chats, as `SourceConfig.path` takes them, or with their settings; or all settings of the preparation,
+            instead of the other arguments.
+        tokenizer: a folder or hub id, or settings; None trains a byte-level BPE on the chats.
+        path: folder to write.
+        progress: called with the stage (`tokenizer`, `tokens`, then each split), how much is done, and the total (0
+            where it is unknown): bytes of the source, then packs.
+        console: receives progress and the report; None is standard output, or nothing where `progress` is given.
+        settings: fields of `PackingConfig`, and `engine`.
 
     Raises:
         HarnessError: the source, a setting or the destination is unusable; the folder then does not count as prepared.
     """
+    config = _config_of(source, tokenizer, path, settings)
     check_engine(config.engine)
     config = replace(config, source=config.source.resolve())
-    console = console or Console()
-    stages = Stages(console)
+    console = console or Console(quiet=progress is not None)
+    stages = Stages(console, progress)
     if config.source.kind == "pydoc":
         stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")
-    source = find_files(config.source, show=stages.show)
-    settings = _settings(config, source)
+    found = find_files(config.source, show=stages.show)
+    depends_on = _settings(config, found)
     folder = PreparedFolder(Path(config.data.path))
-    earlier = folder.finished_report(settings, overwrite=config.data.overwrite)
+    earlier = folder.finished_report(depends_on, overwrite=config.data.overwrite)
     if earlier is not None:
         report = PrepareReport.from_dict(earlier, path=folder.path)
         stages.show(f"{folder.path} is already prepared with the same settings.")
     else:
-        report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(settings), settings=settings)
-        try:
-            folder.begin()
-            preparation = _Preparation(config, folder.path, source, report, stages, folder.first_day(date.today()))
-            preparation.run()
-            report.seconds = stages.seconds
-            write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
-            page = render_page(report, preparation.samples)
-            # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
-            write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
-            folder.finish(report.to_dict())
-        finally:
-            folder.abandon()
+        report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(depends_on), settings=depends_on)
+        fix = "make room or have the disk checked, then start again: finished shards are kept"
+        with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
+            try:
+                folder.begin()
+                preparation = _Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
+                preparation.run()
+                report.seconds = stages.seconds
+                write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
+                page = render_page(report, preparation.samples)
+                # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
+                write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
+                folder.finish(report.to_dict())
+            finally:
+                folder.abandon()
     stages.show("")
     console.print(render_report(report))
     return report
+
+
+def _config_of(
+    source: PrepareConfig | SourceConfig | str | os.PathLike[str],
+    tokenizer: TokenizerConfig | str | os.PathLike[str] | None,
+    path: str | os.PathLike[str] | None,
+    settings: dict[str, Any],
+) -> PrepareConfig:
+    """Return the settings that the arguments of `prepare` stand for."""
+    if isinstance(source, PrepareConfig):
+        given = [*(["tokenizer"] if tokenizer is not None else []), *(["path"] if path is not None else []), *settings]
+        if given:
+            raise ConfigError(
+                f"{given[0]} is given beside a PrepareConfig",
+                where="prepare",
+                fix="set it in the PrepareConfig, or give the source itself",
+            )
+        return source
+    if path is None:
+        raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")
+    known = [field.name for field in fields(PackingConfig) if field.name != "path"]
+    for name in settings:
+        if name not in (*known, "engine"):
+            near = nearest_name(name, known)
+            raise ConfigError(
+                f"there is no setting {name!r}",
+                where="prepare",
+                fix=(f"did you mean {near}? " if near else "") + f"fields of PackingConfig: {', '.join(known)}",
+            )
+    engine = settings.pop("engine", "local")
+    if not isinstance(source, SourceConfig):
+        source = SourceConfig(kind="files", path=os.fspath(source))
+    if tokenizer is None:
+        tokenizer = TokenizerConfig()
+    elif not isinstance(tokenizer, TokenizerConfig):
+        tokenizer = TokenizerConfig(kind="huggingface", name=os.fspath(tokenizer))
+    return PrepareConfig(source, tokenizer, PackingConfig(path=os.fspath(path), **settings), engine)
 
 
 def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:

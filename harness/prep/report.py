@@ -284,10 +284,12 @@ class Stages:
     """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
 
     Attributes:
+        progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown).
         seconds: by stage, once it has ended.
     """
 
     console: Console
+    progress: Callable[[str, int, int], None] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -299,7 +301,17 @@ class Stages:
         began = time.perf_counter()
         with progress:
             task = progress.add_task(doing, total=total)
-            stage = Stage(lambda step: progress.advance(task, step))
+            done = 0
+
+            def advance(step: float) -> None:
+                nonlocal done
+                done += int(step)
+                progress.advance(task, step)
+                if self.progress is not None:
+                    self.progress(name, done, int(total or 0))
+
+            advance(0)
+            stage = Stage(advance)
             yield stage
         self.seconds[name] = round(time.perf_counter() - began, 3)
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")

@@ -18,7 +18,7 @@ from harness.prep.chat.reader import (
 )
 from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import MEDIA_FIELDS
+from harness.prep.chat.turns import MEDIA_FIELDS, is_media_column
 from harness.prep.chat.values import BadRecordError
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "RecordReader",
     "ToolCall",
     "detect_schema",
+    "is_media_column",
     "parse_line",
     "parse_record",
     "record_of_row",

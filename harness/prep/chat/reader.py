@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -12,8 +13,8 @@ from typing import Any
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
-from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list
+from harness.prep.chat.schemas import CALL_ROLES, SCHEMAS
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list, is_media_column
 from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
 
 # Records that tell the schema of a source.
@@ -84,12 +85,22 @@ class RecordReader:
                 record = self._rewritten(record)
             if not _UNREAD_FIELDS.isdisjoint(record):
                 _refuse_unread(record)
+            if any(key not in _FIELDS and isinstance(key, str) and is_media_column(key) for key in record):
+                self._refuse_media_columns(record)
             schema = SCHEMAS[self.schema or _detect(record)]
             return schema.parse(record, where)
         except BadRecordError as bad:
             return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))
         except RecursionError:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
+
+    def _refuse_media_columns(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            # Numbers and flags are no media, and a column that is read under another name is text.
+            if name in _FIELDS or not is_media_column(name) or is_empty(value) or isinstance(value, bool | int | float):
+                continue
+            detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
+            raise BadRecordError(BadReason.MEDIA, detail + f"to leave out: source.ignore_fields=[{name}]")
 
     def parse_row(self, row: Mapping[str, Any], where: str) -> Conversation | BadRecord:
         """Parse one decoded row of Parquet or Arrow, as `record_of_row` changes it."""
@@ -169,10 +180,19 @@ class RecordReader:
 
     def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         turn = self._renamed(turn, self._turn_columns)
-        for name in ("content", "tool_calls") if self.ignore_fields else ():
-            if isinstance(turn.get(name), list):
-                parts = [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in turn[name]]
-                turn = {**turn, name: parts}
+        for name in ("content", "tool_calls", "function_call", "value") if self.ignore_fields else ():
+            value = turn.get(name)
+            is_call = name in ("tool_calls", "function_call") or turn.get("from", turn.get("role")) in CALL_ROLES
+            if is_call and isinstance(value, str):
+                with suppress(BadRecordError):  # refused when it is parsed
+                    value = decoded(value, "", BadReason.BAD_TOOLS)
+            if isinstance(value, list):
+                turn = {
+                    **turn,
+                    name: [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in value],
+                }
+            elif is_call and isinstance(value, Mapping):
+                turn = {**turn, name: self._renamed(value, {})}
         return turn
 
     def _mapped(self, detail: str) -> str:

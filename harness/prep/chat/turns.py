@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import ROLES, BadReason, Conversation, Message, ToolCall
@@ -34,6 +35,11 @@ TURN_FIELDS = frozenset(
 )
 MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
 
+# Columns beside the turns that hold or name media, such as `image_path`, `audioUrl` and `files`; no counts and flags.
+_MEDIA_COLUMN = re.compile(
+    r"(?!(?:num|n|has|is|with|count)_)(?:[a-z0-9]+_)*(?:image|img|picture|photo|audio|video|media|attachment)s?"
+    r"(?:_(?:path|url|uri|file|filename|name|id|bytes|b64|base64|data|list|token)s?)*|files"
+)
 _MEDIA_PART = re.compile(r"image|audio|video|file|media", re.IGNORECASE)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = frozenset(ROLES)
@@ -41,6 +47,12 @@ _SHAREGPT_ROLES = ("human", "gpt", "model", "function_call", "tool_call", "obser
 _REASONING, _CALLS, _WEIGHTS = map(frozenset, (REASONING_FIELDS, ("tool_calls", "function_call"), WEIGHT_FIELDS))
 # Fields that turns of one role only may have.
 _OWNED_FIELDS = (("assistant", _REASONING | _CALLS), ("tool", frozenset(("tool_call_id",))))
+
+
+@lru_cache(maxsize=4096)
+def is_media_column(name: str) -> bool:
+    """Return whether a column's name says that it holds media or where they are: `MEDIA_FIELDS` and names like them."""
+    return _MEDIA_COLUMN.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()) is not None
 
 
 def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conversation:

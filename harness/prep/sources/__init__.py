@@ -14,7 +14,7 @@ from harness.prep.sources.config import SourceConfig
 if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
     from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
-    from harness.prep.sources.schema import SourceSchema, find_schema
+    from harness.prep.sources.schema import SourceSchema, find_schema, unread_columns
 
 __all__ = [
     "Chunk",
@@ -28,6 +28,7 @@ __all__ = [
     "list_files",
     "read_chunks",
     "read_shard",
+    "unread_columns",
 ]
 
 # The settings are part of every command line, which must not wait for pyarrow.
@@ -36,6 +37,6 @@ __getattr__ = names_on_first_use(
     {
         **dict.fromkeys(("SourceFiles", "find_files", "list_files"), "finding"),
         **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
-        **dict.fromkeys(("SourceSchema", "find_schema"), "schema"),
+        **dict.fromkeys(("SourceSchema", "find_schema", "unread_columns"), "schema"),
     },
 )

@@ -60,10 +60,19 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
         mine = replace(reader, schema=schema)
         for record in records:
             unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
-        used = {*mine.columns_to_read(names), *source.ignore_fields}
-        unused |= dict.fromkeys(name for name in names if name not in used)
+        unused |= dict.fromkeys(_unread(names, mine))
     schema = next(iter(found), source.schema)
     return SourceSchema(replace(reader, schema=schema), not source.schema, tuple(unused))
+
+
+def unread_columns(file: Place, reader: RecordReader) -> list[str]:
+    """Return the columns of a table that are neither read nor ignored; none of another file."""
+    return _unread(_columns(file), reader)
+
+
+def _unread(names: list[str], reader: RecordReader) -> list[str]:
+    used = {*reader.columns_to_read(names), *reader.ignore_fields}
+    return [name for name in names if name not in used]
 
 
 def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], list[str]]:

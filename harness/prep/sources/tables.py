@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from harness.prep.chat import MEDIA_FIELDS, RecordReader
+from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
 from harness.storage import Place, open_source, open_stream
 
 ROW = "row"
@@ -143,10 +143,13 @@ def _num_rows(row_bytes: float) -> int:
 def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], list[str]]:
     """Return the columns to decode, and those, such as images, of which only whether a row has any is read."""
     needed = reader.columns_to_read(dict.fromkeys(names))
+    # Read to be refused: a schema of tables lists a column even where no row has a value.
+    refused = [name for name in dict.fromkeys(names) if is_media_column(name) and name not in reader.ignore_fields]
+    needed += [name for name in refused if name not in needed]
     if repeated := [name for name in needed if list(names).count(name) > 1]:
         raise pa.ArrowInvalid(f"several columns have the name {repeated[0]!r}")
     presence = [name for name in needed if name in MEDIA_FIELDS]
-    return [name for name in needed if name not in MEDIA_FIELDS], presence
+    return [name for name in needed if name not in presence], presence
 
 
 def _is_in(path: str, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,6 +12,9 @@ from harness.prep.chat import Conversation, Message
 
 # Names under which templates read the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+_NO_TAGS: tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,21 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def shape_of(conversation: Conversation) -> tuple[Any, ...]:
-    """Return what a template's treatment of fields can depend on, without the texts."""
+def tags_around(text: str, tags: Sequence[str]) -> tuple[str, str] | tuple[()]:
+    """Return the texts that a template looks for (`Template.tags`) at the start and the end of a content, if any.
+
+    For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
+    """
+    if not tags:
+        return _NO_TAGS
+    bare = text.strip()
+    first = next((tag for tag in tags if bare.startswith(tag)), "")
+    last = next((tag for tag in tags if bare.endswith(tag)), "")
+    return (first, last) if first or last else _NO_TAGS
+
+
+def shape_of(conversation: Conversation, tags: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Return what a template's treatment of fields can depend on, without the texts; `tags` as in `tags_around`."""
     turns = tuple(
         (
             turn.role,
@@ -76,6 +92,7 @@ def shape_of(conversation: Conversation) -> tuple[Any, ...]:
             bool(turn.text.strip()),
             bool(turn.reasoning.strip()),
             "</think>" in turn.text,
+            tags_around(turn.text, tags),
             tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
             bool(turn.tool_call_id),
             bool(turn.name),
@@ -85,8 +102,10 @@ def shape_of(conversation: Conversation) -> tuple[Any, ...]:
     return turns, len(conversation.tools), json.dumps(dict(conversation.template_kwargs), sort_keys=True, default=str)
 
 
-def with_unique_words(conversation: Conversation) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return a conversation of the same shape whose texts are unique words.
+def with_unique_words(
+    conversation: Conversation, tags: Sequence[str] = ()
+) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
+    """Return a conversation of the same shape whose texts are unique words, between the same tags.
 
     Returns:
         the conversation, and of each word the number of its message (None for tools), the word and its field's name.
@@ -103,7 +122,8 @@ def with_unique_words(conversation: Conversation) -> tuple[Conversation, list[tu
         if "</think>" in given:
             thought = word(number, "reasoning inside <think>")
             return f"<think>\n{thought}\n</think>\n\n{word(number, 'content')}"
-        return word(number, "content")
+        first, last = tags_around(given, tags) or ("", "")
+        return f"{first}{word(number, 'content')}{last}"
 
     def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
         if isinstance(given, str) and not isinstance(_as_object(given), dict):

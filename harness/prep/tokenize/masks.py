@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, shape_of, with_unique_words
+from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, shape_of, tags_around, with_unique_words
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
 
@@ -119,6 +119,10 @@ class Masker:
         form = self._form_of(conversation)
         chat = _Chat(self._template, conversation, form, self._keeping)
         if self.rule == "all":
+            if (untrained := _first_untrained(conversation)) is not None:
+                detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
+                detail += "tokenizer.mask=all trains every token; tokenizer.mask=auto leaves it out"
+                raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             text = chat.whole
             return [Rendered(text, [(0, len(text))])]
         trained = self._trained_turns(conversation)
@@ -149,9 +153,10 @@ class Masker:
 
     def _form_of(self, conversation: Conversation) -> Form:
         # A template with marks is used as it is.
-        if self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation):
+        tags = self._template.tags
+        if self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation, tags):
             return FORMS[0]
-        shape = shape_of(conversation)
+        shape = shape_of(conversation, tags)
         form = self._forms.get(shape)
         if form is None:
             if len(self._forms) >= _MAX_SHAPES:
@@ -170,7 +175,7 @@ class Masker:
                     "source.ignore_fields=[chat_template_kwargs] leaves it out",
                 )
         first: BadRecordError | None = None
-        probe, words = with_unique_words(conversation)
+        probe, words = with_unique_words(conversation, self._template.tags)
         tried = set()
         for form in FORMS:
             turns = [form.turn(message) for message in probe.messages]
@@ -229,7 +234,8 @@ class Masker:
         config = self._config
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        if plain and not chat.has_reasoning and not chat.has_late_system and self._keeps_turns:
+        has_tags = any(tags_around(turn.text, self._template.tags) for turn in chat.conversation.messages)
+        if plain and not chat.has_reasoning and not chat.has_late_system and not has_tags and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -541,12 +547,20 @@ def _failure(error: Exception) -> BadRecordError:
     return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
 
 
-def _is_plain(conversation: Conversation) -> bool:
-    """Return whether a conversation has nothing but roles and texts, and no reasoning in these."""
+def _first_untrained(conversation: Conversation) -> int | None:
+    return next((number for number, message in enumerate(conversation.messages) if message.trained is False), None)
+
+
+def _is_plain(conversation: Conversation, tags: Sequence[str]) -> bool:
+    """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
     if conversation.tools or conversation.template_kwargs:
         return False
     return all(
-        type(turn.content) is str and not turn.reasoning and not turn.tool_calls and "</think>" not in turn.content
+        type(turn.content) is str
+        and not turn.reasoning
+        and not turn.tool_calls
+        and "</think>" not in turn.content
+        and not tags_around(turn.content, tags)
         for turn in conversation.messages
     )
 

@@ -33,6 +33,9 @@ _TICK, _CONCATENATE = "count_a_pass", "bounded_concatenation"
 _DIGITS = re.compile(r"\d{6,}")
 
 
+_COMPARED = re.compile(r"""(?:starts|ends)with\(\s*['"]([^'"\\]{2,})['"]\s*\)""")
+
+
 class TemplateLimitError(jinja2.TemplateError):
     """A template works or writes too much."""
 
@@ -261,6 +264,8 @@ class Template:
         self._of_thread = threading.local()
         environment, _ = self._environment_and_program()
         self.reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
+        # Texts by which it recognizes a kind of content; reasoning is looked for everywhere.
+        self.tags = tuple(sorted({found[1] for found in _COMPARED.finditer(text)} - {"<think>", "</think>"}))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
 
     def _environment_and_program(self) -> tuple[_Environment, jinja2.Template]:

@@ -91,3 +91,47 @@ def test_a_system_turn_may_be_empty_as_records_without_a_system_prompt_have_it()
     ]
     conversation = parse_record({"messages": turns}, "line 1")
     assert [message.content for message in conversation.messages] == ["", "Hi", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("image_path", "a.png"), ("imageUrls", ["a"]), ("audio_url", "b"), ("files", ["c"]), ("video_id", "d")],
+)
+def test_a_column_that_is_media_by_its_name_is_refused_unless_it_is_ignored(name, value):
+    turns = [{"role": "user", "content": "What is shown?"}, {"role": "assistant", "content": "A cat."}]
+    bad = parse_record({"messages": turns, name: value}, "line 1")
+    assert (bad.reason, f"source.ignore_fields=[{name}]" in bad.detail) == (BadReason.MEDIA, True)
+    assert isinstance(parse_record({"messages": turns, name: value}, "line 1", ignore_fields=[name]), Conversation)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("image_path", None), ("image_path", ""), ("num_images", 2), ("has_video", True), ("image_id", 3)],
+)
+def test_a_count_a_flag_and_an_empty_column_are_no_media(name, value):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert isinstance(parse_record({"messages": turns, name: value}, "line 1"), Conversation)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}, "trace": 3}'},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "tool_calls": '[{"name": "f", "arguments": {"a": 1}, "trace": 3}]'},
+            ]
+        },
+    ],
+)
+def test_a_field_of_a_call_in_json_text_can_be_ignored(record):
+    bad = parse_record(record, "line 1")
+    assert "source.ignore_fields=[trace]" in bad.detail
+    made = parse_record(record, "line 1", ignore_fields=["trace"])
+    assert made.messages[1].tool_calls[0].arguments == {"a": 1}

@@ -187,6 +187,29 @@ def test_a_weight_of_0_is_never_trained(tokenizer: Any) -> None:
     assert trained(sequence) == ["So long<|im_end|>"]
 
 
+def test_a_weight_of_0_is_refused_where_every_token_is_trained(tokenizer: Any) -> None:
+    bad = refused(tokenizer(FORGETFUL, mask="all"), chat("a", "b", weight=0))
+    assert bad.reason == BadReason.BAD_WEIGHT
+    assert "turn 2 is not to be trained" in bad.detail
+    assert len(encode(tokenizer(FORGETFUL, mask="all"), chat("a", "b", weight=1))) == 1
+
+
+# Leaves out what a user quotes as the result of a tool, unless it follows a call.
+QUOTING = FORGETFUL.replace(
+    "{{ m.content }}",
+    "{% if m.content.startswith('<result>') and m.content.endswith('</result>') %}a result{% else %}"
+    "{{ m.content }}{% endif %}",
+)
+
+
+def test_a_template_that_tells_contents_apart_is_tried_with_the_same_kind_of_content(tokenizer: Any) -> None:
+    made = tokenizer(QUOTING)
+    encode(made, chat("a", "b"))
+    bad = refused(made, chat("<result>\n12\n</result>", "b"))
+    assert (bad.reason, "does not write the content of turn 1 (user)" in bad.detail) == (BadReason.NOT_WRITTEN, True)
+    encode(made, chat("see <result> 12 </result>!", "b"))
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [

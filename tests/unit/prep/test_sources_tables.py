@@ -230,3 +230,13 @@ def test_a_table_of_one_large_group_is_read_in_little_memory(tmp_path, suffix, m
     assert count == 2000
     assert size > 30 << 20
     assert most < size / 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_column_that_is_media_by_its_name_is_refused_where_a_row_has_a_value(tmp_path, suffix):
+    table = pa.table({"messages": [TURNS, TURNS], "image_path": [None, "a.png"], "id": [1, 2]})
+    path = write(tmp_path / f"chats{suffix}", table)
+    first, second = read_all(path)
+    assert isinstance(first, Conversation)
+    assert (second.reason, "`image_path`" in second.detail) == (BadReason.MEDIA, True)
+    assert all(isinstance(record, Conversation) for record in read_all(path, ignore_fields=["image_path"]))

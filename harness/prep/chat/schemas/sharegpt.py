@@ -11,12 +11,12 @@ from harness.prep.chat.schemas.messages import LIST_FIELDS, holds_turns, list_fi
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns
 from harness.prep.chat.values import BadRecordError, decoded, show
 
-_CALL_ROLES = ("function_call", "tool_call")
+CALL_ROLES = ("function_call", "tool_call")
 _ROLES = {
     "system": "system",
     "developer": "developer",
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", *_CALL_ROLES), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", *CALL_ROLES), "assistant"),
     **dict.fromkeys(("observation", "tool", "function", "function_response", "tool_response"), "tool"),
 }
 
@@ -36,7 +36,7 @@ def _as_message(turn: object, number: int) -> object:
         detail = f"turn {number} is from {show(speaker)}, expected one of {', '.join(_ROLES)}"
         raise BadRecordError(BadReason.UNKNOWN_ROLE, detail)
     message = {"role": _ROLES[speaker], "content": value}
-    if speaker in _CALL_ROLES:
+    if speaker in CALL_ROLES:
         calls = decoded(value, f"turn {number} ({speaker})", BadReason.BAD_TOOLS)
         message |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
     if len(turn) == 2:

@@ -1,0 +1,102 @@
+"""Preparing from Python: the short form, its progress, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import open_dataset, prepare
+from harness.errors import ConfigError
+from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}
+    for n in range(80)
+]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    return path
+
+
+def test_the_short_form_prepares_what_the_settings_do_and_reports_progress(chats: Path, tmp_path: Path, capsys) -> None:
+    calls: list[tuple[str, int, int]] = []
+    settings = {"pack_size": 128, "validation_fraction": 0.2, "num_workers": 0}
+    tokenizer = TokenizerConfig(vocab_size=400)
+    report = prepare(
+        chats,
+        tokenizer,
+        tmp_path / "short",
+        **settings,
+        progress=lambda *made: calls.append(made),  # type: ignore[arg-type]
+    )
+    assert capsys.readouterr().out == ""
+    full = PrepareConfig(
+        SourceConfig(path=str(chats)), tokenizer, PackingConfig(path=str(tmp_path / "full"), **settings)
+    )
+    prepare(full)
+    short, long = (open_dataset(str(tmp_path / name / "train")) for name in ("short", "full"))
+
+    assert short.fingerprint == long.fingerprint
+    assert "train" in capsys.readouterr().out
+    assert list(dict.fromkeys(stage for stage, _, _ in calls)) == ["tokenizer", "tokens", "train", "validation"]
+    packs = [(done, total) for stage, done, total in calls if stage == "train"]
+    assert packs[0] == (0, report.splits["train"].packs)
+    assert packs[-1] == (report.splits["train"].packs, report.splits["train"].packs)
+    assert [done for done, _ in packs] == sorted(done for done, _ in packs)
+    read = [(done, total) for stage, done, total in calls if stage == "tokens"]
+    assert read[-1] == (chats.stat().st_size, chats.stat().st_size)
+
+
+def test_a_tokenizer_is_named_by_its_folder(chats: Path, tmp_path: Path) -> None:
+    prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "first", num_workers=0, progress=lambda *made: None)
+    report = prepare(
+        chats, tmp_path / "first" / "tokenizer", tmp_path / "second", num_workers=0, progress=lambda *made: None
+    )
+
+    assert report.vocab_size == 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (("chats", None), {}, "no folder is named"),
+        (("chats", None, "out"), {"pack_sise": 8}, "there is no setting 'pack_sise'"),
+        (("chats", None, "out"), {"path": "other"}, "multiple values|there is no setting"),
+        (("", None, "out"), {}, "the path is empty|no path is given"),
+        (("chats", "", "out"), {}, "no tokenizer is named"),
+        ((PrepareConfig(), None, "out"), {}, "path is given beside a PrepareConfig"),
+        ((PrepareConfig(),), {"pack_size": 64}, "pack_size is given beside a PrepareConfig"),
+    ],
+)
+def test_arguments_that_make_no_preparation_are_refused(arguments, settings, message) -> None:
+    with pytest.raises((ConfigError, TypeError), match=message):
+        prepare(*arguments, **settings)
+
+
+@pytest.mark.nightly
+def test_preparing_and_converting_need_no_torch(chats: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # as on a machine without it; transformers imports it where it can
+from harness import Loader, LoaderConfig, Pack, convert_dataset, open_dataset, open_writer, plan_packs, prepare
+from harness.prep import TokenizerConfig
+from harness.schedule import schedule
+chats, out = sys.argv[1:]
+prepare(chats, TokenizerConfig(vocab_size=400), out, num_workers=0, progress=lambda *made: None)
+stages = []
+convert_dataset(out + "/train", out + "/memmap", format="memmap", progress=lambda *made: stages.append(made[0]))
+print(sorted(set(stages)), len(open_dataset(out + "/memmap")) > 0, "megatron" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(chats), str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout.strip() == "['compare', 'convert'] True False", done.stderr
