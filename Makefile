@@ -7,13 +7,15 @@ RANKS ?= 2
 # Packs that a small model trains on a CPU in minutes.
 PREPARE ?= data=pack_1k
 
-.PHONY: setup setup-ray sft prepare test test-install test-container test-slurm lint format bench clean
+.PHONY: setup setup-ray sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
 	@echo "make test    run the tests"
 	@echo "make test-install, test-slurm, test-container   run the tests that need the package index, Slurm or podman"
+	@echo "make test-integrations   run the trainers of Megatron-Bridge and torchtitan in environments of their own"
+	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
 	@echo "make bench   measure this machine, write BENCHMARKS.md"
@@ -38,13 +40,27 @@ prepare: setup
 sft: prepare
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m recipes.sft $(SFT)
 
+# worksteal: a worker without tests takes some of another's, so that none waits for the last long ones.
 test: setup
-	$(BIN)/python -m pytest -n auto $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
 
 # Builds the wheel and runs the README's quickstart with it in fresh environments, outside this folder. Three minutes; the
 # packages come from the index, as those of `make setup` do.
 test-install: setup
 	$(BIN)/python -m pytest -n 0 -m install tests/install
+
+# With Python 3.12 and the Megatron-Core that it gets, in an environment outside this folder that is kept between runs
+# (see .ci/versions; VERSIONS_DIR names another place for it). What every change has to pass; the nightly tests run more.
+VERSIONS ?= tests/distributed/test_experts.py tests/distributed/test_golden_losses.py tests/distributed/test_layouts_agree.py \
+	tests/distributed/test_megatron_lm.py tests/distributed/test_streams.py
+test-versions:
+	python=$$(.ci/versions) && PYTHONPATH=$(CURDIR) $$python -m pytest -n auto $(VERSIONS)
+
+# Megatron-Bridge and torchtitan want other packages than this project: each has an environment outside this folder, which
+# is kept between runs (VERSIONS_DIR names another place). 4 GB and ten minutes; the nightly tests run them too.
+test-integrations: setup
+	$(BIN)/python tests/integrations/environments.py
+	$(BIN)/python -m pytest -n 0 -m nightly tests/integrations
 
 # Builds the image on a stand-in for NVIDIA's base image and runs the main job in it. Needs root and the Debian packages
 # buildah podman runc mmdebstrap; about five minutes.
@@ -52,16 +68,16 @@ test-container: setup
 	$(BIN)/python -m pytest -n 0 -m container tests/container
 
 # Starts a Slurm cluster of two nodes on this machine and runs jobs on it. Needs root and the Debian packages slurm-wlm
-# munge iproute2, and `make setup-ray` for slurm/prepare.sbatch; ten minutes or less.
-test-slurm: setup
-	$(BIN)/python -m pytest -n 0 -m slurm tests/slurm
+# munge iproute2; twelve minutes or less.
+test-slurm: setup-ray
+	$(BIN)/python -m pytest -n 0 -m 'slurm and not nightly' tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck --external-sources $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
+	$(BIN)/shellcheck --external-sources $(shell git ls-files "*.sh" "*.sbatch" .ci)
 	$(BIN)/hadolint docker/Dockerfile
 
 format: setup

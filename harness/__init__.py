@@ -11,12 +11,22 @@ from harness.doors import names_on_first_use
 
 if TYPE_CHECKING:
     from harness.errors import HarnessError
-    from harness.formats import open_dataset, open_writer
+    from harness.formats import convert_dataset, open_dataset, open_writer
     from harness.loader import Loader, LoaderConfig
-    from harness.prep import plan_packs
+    from harness.prep import plan_packs, prepare
     from harness.records import Pack
 
-__all__ = ["HarnessError", "Loader", "LoaderConfig", "Pack", "open_dataset", "open_writer", "plan_packs"]
+__all__ = [
+    "HarnessError",
+    "Loader",
+    "LoaderConfig",
+    "Pack",
+    "convert_dataset",
+    "open_dataset",
+    "open_writer",
+    "plan_packs",
+    "prepare",
+]
 
 __getattr__ = names_on_first_use(
     __name__,
@@ -25,8 +35,10 @@ __getattr__ = names_on_first_use(
         "Loader": "loader",
         "LoaderConfig": "loader",
         "Pack": "records",
+        "convert_dataset": "formats",
         "open_dataset": "formats",
         "open_writer": "formats",
         "plan_packs": "prep.packing",
+        "prepare": "prep.pipeline",
     },
 )

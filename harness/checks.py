@@ -140,6 +140,11 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
         )
 
 
+def memory_bytes() -> int:
+    """Return the bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:

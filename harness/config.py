@@ -20,7 +20,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
@@ -168,7 +170,9 @@ def compose_config(
     with _in_our_words(known, root, overrides), initialize_config_dir(config_dir=str(first), version_base="1.3"):
         for text in overrides:
             _check_override(text, known)
-        composed = compose(root, overrides=[*search, *map(known.as_hydra, overrides)])
+        arguments = [*search, *map(known.as_hydra, overrides)]
+        _check_files(known, root, arguments, [first] if second is None else [first, second])
+        composed = compose(root, overrides=arguments)
         config = OmegaConf.to_object(composed)
     if not isinstance(config, schema):
         raise known.other_recipe(root)
@@ -204,6 +208,20 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
     if override.is_add() or override.is_force_add() or override.type is OverrideType.CHANGE:
         known.check_kinds(override.key_or_group, override.value(), where=text)
+
+
+def _check_files(known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]) -> None:
+    """Raise ConfigError for a value in a chosen file that OmegaConf would change.
+
+    Args:
+        arguments: as Hydra takes them.
+        folders: in the order of Hydra's search; Hydra is initialized.
+    """
+    chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
+    for default in chosen.defaults:
+        places = [folder / f"{default.config_path}.yaml" for folder in folders]
+        if file := next((place for place in places if place.is_file()), None):
+            known.check_content(get_yaml_loader()(file.read_text()), default.package or "", file)
 
 
 def compose_run(
@@ -283,7 +301,12 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     def run_one(composed: DictConfig) -> None:
         with exit_on_error():
             become_rank_of_slurm()
+            hydra_config = HydraConfig.get()
             with _in_our_words(known, name, options.overrides):
+                folders = [
+                    Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"
+                ]
+                _check_files(known, hydra_config.job.config_name or name, list(hydra_config.overrides.task), folders)
                 config = cast(Any, OmegaConf.to_object(composed))
             if getattr(config, "run_dir", "") is None:
                 config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")

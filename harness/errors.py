@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,14 +97,65 @@ def os_errors_as(kind: type[HarnessError], what: str, *, where: object, fix: str
     """Raise an error of the system, such as a full disk, as `kind`: `what` failed, and the system's reason."""
     try:
         yield
+    except Exception as error:
+        refused = os_error_of(error)
+        if refused is None:
+            raise
+        raise kind(f"{what}: {refused.strerror or refused}", where=str(where), fix=fix) from error
+
+
+def os_error_of(error: BaseException) -> OSError | None:
+    """Return an error of the system as what it is, also where a library in Rust (tokenizers, safetensors) raised it."""
+    if isinstance(error, (OSError, HarnessError)):
+        return error if isinstance(error, OSError) else None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+
+
+def is_of_disk(error: OSError) -> bool:
+    """Return True for errors of a disk that is full, failing or gone, which can come at any operation."""
+    return error.errno in _OF_DISKS
+
+
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV}
+
+
+def _of_disk(error: OSError) -> HarnessError:
+    """Return the named error for one of `_OF_DISKS` that nothing closer to the file explained."""
+    place = str(error.filename or "")
+    if not place and _end_output() is not None:
+        place = "standard output"
+    return HarnessError(
+        f"the disk refused to write or to read: {error.strerror or error}",
+        where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`",
+        fix="make room, or have the disk checked (dmesg), then run the same command again",
+    )
+
+
+def _end_output() -> OSError | None:
+    """Flush standard output; where that fails, drop the rest, which would fail again as the interpreter ends."""
+    try:
+        sys.stdout.flush()
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}", where=str(where), fix=fix) from error
+        discard_output()
+        return error
+    except ValueError:  # closed
+        pass
+    return None
+
+
+def discard_output() -> None:
+    """Drop what standard output has not taken, and all that follows."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used
     """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130.
 
-    A missing package of one of the extras is such an error too.
+    A missing package of one of the extras is such an error too, and so is a full or failing disk, also where standard
+    output is a file on it, and a file that is closed to this user.
     """
 
     def __enter__(self) -> None:
@@ -117,17 +170,29 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = ConfigError(
                 f"the package {error.name} is not installed", where=sys.executable, fix=f"pip install '.[{extra}]'"
             )
+        if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
+            error = _of_disk(system)
+        refused = None if isinstance(error, BrokenPipeError) else _end_output()
+        if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
+            error = HarnessError(
+                f"standard output cannot be written: {refused.strerror}",
+                where="standard output",
+                fix="make room, or send it to another disk; the command itself was carried out",
+            )
+        if isinstance(error, PermissionError) and error.filename is not None:
+            fix = "run as a user who has access, or change the permissions of the file and its folders"
+            error = HarnessError(error.strerror or "Permission denied", where=str(error.filename), fix=fix)
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
         # Before the job is joined an error is that of a node (its files, its packages), and one process of each node
         # prints it. Later it can be that of one rank.
         rank = os.environ.get("RANK", "0")
         message = f"{type(error).__name__}: {error}"
-        if rank == "0":
-            print(message, file=sys.stderr)
-        elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
-            print(f"rank {rank}: {message}", file=sys.stderr)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the exit code remains
+            if rank == "0":
+                print(message, file=sys.stderr)
+            elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
+                print(f"rank {rank}: {message}", file=sys.stderr)
         sys.exit(2)
 
 

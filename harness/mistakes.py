@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,10 @@ class KnownSettings:
         return frozenset(key[: dot.start()] for key in self.types for dot in re.finditer(r"\.", key))
 
     @cached_property
+    def _records(self) -> frozenset[str]:
+        return frozenset(key[: dot.start()] for key in self.types for dot in re.finditer(r"(?<=\[\])\.", key))
+
+    @cached_property
     def groups(self) -> frozenset[str]:
         """Folders of files to choose from: those of sections, `experiment` for a run, and all of a user's own."""
         built_in, *own = ({entry.name for entry in folder.iterdir() if entry.is_dir()} for folder in self.folders)
@@ -119,14 +124,63 @@ class KnownSettings:
                 self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where)
         elif isinstance(value, list):
             for inner in value:
+                if isinstance(inner, list | Mapping) and f"{key}[]" not in self._records:
+                    raise self.error(f"{inner} is not an item of {key}", where=where, fix=f"{key}: [A, B]; ")
                 self.check_kinds(f"{key}[]" if isinstance(inner, Mapping) else key, inner, where=where)
-        kind = self.types.get(key, "").removeprefix("list of ").removesuffix(" or null")
+        kind = self._kind(key)
         if _is_text(kind) and isinstance(value, float | bool):
             raise self.error(f"{value} is not text", where=where, fix="write it in quotes; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         is_switch = value in (0, 1) if isinstance(value, int | float) else True
         if (kind == "int" and is_fraction) or (kind == "bool" and not is_switch):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
+
+    def _kind(self, key: str) -> str:
+        """Return the type of a setting, of an item of a list or of a record of a map."""
+        name = key.rpartition(".")[0] if self._is_of_map(key) else key
+        return re.sub("^(map|list) of | or null$", "", self.types.get(name, ""))
+
+    def _is_of_map(self, key: str) -> bool:
+        return self.types.get(key.rpartition(".")[0], "").startswith("map of ")
+
+    def check_content(self, loader: Any, section: str, file: Path) -> None:
+        """Raise ConfigError for a value in a YAML file that OmegaConf would change, with its line.
+
+        Args:
+            loader: OmegaConf's YAML loader, with the text of the file.
+            section: dotted name of the settings that the file holds; "" for the top.
+            file: for the error.
+        """
+        try:
+            root = loader.get_single_node()
+            if isinstance(root, yaml.MappingNode):
+                loader.flatten_mapping(root)
+                root.value = [pair for pair in root.value if pair[0].value != "defaults"]
+                self._check_node(section, root, loader, file)
+        finally:
+            loader.dispose()
+
+    def _check_node(self, key: str, node: yaml.Node, loader: Any, file: Path) -> None:
+        where = f"{file}, line {node.start_mark.line + 1}, key {key}"
+        if isinstance(node, yaml.MappingNode):
+            loader.flatten_mapping(node)
+            for name, inner in node.value:
+                self._check_node(f"{key}.{name.value}" if key else name.value, inner, loader, file)
+        elif isinstance(node, yaml.SequenceNode):
+            if self._is_of_map(key):
+                raise self.error(f"{key} is a list", where=where, fix=f"{key}: VALUE; ")
+            for inner in node.value:
+                is_record = isinstance(inner, yaml.MappingNode)
+                if not isinstance(inner, yaml.ScalarNode) and not (is_record and f"{key}[]" in self._records):
+                    raise self.error(f"{key} has an item that is no scalar", where=where, fix=f"{key}: [A, B]; ")
+                self._check_node(f"{key}[]" if is_record else key, inner, loader, file)
+        elif isinstance(value := loader.construct_object(node), int | float):
+            # YAML reads 012 as 10, 1:30 as 90, and no as false; text that is a number stays as it is written.
+            is_text = _is_text(self._kind(key))
+            if str(value) != node.value if is_text else not _is_read_as_written(node.value, value):
+                raise self.error(f"{node.value} is read as {value}", where=where, fix=f"{key}: '{node.value}'; ")
+            if not is_text:
+                self.check_kinds(key, value, where=where)
 
     def as_hydra(self, text: str) -> str:
         """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
@@ -217,6 +271,16 @@ def _types_of(schema: Hashable) -> Mapping[str, str]:
 
 def _is_text(kind: str) -> bool:
     return kind in ("str", "str or null", "map of str")
+
+
+def _is_read_as_written(text: str, value: int | float) -> bool:
+    """Return whether YAML reads a number as people do: not 012, and no minutes and seconds."""
+    if isinstance(value, bool) or text[:2].lower() in ("0x", "0b") or not math.isfinite(value):
+        return True
+    try:
+        return type(value)(text.replace("_", "")) == value
+    except ValueError:
+        return False
 
 
 def _top_keys(file: Path) -> set[str]:

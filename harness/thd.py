@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -201,10 +201,12 @@ def thd_from_model_tokens(
 def zero_loss_row(pad_to_multiple: int = 1) -> ThdBatch:
     """Return the shortest legal row that trains nothing: one untrained token, padded to `pad_to_multiple`.
 
-    A rank without sequences in a microbatch runs it, because the others wait for it in their collectives.
+    A rank without sequences in a microbatch runs it, because the others wait for it in their collectives. Its token is
+    nobody's: `padding_mask` marks all of the row, which no router of experts counts.
     """
     two = SequenceView(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8))
-    return build_thd_batch([two], pad_to_multiple=pad_to_multiple)
+    row = build_thd_batch([two], pad_to_multiple=pad_to_multiple)
+    return replace(row, padding_mask=np.ones_like(row.padding_mask))
 
 
 def pad_row(row: ThdBatch, total: int) -> ThdBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,18 @@ from harness.cli.app import main
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device that the nightly runs train on")
     parser.addoption("--reports", metavar="DIR", help="folder for the parity reports of the nightly runs")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return the workers of `-n auto`: two more than cores, because half of a test's time is waiting for processes."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 2
+
+
+def pytest_collection_finish() -> None:
+    """Leave the millions of objects of imported packages out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import typer
 from harness.cli.bench import run_bench
 from harness.cli.data import data_app
 from harness.cli.indexed import indexed_app
+from harness.cli.jobs import cluster_app, jobs_app
 from harness.cli.launch import launch_app, preflight_app
 from harness.cli.live import live_app
 from harness.cli.parity import parity_app
@@ -33,7 +34,9 @@ app = typer.Typer(
 # First the commands in the order of the work, then the groups.
 app.add_typer(runs_app)
 app.add_typer(launch_app)
+app.add_typer(jobs_app)
 app.add_typer(data_app)
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(live_app, name="live")
 app.add_typer(indexed_app, name="indexed")
 app.add_typer(preflight_app, name="preflight")

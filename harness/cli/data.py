@@ -14,11 +14,14 @@ from harness.cli.indexed import find_check
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import (
+    BRIDGE,
     CONVENTIONS,
     FORMATS,
+    BridgeFiles,
     convert_dataset,
     describe_checks,
     diff_datasets,
+    export_to_bridge,
     find_datasets,
     find_tokenizer,
     import_dataset,
@@ -63,9 +66,10 @@ class StoredPacks:
 
 @dataclass
 class ConvertSettings:
-    """Settings of `harness convert`."""
+    """Settings of `harness convert`; those of `bridge` belong to the format megatron_bridge alone."""
 
     data: StoredPacks = field(default_factory=StoredPacks)
+    bridge: BridgeFiles = field(default_factory=BridgeFiles)
 
 
 @dataclass
@@ -244,7 +248,12 @@ def convert(
     context: typer.Context,
     source: Source,
     destination: Destination,
-    format: Format,
+    format: Annotated[
+        str,
+        typer.Argument(
+            metavar="FORMAT", help=f"one of {', '.join(FORMATS)}, or {BRIDGE} for Megatron-Bridge's own files"
+        ),
+    ],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -253,6 +262,13 @@ def convert(
     Memory does not grow with the dataset, except for npy: a pickled file is read and written as a whole.
     """
     settings: ConvertSettings = context.obj
+    if format == BRIDGE:
+        _convert_for_bridge(source, destination, settings, overwrite=overwrite, as_json=as_json)
+        return
+    if settings.bridge != BridgeFiles():
+        raise ConfigError(
+            f"settings of bridge are given, and the format is {format}", where="bridge", fix=f"convert to {BRIDGE}"
+        )
     with progress_bar("", quiet=as_json) as advance:
         manifest = convert_dataset(
             source,
@@ -263,6 +279,35 @@ def convert(
             progress=lambda stage, done, total: advance(done, total, stage),
         )
     _print_written(destination, manifest, {}, as_json=as_json)
+
+
+def _convert_for_bridge(
+    source: str, destination: str, settings: ConvertSettings, *, overwrite: bool, as_json: bool
+) -> None:
+    if settings.data.packs_per_shard is not None:
+        raise ConfigError(
+            "Megatron-Bridge reads one file, without shards", where="data.packs_per_shard", fix="leave it out"
+        )
+    with progress_bar("", quiet=as_json) as advance:
+        written = export_to_bridge(
+            source,
+            destination,
+            files=settings.bridge,
+            pack_size=settings.data.pack_size,
+            overwrite=overwrite,
+            progress=lambda stage, done, total: advance(done, total, stage),
+        )
+    if as_json:
+        print_json(asdict(written))
+        return
+    _print_written(written.path, written.manifest, {}, as_json=False)
+    if written.num_untrained:
+        trained = written.manifest.num_trained_tokens
+        print(
+            f"  of {trained:,} trained labels Megatron-Bridge leaves out {written.num_untrained:,}, those after token "
+            f"{written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
+        )
+    print(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
 
 @data_app.command(name="import", cls=class_of(ImportSettings, {"--from": 2, "--to": 3}))

@@ -121,7 +121,15 @@ def produce(
 ) -> None:
     """Write live chunks. Started again with the same SRC after a crash, it continues where it stopped."""
     _check_order(source, folder)
-    from harness.loader.live import STDIN, LiveProducer, Packing, produce_chunks, read_conversations, read_packs
+    from harness.loader.live import (
+        STDIN,
+        LiveProducer,
+        Packing,
+        log_unused_fields,
+        produce_chunks,
+        read_conversations,
+        read_packs,
+    )
     from harness.prep import ChatTokenizer, as_prepared
     from harness.prep.chat import RecordReader
 
@@ -147,7 +155,9 @@ def produce(
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
             _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
-        items = read_conversations(source, reader) if chunks.kind == "chat" else read_packs(source)
+        items = read_packs(source)
+        if chunks.kind == "chat":
+            items = log_unused_fields(read_conversations(source, reader), source, _print_line)
         produce_chunks(
             producer,
             items,

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -132,8 +133,32 @@ def train(
     os.execv(command[0], command)
 
 
-@runs_app.command()
+@dataclass
+class MovedData:
+    """The data of a run that is elsewhere now.
+
+    Attributes:
+        paths: where it is, in the order of the run's settings (one dataset, or the sources of its blend); empty for
+            where it was. It must be the data that was trained.
+    """
+
+    paths: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ExportSettings:
+    """Settings of `harness export`.
+
+    Attributes:
+        data: see MovedData.
+    """
+
+    data: MovedData = field(default_factory=MovedData)
+
+
+@runs_app.command(cls=class_of(ExportSettings))
 def export(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, as peft loads them")] = False,
@@ -144,12 +169,14 @@ def export(
     prepare_process()
     from harness.megatron import export_checkpoint
 
-    done = export_checkpoint(source, out, adapters_only=adapter)
+    done = export_checkpoint(source, out, adapters_only=adapter, data_paths=context.obj.data.paths)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
     for line in done.missing:
         print(f"  not written: {line}")
+    if done.missing and not context.obj.data.paths:
+        print("  data that was moved is named with data.paths=[PATH]")
 
 
 @runs_app.command(cls=class_of(ChatSettings))
@@ -178,12 +205,14 @@ def requeue(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
 ) -> None:
     """Record how a run ended and decide whether to start it again: exit code 0 for yes, 1 for no."""
-    from harness.train import decide
+    from harness.train import alone_in, decide, has_run
 
     if not run_dir.is_dir():
         raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")
     settings: RequeueSettings = context.obj
-    decision = decide(run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures)
+    # In the job that has the run, its ranks have ended; elsewhere it may be at work.
+    with nullcontext() if has_run(run_dir) else alone_in(run_dir):
+        decision = decide(run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures)
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
 

@@ -34,6 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_CHANGE_OF_HYDRA = re.compile(r"(\+{1,2}|~)(?=[A-Za-z_][\w.]*(=|$))")
 _MAP = "map of "
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -68,6 +69,10 @@ class SettingsCommand(TyperCommand):
         own, settings, recipe = self._divide(args)
         # A recipe prints its settings itself, together with those of the command.
         if not ctx.resilient_parsing and ("--cfg" in own or ("--cfg" in recipe and not _names(own))):
+            if not self.is_composed:
+                types = {setting.key: setting.type for setting in explain_settings(self.schema)}
+                for text in settings:
+                    _parse_assignment(text, types, ctx.command_path)
             Console(soft_wrap=True).print(self._settings_table(settings))
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, own)
@@ -106,8 +111,10 @@ class SettingsCommand(TyperCommand):
                     rest.insert(0, f"{key}={value}")
             elif argument == "data.overwrite=true" and "--overwrite" in switches:
                 own.append("--overwrite")
-            elif _ASSIGNMENT.fullmatch(argument) and (
-                not self.takes_recipe or name in keys or name.partition(".")[0] in own_roots
+            elif (
+                _ASSIGNMENT.fullmatch(argument) and (name in keys or name.partition(".")[0] in own_roots)
+                if self.takes_recipe
+                else _ASSIGNMENT.fullmatch(argument) or _CHANGE_OF_HYDRA.match(argument)
             ):
                 settings.append(argument)
             elif self.takes_recipe and (_names(own) or equals or name.startswith("-")):
@@ -179,16 +186,7 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
     missing = [key for key, _, default, *_ in known if base is None and default == REQUIRED and "[]" not in key]
     tree: dict[str, Any] = {}
     for argument in arguments:
-        match = _ASSIGNMENT.fullmatch(argument)
-        if match is None:
-            raise ConfigError(f"{argument!r} is not a setting", where=command, fix="write settings as key=value")
-        key, text = match.groups()
-        name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
-        if name not in types:
-            near, fix = nearest_name(key, types), f"`{command} --cfg` prints every setting"
-            raise ConfigError(
-                f"unknown setting {key!r}", where=command, fix=f"did you mean {near}? {fix}" if near else fix
-            )
+        key, name, text = _parse_assignment(argument, types, command)
         kind = types[name].removeprefix(_MAP)
         if name == key and types[name].startswith(_MAP):
             raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={kind.upper()}")
@@ -203,6 +201,23 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
         fix = f"add {missing[0]}={types[missing[0]].upper()}"
         raise ConfigError(f"{missing[0]} is not set", where=command, fix=fix)
     return cast(T, _fill(schema, tree, base))
+
+
+def _parse_assignment(argument: str, types: Mapping[str, str], command: str) -> tuple[str, str, str]:
+    """Return the key of a `key=value`, the setting that it belongs to (a map has many keys), and the value."""
+    change = _CHANGE_OF_HYDRA.match(argument)
+    match = _ASSIGNMENT.fullmatch(argument[change.end() :] if change else argument)
+    if match is None:
+        raise ConfigError(f"{argument!r} is not a setting", where=command, fix="write settings as key=value")
+    key, text = match.groups()
+    name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
+    if name not in types:
+        near, fix = nearest_name(key, types), f"`{command} --cfg` prints every setting"
+        raise ConfigError(f"unknown setting {key!r}", where=command, fix=f"did you mean {near}? {fix}" if near else fix)
+    if change is not None:
+        what = f"{change[0]} changes the groups of a recipe, and {key} is a setting of this command"
+        raise ConfigError(what, where=argument, fix=f"{key}={text}")
+    return key, name, text
 
 
 def _convert(kind: str, text: str) -> Any:

@@ -16,7 +16,7 @@ from harness.doors import names_on_first_use
 from harness.megatron.process import prepare_process
 
 if TYPE_CHECKING:
-    from harness.megatron.batch import RowTensors, to_device
+    from harness.megatron.batch import RowTensors, run_row, to_device
     from harness.megatron.chat import Chat, exported, talk
     from harness.megatron.export import export_checkpoint
     from harness.megatron.step import MegatronStep
@@ -28,6 +28,7 @@ __all__ = [
     "export_checkpoint",
     "exported",
     "prepare_process",
+    "run_row",
     "talk",
     "to_device",
 ]
@@ -37,6 +38,7 @@ __getattr__ = names_on_first_use(
     __name__,
     {
         "RowTensors": "batch",
+        "run_row": "batch",
         "to_device": "batch",
         "Chat": "chat",
         "exported": "chat",

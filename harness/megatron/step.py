@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -17,7 +18,8 @@ from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
-from harness.megatron.batch import to_device
+from harness.megatron.batch import run_row, to_device
+from harness.megatron.model import expert_metrics, weigh_tokens
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
@@ -26,7 +28,7 @@ from harness.train import Evaluation, StepResult
 ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
 
 
-def _sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the summed loss, the trained tokens, and both as one float64 tensor [2] for the report.
 
     The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
@@ -97,6 +99,7 @@ class MegatronStep:
             override_opt_param_scheduler=True,
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
+        self.has_experts = self.config.num_moe_experts is not None
         self._forward_backward = get_forward_backward_func()
 
     def train(self, batch: RankBatch) -> StepResult:
@@ -105,6 +108,8 @@ class MegatronStep:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
+            weigh_tokens(self.chunks, **self._count_tokens(batch.rows))
         sums = self._run(batch.rows, forward_only=False)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
@@ -117,7 +122,19 @@ class MegatronStep:
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
             skipped=not updated,
+            experts=expert_metrics(self.chunks, self.config.num_layers, self.device) if self.has_experts else None,
         )
+
+    def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
+        """Return the trained and the real tokens of the global batch; middle stages know only the latter themselves."""
+        trained = sum(row.num_trained_tokens for row in rows)
+        real = sum(int(np.count_nonzero(~row.padding_mask)) for row in rows)
+        counts = torch.tensor([trained, real], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
+        return {"trained": float(counts[0]), "real": float(counts[1])}
 
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
         """Return the mean loss of a trained token over `batches`, computed without gradients."""
@@ -133,7 +150,7 @@ class MegatronStep:
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
         if self.pad_rows_to is not None:
             rows = [pad_row(row, self.pad_rows_to) for row in rows]
-        reports = self.run_rows(rows, self._forward, forward_only=forward_only)
+        reports = self.run_rows(rows, self.forward_row, forward_only=forward_only)
         if not reports:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
@@ -152,7 +169,8 @@ class MegatronStep:
         )
         return reports
 
-    def _forward(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+    def forward_row(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+        """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays = next(rows)
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
             raise ConfigError(
@@ -162,14 +180,7 @@ class MegatronStep:
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
         row = to_device(arrays, self.device, cp_size=self.layout.cp_size, cp_rank=self.layout.cp_rank)
-        output = model(
-            input_ids=row.tokens,
-            position_ids=row.position_ids,
-            attention_mask=None,
-            labels=row.labels,
-            packed_seq_params=row.packed_seq_params,
-        )
-        return output, partial(_sum_loss, row.loss_mask)
+        return run_row(model, row), partial(sum_loss, row.loss_mask)
 
     def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:
         """Return the loss sum and trained tokens of the whole job, which start on the last pipeline stage."""

@@ -45,7 +45,7 @@ def defects(layout: RankLayout, parallel: ParallelConfig, multiple: int) -> dict
         if layout.pp_rank != parallel.pipeline_parallel_size // 2:
             return tensors  # the bug was in stages in the middle
         whole = torch.tensor([0, len(row)], dtype=torch.int32, device=device)
-        params = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row), total_tokens=len(row))
+        params = packed_seq_params(cu_seqlens=whole, cu_seqlens_padded=None, max_seqlen=len(row))
         return replace(tensors, packed_seq_params=params)
 
     def positions_continue(row: ThdBatch) -> ThdBatch:

@@ -1,4 +1,7 @@
-"""`torchrun -m tests.distributed.stream_ranks JOBS.json DATASET OUT`: rows of the two-phase pipeline on every rank."""
+"""`torchrun -m tests.distributed.stream_ranks JOBS.json DATASET OUT`: Megatron's calls of its packing scheduler.
+
+Every rank makes the calls of Megatron-LM's training loop and compares their rows with those that the loader plans.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig, RankLayout
-from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.data.two_phase import (
+from harness.integrations.megatron_lm.data_schedule import (
     get_batch_on_this_rank_for_sequence_packing,
-    needs_data_iterator,
     wrap_data_iterator,
 )
+from harness.integrations.megatron_lm.data_schedule_utils import samples_of_pack
+from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import join, runtime
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
@@ -29,31 +34,50 @@ from harness.schedule import ScheduleConfig
 PACKS = 8
 
 
-def same(one: RowTensors, other: RowTensors, *, tokens: bool) -> bool:
-    fields = ["position_ids", *(["tokens", "labels", "loss_mask"] if tokens else [])]
-    left, right = one.packed_seq_params, other.packed_seq_params
-    return (
-        all(
-            torch.equal(getattr(one, name), getattr(other, name))
-            and getattr(one, name).dtype == getattr(other, name).dtype
-            for name in fields
-        )
-        and left.cu_seqlens_q.tolist() == right.cu_seqlens_q.tolist()
-        and left.cu_seqlens_q.dtype == torch.int32
-        and (left.cu_seqlens_q_padded is None) == (right.cu_seqlens_q_padded is None)
-        and (left.cu_seqlens_q_padded is None or torch.equal(left.cu_seqlens_q_padded, right.cu_seqlens_q_padded))
-        and (type(left.max_seqlen_q), left.max_seqlen_q) == (int, right.max_seqlen_q)
-    )
+def differences(got: tuple[Any, ...], expected: RowTensors, *, is_first: bool, is_last: bool) -> list[str]:
+    """The names of what one microbatch has other than the plan."""
+    tokens, labels, loss_mask, attention_mask, position_ids, params = got
+    wrong = [] if attention_mask is None else ["attention_mask"]
+    for name, value, wanted in (
+        ("tokens", tokens, is_first),
+        ("position_ids", position_ids, is_first),
+        ("labels", labels, is_last),
+        ("loss_mask", loss_mask, is_last),
+    ):
+        planned = getattr(expected, name)
+        same = value is not None and value.dtype == planned.dtype and torch.equal(value, planned)
+        wrong += [] if (same if wanted else value is None) else [name]
+    planned = expected.packed_seq_params
+    padded = planned.cu_seqlens_q if planned.cu_seqlens_q_padded is None else planned.cu_seqlens_q_padded
+    for name, bounds in (
+        ("cu_seqlens_q", planned.cu_seqlens_q),
+        ("cu_seqlens_kv", planned.cu_seqlens_q),
+        ("cu_seqlens_q_padded", padded),
+        ("cu_seqlens_kv_padded", padded),
+    ):
+        value = getattr(params, name)
+        wrong += [] if value.dtype == torch.int32 and torch.equal(value, bounds) else [name]
+    longest = (params.max_seqlen_q, params.max_seqlen_kv)
+    wrong += [] if longest == (planned.max_seqlen_q,) * 2 and type(longest[0]) is int else ["max_seqlen"]
+    return wrong + ([] if params.qkv_format == "thd" else ["qkv_format"])
 
 
-def stream(packs: list[Pack], layout: RankLayout, *, steps: int, broken: bool = False) -> Iterator[Pack]:
-    """This rank's packs: of each global batch the part that is its own, in order."""
+def stream(packs: list[Pack], layout: RankLayout, *, steps: int, broken: bool = False) -> Iterator[Any]:
+    """This rank's microbatches of each global batch, in order, in the three forms that Megatron's datasets have."""
     share = PACKS // layout.dp_size
     for step in range(steps):
         if broken and step == 1:
             raise HarnessError("planted", where="stream")
         start = step * PACKS + layout.dp_rank * share
-        yield from packs[start : start + share]
+        for number, pack in enumerate(packs[start : start + share]):
+            samples = samples_of_pack(pack, pad_to_multiple=layout.pad_to_multiple)
+            if number % 2 == 0:
+                yield samples
+                continue
+            ends = {name: np.cumsum([0, *(int(one[name]) for one in samples)]) for name in samples[0] if "len" in name}
+            joined = {name: torch.cat([one[name] for one in samples])[None] for name in samples[0] if "len" not in name}
+            bounds = torch.tensor(ends["original_seq_len"])[None], torch.tensor(ends["padded_seq_len"])[None]
+            yield {**joined, "cu_seqlens": bounds[0], "cu_seqlens_padded": bounds[1]}
 
 
 def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]:
@@ -69,32 +93,62 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
             layout=layout,
             num_steps=3,
         )
-        has_tokens = layout.is_first_stage or layout.is_last_stage
         share = PACKS // layout.dp_size
-        report: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": 0}
+        report: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": []}
+        virtual = parallel.virtual_pipeline_parallel_size
+        # The fields of a TransformerConfig that Megatron's own scheduler reads.
+        config = SimpleNamespace(
+            sequence_packing_scheduler=name,
+            max_seqlen_per_dp_cp_rank=256,
+            virtual_pipeline_model_parallel_size=virtual,
+            microbatch_group_size_per_vp_stage=layout.group_size,
+            sequence_parallel=parallel.sequence_parallel,
+            pipeline_model_parallel_layout=None,
+            mtp_num_layers=None,
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "dp_cp"])
+        reads = layout.tp_rank == 0 and layout.needs_tokens
 
-        def wrap(packs_of_rank: Iterator[Pack] | None) -> Any:
-            return wrap_data_iterator(packs_of_rank, schedule, share, layout=layout, device=job.device)
+        def source(**options: Any) -> Any:
+            mine = stream(packs, layout, steps=3, **options) if reads else None
+            return mine if virtual is None else [mine] * virtual
 
-        mine = stream(packs, layout, steps=3) if needs_data_iterator(layout) else None
-        for batch in planned:
-            wrapped = wrap(mine)
-            model_tokens = np.concatenate([pack.sequence_lengths - 1 for pack in reader.read(batch.pack_ids.tolist())])
-            sums = (int(model_tokens.sum()), int((model_tokens.astype(np.int64) ** 2).sum()))
-            report["different"] += sums != (wrapped.seqlen_sum, wrapped.seqlen_squared_sum)
-            report["different"] += wrapped.num_microbatches != batch.num_microbatches
-            virtual = parallel.virtual_pipeline_parallel_size
-            for iterator in wrapped.data_iterator if virtual else [wrapped.data_iterator]:
+        mine = source()
+        for step, batch in enumerate(planned):
+            # Megatron's loop gives the groups; its helper scripts leave them out.
+            pg_collection = groups if step % 2 == 0 else None
+            iterator, count, total, squared = wrap_data_iterator(mine, config, share, pg_collection)
+            lengths = np.concatenate([pack.sequence_lengths - 1 for pack in reader.read(batch.pack_ids.tolist())])
+            padded = -(-lengths.astype(np.int64) // layout.pad_to_multiple) * layout.pad_to_multiple
+            if (count, total, squared) != (batch.num_microbatches, float(padded.sum()), float((padded**2).sum())):
+                report["different"].append([count, total, squared])
+            if (type(count), type(total), type(squared)) != (int, float, float):
+                report["different"].append("types")
+            for stage, rows in enumerate(iterator if virtual else [iterator]):
                 for row in batch.rows:
-                    got = get_batch_on_this_rank_for_sequence_packing(iterator, layout=layout, device=job.device)
+                    got = get_batch_on_this_rank_for_sequence_packing(
+                        rows,
+                        vpp_size=virtual,
+                        mtp_on_this_rank=False,
+                        vp_stage=stage if virtual else None,
+                        pg_collection=pg_collection,
+                    )
                     expected = to_device(row, job.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
                     report["rows"] += 1
-                    report["different"] += not same(got, expected, tokens=has_tokens)
-        report["ended"] = wrap(mine) is None
-        broken = stream(packs, layout, steps=3, broken=job.rank == 0) if needs_data_iterator(layout) else None
-        wrap(broken)
+                    report["different"] += differences(
+                        got,
+                        expected,
+                        is_first=layout.is_first_stage and stage == 0,
+                        is_last=layout.is_last_stage and stage == (virtual or 1) - 1,
+                    )
         try:
-            wrap(broken)
+            wrap_data_iterator(mine, config, share, groups)
+        except StopIteration:
+            report["ended"] = True
+        broken = source(broken=job.rank == 0)
+        wrap_data_iterator(broken, config, share, groups)
+        try:
+            wrap_data_iterator(broken, config, share, groups)
         except HarnessError as error:
             report["error"] = error.what
     return report

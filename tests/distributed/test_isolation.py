@@ -84,6 +84,7 @@ thd.build_thd_batch = leaky
 """
 
 
+@pytest.mark.nightly
 def test_the_matrix_reports_isolation_on_one_rank_and_two(tmp_path) -> None:
     code, output = run_command([sys.executable, "-m", "recipes.parity", "check=isolation", f"folder={tmp_path}"])
     assert code == 0, output

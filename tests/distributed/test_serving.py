@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 from harness.formats import load_manifest
 from harness.megatron.chat import Chat, exported
 from harness.megatron.export import Exported, export_checkpoint
@@ -198,6 +198,22 @@ def test_without_its_data_a_run_is_exported_and_what_is_missing_is_named(run: Pa
     assert "## Not in this folder" in card
     assert all(line in card for line in done.missing)
     assert "eos_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
+
+
+def test_data_that_was_moved_is_found_where_data_paths_says(run: Path, data: Path, tmp_path: Path) -> None:
+    export_of(run, tmp_path, path=str(tmp_path / "gone"))
+    moved = tmp_path / "moved"
+    shutil.copytree(data, moved)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "again", data_paths=[str(moved)])
+    assert (done.has_tokenizer, done.missing) == (True, ())
+    with pytest.raises(HarnessError, match="nowhere"):
+        export_checkpoint(tmp_path / "run", tmp_path / "none", data_paths=[str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match="the run has 1 sources of data"):
+        export_checkpoint(tmp_path / "run", tmp_path / "two", data_paths=[str(moved), str(moved)])
+    path = moved / "train" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": "0" * 32, "checksum": ""}))
+    with pytest.raises(ConfigError, match="has the fingerprint"):
+        export_checkpoint(tmp_path / "run", tmp_path / "other", data_paths=[str(moved)])
 
 
 def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Path, data: Path, tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +107,39 @@ def test_a_missing_package_names_the_extra_that_installs_it(capsys: pytest.Captu
 def test_a_module_that_should_exist_is_not_taken_for_a_missing_package() -> None:
     with pytest.raises(ModuleNotFoundError), exit_on_error():
         raise ModuleNotFoundError("No module named 'harness.nothing'", name="harness.nothing")
+
+
+def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out/shard")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "HarnessError: the disk refused to write or to read: No space left on device\n"
+        "  where: /data/out/shard\n"
+        "  fix:   make room, or have the disk checked (dmesg), then run the same command again\n"
+    )
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback():
+    with pytest.raises(FileNotFoundError), exit_on_error():
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "config")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_a_full_disk_does_not_take_ends_with_code_2_and_no_traceback():
+    program = "from harness.errors import exit_on_error\nwith exit_on_error():\n    print('three packs')\n"
+    with Path("/dev/full").open("w") as full:
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        program = [sys.executable, "-c", program]
+        ended = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=kept, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("HarnessError: standard output cannot be written: No space left on device\n")
+    assert "Exception" not in ended.stderr
+
+
+def test_a_full_disk_under_a_library_in_rust_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(ConfigError) as raised, os_errors_as(ConfigError, "not saved", where=tmp_path):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert raised.value.what == "not saved: No space left on device"
+    with pytest.raises(RuntimeError), os_errors_as(ConfigError, "not saved", where=tmp_path):
+        raise RuntimeError("of another kind")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, is_of_disk, os_error_of
 from harness.formats import Manifest, PackReader, find_tokenizer_folder, holds_manifest
 from harness.loader import JoinedReader, LoaderState, corpus_paths, open_train
 from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, end_tokens, tokenizer_hash
@@ -57,16 +57,23 @@ class TrainedData:
         return [manifest.provenance.mask for manifest in self.manifests.values()] or [self.live_mask]
 
 
-def find_data(settings: Mapping[str, Any], state: LoaderState) -> TrainedData:
-    """Find the data of a run; what is missing does not raise.
+def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequence[str] = ()) -> TrainedData:
+    """Find the data of a run; what is missing does not raise, unless `moved_to` says where it is.
 
     Args:
         settings: the run's config.yaml.
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
+        moved_to: where the run's data is now, in the order of its settings; empty for where it was.
+
+    Raises:
+        ConfigError: there is other data, or none, at `moved_to`.
     """
     data = settings["data"]
     live = data.get("live") or {}
     if live.get("path"):
+        if moved_to:
+            what = "live chunks are not read by an export"
+            raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer is the one that the run names")
         tokenizer = live["tokenizer"]
         found = TrainedData([live["path"]], template=tokenizer.get("chat_template", ""))
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
@@ -81,17 +88,25 @@ def find_data(settings: Mapping[str, Any], state: LoaderState) -> TrainedData:
     is_corpus = "sequence_length" in data
     names = corpus_paths(data) if is_corpus else [source["path"] for source in data.get("blend") or [data]]
     found = TrainedData(names, eod=data.get("eod"))
+    if moved_to and len(moved_to) != len(names):
+        what = f"the run has {len(names)} sources of data, and data.paths names {len(moved_to)}"
+        raise ConfigError(what, where="data.paths", fix=f"name one place for each of {', '.join(names)}")
+    places = moved_to or names
     try:
         # A corpus may have packed datasets among its sources.
-        readers = [open_train(path)[0] for path in names if not is_corpus or _is_packed(path)]
+        readers = [open_train(path)[0] for path in places if not is_corpus or _is_packed(path)]
         if not is_corpus:
             now = (JoinedReader(readers) if data.get("blend") else readers[0]).fingerprint
             if state.fingerprint not in ("", now):
                 what = f"has the fingerprint {now}, and the run was trained on {state.fingerprint}"
-                raise ConfigError(what, where=", ".join(names), fix="restore the data that was trained")
+                raise ConfigError(what, where=", ".join(places), fix="restore the data that was trained")
     except (HarnessError, OSError) as error:
+        if moved_to:
+            raise
         where = f"{error.where}: {error.what}" if isinstance(error, HarnessError) else str(error)
-        found.missing.append(f"facts of the data, tokenizer and chat template: {where}")
+        found.missing.append(
+            f"facts of the data, tokenizer and chat template: {where}; data.paths says where it is now"
+        )
         return found
     found.manifests = {reader.path: reader.manifest for reader in readers if reader.manifest is not None}
     if found.manifests:
@@ -188,6 +203,8 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
         tokenizer = AutoTokenizer.from_pretrained(folder)
     # The library raises almost anything for a damaged folder.
     except Exception as error:
+        if (refused := os_error_of(error)) is not None and is_of_disk(refused):
+            raise
         what = error.what if isinstance(error, HarnessError) else (str(error).splitlines() or [type(error).__name__])[0]
         found.missing.append(f"tokenizer and chat template: {found.tokenizer}: {what}")
         return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,20 @@ import yaml
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, ConfigError
+from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree
-from harness.megatron.weights import INDEX_FILE, global_parameters, to_hf
+from harness.megatron.weights import INDEX_FILE, expert_names, global_parameters, to_hf
 from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
-from harness.storage import digest_files, write_checksums
+from harness.storage import Marker, digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
 
 SHARD_BYTES = 5 * 10**9
+# Left in the marker by an export that was killed while its folder got its name.
+_PLACING = b"placing"
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
@@ -55,7 +56,12 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path, out: Path, *, adapters_only: bool = False, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    out: Path,
+    *,
+    adapters_only: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    data_paths: Sequence[str] = (),
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
 
@@ -68,16 +74,18 @@ def export_checkpoint(
         out: a folder that does not exist yet, or is empty.
         adapters_only: write the LoRA adapters alone, in PEFT's layout.
         shard_bytes: largest size of one safetensors file; a larger tensor has a file of its own.
+        data_paths: where the run's data is now, in the order of its settings; empty for where it was.
 
     Raises:
-        ConfigError: `source` is not a run, `out` is not empty, or the run has no adapters to write alone.
+        ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to write alone, or other data,
+            or none, is at `data_paths`.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("the folder exists already", where=str(out), fix="name a new folder")
+    if not _marker_of(out).path.exists():
+        _refuse_used(out)
     path, settings = _find_checkpoint(source)
     progress = read_progress(path)
-    data = find_data(settings, progress.loader)
+    data = find_data(settings, progress.loader, data_paths)
     model = ModelConfig(**settings["model"])
     vocab_size = model.vocab_size
     if vocab_size is None:
@@ -88,8 +96,9 @@ def export_checkpoint(
             where=str(path),
             fix="export the whole model: leave --adapter out",
         )
-    writing = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    with runtime.start("cpu"):
+    if model.num_experts:
+        expert_names(model)  # refuses a family that has none
+    with _claim(out) as writing, runtime.start("cpu"):
         join(ParallelConfig(), 1)
         device = torch.device("cpu")
         (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=device)
@@ -105,40 +114,33 @@ def export_checkpoint(
                 fix="export an older checkpoint: name its folder",
             ) from error
         chunk.load_state_dict(state["model"])
-        writing.mkdir(parents=True)
-        try:
-            if adapters_only:
-                num_weights, num_bytes = _write_adapters(chunk, model, writing)
-            else:
-                lora.merge(chunk)
-                tensors = (
-                    (name, tensor.contiguous())
-                    for ours, parameter in global_parameters(chunk)
-                    for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
-                )
-                num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
-            tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
-            ids = _token_ids(tokens, data.eod)
-            base = _base_settings(model)
-            if "eos_token_id" not in ids:
-                of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
-                instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
-                data.missing.append(f"end tokens of the data: {instead}")
-            config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
-            generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
-            generation.pop("_from_model_config", None)
-            _write_json(writing / GENERATION_FILE, generation)
-            if not adapters_only:
-                _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
-            card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
-            (writing / CARD_FILE).write_text(card)
-            files = (str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
-            write_checksums(writing, digest_files(writing, files))
-            if out.exists():
-                out.rmdir()
-            writing.rename(out)
-        finally:
-            shutil.rmtree(writing, ignore_errors=True)
+        if adapters_only:
+            num_weights, num_bytes = _write_adapters(chunk, model, writing)
+        else:
+            lora.merge(chunk)
+            tensors = (
+                (name, tensor.contiguous())
+                for ours, parameter in global_parameters(chunk)
+                for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
+            )
+            num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
+        tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
+        ids = _token_ids(tokens, data.eod)
+        base = _base_settings(model)
+        if "eos_token_id" not in ids:
+            of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
+            instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
+            data.missing.append(f"end tokens of the data: {instead}")
+        config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+        generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
+        generation.pop("_from_model_config", None)
+        _write_json(writing / GENERATION_FILE, generation)
+        if not adapters_only:
+            _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
+        card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
+        (writing / CARD_FILE).write_text(card)
+        files = sorted(str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
+        write_checksums(writing, digest_files(writing, files))
     return Exported(
         progress.step,
         num_weights,
@@ -148,6 +150,43 @@ def export_checkpoint(
         pad_token=tokens.texts[tokens.pad] if tokens is not None and tokens.pad is not None else None,
         missing=tuple(data.missing),
     )
+
+
+@contextmanager
+def _claim(out: Path) -> Iterator[Path]:
+    """Keep other exports out of `out`, and yield the folder to write; what is in it then becomes `out`."""
+    place, marker = out.absolute(), _marker_of(out)
+    fix = "fix the cause (space, permissions, quota) and run the same command again"
+    with os_errors_as(CheckpointError, "the export cannot be written", where=out, fix=fix):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        was_placing = marker.acquire() == _PLACING
+        writing = place.with_name(f"{place.name}.unfinished")
+        try:
+            if not was_placing:
+                _refuse_used(out)  # again, because the previous holder of the lock may have finished in between
+            # Of an export that was killed; `out` was empty or missing when that one began.
+            for left in [writing, *([out] if was_placing else [])]:
+                if left.is_dir():
+                    shutil.rmtree(left)
+            writing.mkdir()
+            yield writing
+            marker.write(_PLACING)
+            if out.exists():
+                out.rmdir()
+            writing.rename(out)
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+            marker.release(remove=True)
+
+
+def _marker_of(out: Path) -> Marker:
+    place = out.absolute()
+    return Marker(place.with_name(f".{place.name}_exporting"))
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("the folder exists already", where=str(out), fix="name a new folder")
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:

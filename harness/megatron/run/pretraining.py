@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.checks import memory_bytes
 from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader import LoaderConfig, LoaderState, RankLayout
@@ -19,6 +20,9 @@ from harness.megatron.weights import find_pretrained
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION, Progress, check_trackers
+
+# Of Megatron-Core's sample index (two numbers), shuffle and blend.
+_SAMPLE_BYTES = 24
 
 
 def pretrain(config: PretrainConfig) -> int:
@@ -33,6 +37,7 @@ def pretrain(config: PretrainConfig) -> int:
 def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
     """Check the settings, as far as is possible without reading the corpus."""
     config.check(ranks.world_size)
+    _check_samples(config)
     check_trackers(config.trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     packs = find_packs(config.data)
@@ -55,6 +60,24 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
             "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} in a row",
         },
     )
+
+
+def _check_samples(config: PretrainConfig) -> None:
+    """Raise ConfigError for more samples than Megatron-Core can index in this machine's memory."""
+    trainer, size = config.trainer, config.loader.global_batch_size
+    asked = {
+        "data.num_samples": config.data.num_samples or 0,
+        "trainer.steps * loader.global_batch_size": trainer.steps * size,
+        "trainer.eval_batches * loader.global_batch_size": (trainer.eval_batches or 0) * size,
+    }
+    for name, samples in asked.items():
+        if samples * _SAMPLE_BYTES > memory_bytes():
+            raise ConfigError(
+                f"{name} is {samples:,} samples, whose index needs {samples * _SAMPLE_BYTES / 1e9:,.0f} GB of memory; "
+                f"this machine has {memory_bytes() / 1e9:,.0f} GB",
+                where=name,
+                fix="lower it, or use a machine with more memory",
+            )
 
 
 def make_feeds(

@@ -13,15 +13,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from harness.megatron.batch import to_device
+from harness.megatron.batch import run_row, to_device
 from harness.megatron.step import MegatronStep
 from harness.plan import TrainerConfig
 from harness.prep import ChatTokenizer
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
-from harness.train import keep_lines_before
-
-SAMPLES_FILE = "samples.jsonl"
+from harness.train import SAMPLES_FILE, LineFile, keep_lines_before
 
 
 def generate(
@@ -64,13 +62,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
 
     def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
         tensors = to_device(next(rows), step.device, cp_size=step.layout.cp_size, cp_rank=step.layout.cp_rank)
-        output = chunk(
-            input_ids=tensors.tokens,
-            position_ids=tensors.position_ids,
-            attention_mask=None,
-            labels=None,
-            packed_seq_params=tensors.packed_seq_params,
-        )
+        output = run_row(chunk, tensors, with_labels=False)
 
         def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if not kept:
@@ -128,17 +120,17 @@ class Sampler:
         self._step, self._tokenizer, self._ends = step, answering.tokenizer, answering.ends
         self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
         self._ids = [self._tokenizer.prompt(prompt) for prompt in self._prompts]
-        self._path = None if folder is None else folder / SAMPLES_FILE
-        if self._path is not None:
-            keep_lines_before(self._path, first_step)
+        self._file: LineFile | None = None
+        if folder is not None:
+            keep_lines_before(folder / SAMPLES_FILE, first_step)
+            self._file = LineFile(folder / SAMPLES_FILE, "the answers to sample prompts")
 
     def answer(self, step: int) -> list[tuple[str, str]]:
         """Return every prompt with its answer; every rank of the job takes part."""
         answers = generate(self._step, self._ids, max_tokens=self._max_tokens, ends=self._ends)
         texts = [self._tokenizer.decode(ids) for ids in answers]
-        if self._path is not None:
-            with self._path.open("a") as file:
-                for prompt, text, ids in zip(self._prompts, texts, answers, strict=True):
-                    line = {"step": step, "prompt": prompt, "answer": text, "tokens": ids}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if self._file is not None:
+            for prompt, text, ids in zip(self._prompts, texts, answers, strict=True):
+                line = {"step": step, "prompt": prompt, "answer": text, "tokens": ids}
+                self._file.append(json.dumps(line, ensure_ascii=False) + "\n")
         return list(zip(self._prompts, texts, strict=True))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from harness.checks import memory_bytes
 from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
@@ -28,7 +29,7 @@ from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
-from harness.plan import RunConfig
+from harness.plan import RunConfig, plan_memory
 from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,
@@ -37,6 +38,7 @@ from harness.train import (
     OWN_VALIDATION,
     Progress,
     Stop,
+    alone_in,
     choose_run_folder,
     leave_early_stop,
     leave_refusal,
@@ -50,6 +52,9 @@ from harness.train import (
     whole_checkpoints,
     write_stop,
 )
+
+# PyTorch's words on a CPU.
+_NO_MEMORY = "can't allocate memory"
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,33 @@ def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]
         if (folder := _slurm_folder(config)) is not None:
             leave_refusal(folder, error)
         raise
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        what = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"memory ran out: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'of this process'}",
+            where="model, or the size of a row",
+            fix="a smaller model or rows, model.recompute=full, or more ranks; `harness plan` has the memory of one",
+        ) from error
+
+
+def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runtime.Runtime) -> None:
+    """Raise ConfigError if weights, gradients and optimizer alone are more than a CPU machine has."""
+    if ranks.device.type != "cpu":
+        return
+    planned = plan_memory(
+        config.model, config.parallel, vocab_size=task.vocab_size, dp_size=layout.dp_size, max_tokens_per_rank=1
+    )
+    needed = planned.total * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    there = memory_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, and this machine has "
+            f"{there / 1e9:,.1f} GB",
+            where="model, model.vocab_size",
+            fix="a smaller model, or more machines; `harness plan` computes what a rank needs",
+        )
 
 
 def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
@@ -181,6 +213,7 @@ def _open_run(
     stack.enter_context(training)
     runtime.on_rank_0(lambda: _check_validations(config, validation))
     watchdog.at(first_step, "building the model")
+    together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
     # A checkpoint has the weights that the pretrained ones became.
     fill = task.pretrained.filler(layout) if task.pretrained is not None and newest is None else None
     step = MegatronStep(
@@ -267,7 +300,9 @@ def _choose_folder(config: RunConfig) -> Path:
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     if job is not None and config.run_dir is not None and restarts.isdecimal():
-        note_lost(folder, job=job, restarts=int(restarts))
+        # Not while another run is active there: its records are its own.
+        with alone_in(folder):
+            note_lost(folder, job=job, restarts=int(restarts), predecessor=os.environ.get("HARNESS_PREDECESSOR"))
     return folder
 
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,18 +23,20 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, HarnessError, LoaderError
+from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.state.loading import load_tree
 from harness.megatron.step import MegatronStep
-from harness.storage import StoredFile, list_hash_problems, share_of
+from harness.storage import StoredFile, list_hash_problems, share_of, sync_path
 from harness.train import (
     CHECKPOINT_FIX,
     Progress,
+    UnreadableError,
     list_checkpoints,
     read_checkpoint,
+    unreadable,
     whole_checkpoints,
     write_run_file,
 )
@@ -81,7 +82,7 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
-        LoaderError: a rank cannot read a file, which may succeed at the next attempt.
+        LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
     for path in _on_rank_0(lambda: list_checkpoints(folder)[::-1]):
@@ -90,35 +91,32 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
             return path, passed_over
         passed_over.append(error)
     if passed_over:
-        passed_over[0].is_shared = True
-        raise passed_over[0]
+        error, is_unreadable = passed_over[0], all(isinstance(one, UnreadableError) for one in passed_over)
+        refused = LoaderError(error.what, where=error.where, fix=error.fix) if is_unreadable else error
+        refused.is_shared = True
+        raise refused
     return None, []
 
 
 def find_damage(path: Path) -> CheckpointError | None:
-    """Return the first damage of a checkpoint, None if it is whole; as for `find_newest`, every rank takes part."""
+    """Return the first damage of a checkpoint, None if it is whole; as for `find_newest`, every rank takes part.
+
+    A file that a rank cannot read is damage, whose remedy is the file system of that rank's node.
+    """
     try:
         files = _on_rank_0(lambda: read_checkpoint(path)[1])
     except CheckpointError as error:
         return error
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_in_job() else (0, 1)
-    found: list[HarnessError] = []
+    found: list[CheckpointError] = []
     try:
         for problem in list_hash_problems(path, share_of(files, rank, size)):
             what = f"the checkpoint's {problem.what.removeprefix('the ')}"
             found.append(CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX))
     except OSError as error:
-        found.append(_unreadable(path, error))
+        found.append(unreadable(path, error))
     everywhere = gather_on_rank_0(found) if size > 1 else [found]
-
-    def agree() -> CheckpointError | None:
-        errors = [error for errors in everywhere for error in errors]
-        for error in errors:
-            if not isinstance(error, CheckpointError):
-                raise error
-        return next((error for error in errors if isinstance(error, CheckpointError)), None)
-
-    return _on_rank_0(agree)
+    return _on_rank_0(lambda: next((error for errors in everywhere for error in errors), None))
 
 
 def _is_in_job() -> bool:
@@ -127,11 +125,6 @@ def _is_in_job() -> bool:
 
 def _on_rank_0(function: Callable[[], T]) -> T:
     return on_rank_0(function) if _is_in_job() else function()
-
-
-def _unreadable(path: Path, error: OSError) -> LoaderError:
-    what = f"the checkpoint cannot be read: {error}"
-    return LoaderError(what, where=str(path), fix="look at the file system of that node")
 
 
 def load_checkpoint(path: Path, step: MegatronStep) -> None:
@@ -154,7 +147,8 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
         causes = [error, *(cause for cause, _ in getattr(error, "failures", {}).values())]
         unread = next((cause for cause in causes if isinstance(cause, OSError)), None)
         if unread is not None:
-            raise _unreadable(path, unread) from error
+            what = f"the checkpoint cannot be read: {unread}"
+            raise LoaderError(what, where=str(path), fix="look at the file system of that node") from error
         raise CheckpointError(
             f"the checkpoint does not fit this run: {type(error).__name__}: {error}".splitlines()[0],
             where=str(path),
@@ -204,8 +198,8 @@ class CheckpointWriter:
             CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
-        self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._writing = progress
+        self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._hashes.take()  # of one that failed
         try:
             request = dist_checkpointing.save(
@@ -219,9 +213,10 @@ class CheckpointWriter:
         except CheckpointException as error:
             self._fail_together(error)
         except (OSError, RuntimeError) as error:
-            if isinstance(error, OSError) or "PytorchStreamWriter" in str(error):  # torch.save's own kind
-                raise self._failed(str(error)) from error
-            raise
+            if isinstance(error, RuntimeError) and is_about_ranks(error):
+                raise
+            # Torch's C++ code raises a RuntimeError without the system's reason.
+            raise self._failed(error) from error
         if not self._in_background:
             self.finish()
 
@@ -234,10 +229,11 @@ class CheckpointWriter:
         except CheckpointException as error:
             self._fail_together(error)
         if finished:
-            progress, self._writing = self._writing, None
+            progress = self._writing
             own = self._hashes.take()
             hashed = [file for files in gather_on_rank_0(own) for file in files]
             on_rank_0(lambda: self._put_in_place(progress, hashed))
+            self._writing = None
 
     def _make_folder(self, progress: Progress) -> Path:
         # The name is unique to this process: the writer of a killed run may still be writing to its own.
@@ -245,13 +241,23 @@ class CheckpointWriter:
             for old in self._folder.glob(f"step-*.{leftover}"):
                 shutil.rmtree(old, ignore_errors=True)
         path = self._folder / f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
-        path.mkdir(parents=True)
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(error) from error
         return path
 
     def _put_in_place(self, progress: Progress, hashed: list[StoredFile]) -> None:
+        try:
+            self._complete(progress, hashed)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._on_whole(progress)
+
+    def _complete(self, progress: Progress, hashed: list[StoredFile]) -> None:
         files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
         for path in files:
-            _sync(path)
+            sync_path(path)
         known = {file.path for file in hashed}
         facts = {
             "megatron_core": compat.MEGATRON_VERSION,
@@ -262,43 +268,49 @@ class CheckpointWriter:
         others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
         write_run_file(self._unfinished, progress, facts, hashed, others)
         read_checkpoint(self._unfinished)
-        _sync(self._unfinished)
+        sync_path(self._unfinished)
         final = self._folder / f"step-{progress.step:08d}"
         if final.exists():  # of an earlier attempt at the same step, resumed from before it
             _remove(final)
         self._unfinished.rename(final)
-        _sync(self._folder)
+        sync_path(self._folder)
         # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
         for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
             _remove(old)
-        self._on_whole(progress)
 
     def _fail_together(self, error: CheckpointException) -> NoReturn:
         """Raise on every rank the causes that rank 0 knows."""
 
         def raise_it() -> NoReturn:
             failures = sorted((rank, cause) for rank, (cause, _) in error.failures.items())
-            raise self._failed("; ".join(f"rank {rank}: {cause}" for rank, cause in failures))
+            raise self._failed("; ".join(f"rank {rank}: {_reason(cause)}" for rank, cause in failures))
 
         on_rank_0(raise_it)
         raise AssertionError("the error of rank 0 was not shared") from error
 
-    def _failed(self, why: str) -> CheckpointError:
+    def _failed(self, why: object) -> CheckpointError:
         assert self._writing is not None
+        # Torch's C++ code knows no more than that.
+        reason = _reason(why).replace(
+            "basic_ios::clear: iostream error", "the disk is full or failing (iostream error)"
+        )
+        # Megatron's words for a process that left no result.
+        reason = reason.replace("results_queue should not be empty", "the process that writes it was killed")
+        fix = "make room or name another disk with runs= or run_dir=; the checkpoints before it are whole"
+        if "killed" in reason:
+            fix = "look for the cause in the system's log (most often memory ran out), then continue with resume=true"
         return CheckpointError(
-            f"the checkpoint of step {self._writing.step} cannot be written: {why}",
+            f"the checkpoint of step {self._writing.step} cannot be written: {reason}",
             where=str(self._unfinished),
-            fix="make room or name another disk with runs= or run_dir=; the checkpoints before it are whole",
+            fix=fix,
         )
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems refuse it for folders
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _reason(why: object) -> str:
+    """Return one line: the system's reason and the file, or the first line of what a library raised."""
+    if isinstance(why, OSError) and why.strerror:
+        return f"{why.strerror}, {why.filename}" if why.filename else why.strerror
+    return (str(why).splitlines() or [type(why).__name__])[0]
 
 
 def _remove(checkpoint: Path) -> None:

@@ -166,6 +166,27 @@ def test_a_mistake_in_an_argument_is_one_clear_error_with_code_2(harness, datase
     assert "Traceback" not in error
 
 
+COMMANDS = [
+    *("inspect x", "verify x", "convert a b npy", "diff a b", "import a b nemotron", "repack a b", "live produce a b"),
+    *("indexed convert a b", "requeue a", "export a b", "chat a", "bench pack", "plan sft_tiny", "submit sft_tiny"),
+    *("prepare", "train sft", "train pretrain", "parity", "inspect x --cfg", "plan sft_tiny --cfg", "prepare --cfg"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_setting_with_a_prefix_of_hydra_is_refused_by_name(harness, command):
+    code, printed, error = harness(*command.split(), "+no.such=1")
+    assert (code, printed) == (2, "")
+    assert "unknown setting 'no.such'" in error or "extra argument(s) (+no.such=1)" in error
+
+
+def test_a_prefix_of_hydra_before_a_setting_of_a_command_is_refused(harness):
+    code, _, error = harness("repack", "a", "b", "++data.pack_size=8")
+    assert code == 2
+    assert "++ changes the groups of a recipe, and data.pack_size is a setting of this command" in error
+    assert "fix:   data.pack_size=8" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "row"),
     [

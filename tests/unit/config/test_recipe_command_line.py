@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,53 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
         compose_run("wrong", [], config_dir=own)
     assert error.value.where == f"{own}/experiment/wrong.yaml, key trainer.stepz"
     assert error.value.fix.startswith("did you mean trainer.steps?")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model: {num_layers: 2.7}", "2.7 is not of type int"),
+        ("model: {num_layers: 012}", "012 is read as 10"),
+        ("trainer: {steps: 1:30}", "1:30 is read as 90"),
+        ("loader: {persistent_workers: 2}", "2 is not of type bool"),
+        ("name: no", "no is read as False"),
+        ("name: 1e3", "1e3 is read as 1000.0"),
+        ("trainer: {sample_prompts: [1e3]}", "1e3 is read as 1000.0"),
+        ("trainer: {sample_prompts: [[a]]}", "trainer.sample_prompts has an item that is no scalar"),
+        ("data: {evaluation: {new: 007}}", "007 is read as 7"),
+        ("data: {evaluation: {new: [a]}}", "data.evaluation.new is a list"),
+        ("data: {blend: [{path: 012}]}", "012 is read as 10"),
+        ("data: {blend: [{path: a, epochs: 2.7}]}", "2.7 is not of type int"),
+        ("optimizer: {<<: {warmup_steps: 2.7}}", "2.7 is not of type int"),
+        ("optimizer: {lr: fast}", "'fast' is not of type float"),
+    ],
+)
+def test_a_value_in_a_file_that_would_be_changed_is_refused_with_the_file(own, content, message):
+    (own / "experiment" / "changed.yaml").write_text(f"# @package _global_\n{content}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        compose_run("changed", [], config_dir=own)
+    assert f"{own}/experiment/changed.yaml, " in error.value.where
+
+
+def test_a_value_in_a_file_is_held_as_it_is_written(own):
+    (own / "experiment" / "kept.yaml").write_text(
+        "# @package _global_\nname: 2026\ntrainer: {steps: 1_000, sample_prompts: ['1e3', 7]}\n"
+        "optimizer: {lr: 1e-3, decay_steps: 0x10}\nloader: {persistent_workers: no}\n"
+    )
+    config = compose_run("kept", [], config_dir=own).config
+    assert (config.name, config.trainer.steps, config.trainer.sample_prompts) == ("2026", 1000, ["1e3", "7"])
+    assert (config.optimizer.lr, config.optimizer.decay_steps, config.loader.persistent_workers) == (1e-3, 16, False)
+
+
+def test_a_sweep_refuses_a_value_that_would_be_changed(own, tmp_path):
+    (own / "experiment" / "changed.yaml").write_text("# @package _global_\nname: no\n")
+    program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
+    program += "hydra_entry('sft', SftConfig)(lambda config: print('run'))()"
+    arguments = ["--config-dir", str(own), "--multirun", "experiment=changed", "hydra.sweep.dir=sweep"]
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("run\n")) == (2, 0)
+    assert f"{own}/experiment/changed.yaml, line 2, key name" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["pretrain", "bare"])
