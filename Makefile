@@ -7,6 +7,9 @@ RANKS ?= 2
 # Packs that a small model trains on a CPU in minutes.
 PREPARE ?= data=pack_1k
 
+# Where the environment forbids bytecode files, every process of a test would compile this project again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: setup setup-ray sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 

@@ -368,7 +368,8 @@ def free_ports(count: int) -> list[int]:
     """Return ports for ranks to meet at, none of which the kernel gives to outgoing connections meanwhile."""
     with ExitStack() as stack:
         ports: list[int] = []
-        candidates = iter(random.sample(_PORTS, len(_PORTS)))
+        # Not from the shared generator: programs that were seeded alike would choose alike.
+        candidates = iter(random.SystemRandom().sample(_PORTS, len(_PORTS)))
         while len(ports) < count:
             listener = stack.enter_context(socket.socket())
             with suppress(OSError):
