@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -12,9 +14,6 @@ from harness.prep.chat import Conversation, Message
 
 # Names under which templates read the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-
-
-_NO_TAGS: tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +69,40 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def tags_around(text: str, tags: Sequence[str]) -> tuple[str, str] | tuple[()]:
-    """Return the texts that a template looks for (`Template.tags`) at the start and the end of a content, if any.
+def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
+    """Split a content at the marks that a template looks for (`Template.tags`): text, mark, text, ..., text.
 
     For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
     """
-    if not tags:
-        return _NO_TAGS
-    bare = text.strip()
-    first = next((tag for tag in tags if bare.startswith(tag)), "")
-    last = next((tag for tag in tags if bare.endswith(tag)), "")
-    return (first, last) if first or last else _NO_TAGS
+    return _pattern(tags).split(text) if any(tag in text for tag in tags) else [text]
 
 
-def shape_of(conversation: Conversation, tags: Sequence[str] = ()) -> tuple[Any, ...]:
-    """Return what a template's treatment of fields can depend on, without the texts; `tags` as in `tags_around`."""
+@lru_cache(maxsize=8)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    # Longest first: a mark may begin with another.
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})")
+
+
+def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
+    """Return what a template can tell of each part: its marks, and between them a text, white space or nothing."""
+    content = message.content
+    return tuple(
+        tuple(
+            piece if number % 2 else bool(piece.strip()) if piece else None
+            for number, piece in enumerate(pieces_of(part, tags))
+        )
+        for part in (content if isinstance(content, tuple) else (content or "",))
+    )
+
+
+def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Return what a template's treatment of fields can depend on, without the texts; `tags` as in `pieces_of`."""
     turns = tuple(
         (
             turn.role,
-            type(turn.content) if not isinstance(turn.content, tuple) else len(turn.content),
-            bool(turn.text.strip()),
+            type(turn.content),
+            _kinds(turn, tags),
             bool(turn.reasoning.strip()),
-            "</think>" in turn.text,
-            tags_around(turn.text, tags),
             tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
             bool(turn.tool_call_id),
             bool(turn.name),
@@ -103,9 +113,9 @@ def shape_of(conversation: Conversation, tags: Sequence[str] = ()) -> tuple[Any,
 
 
 def with_unique_words(
-    conversation: Conversation, tags: Sequence[str] = ()
+    conversation: Conversation, tags: tuple[str, ...] = ()
 ) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return a conversation of the same shape whose texts are unique words, between the same tags.
+    """Return a conversation of the same shape whose texts are unique words, between the same marks.
 
     Returns:
         the conversation, and of each word the number of its message (None for tools), the word and its field's name.
@@ -117,13 +127,13 @@ def with_unique_words(
         return words[-1][1]
 
     def text(number: int, given: str) -> str:
-        if not given.strip():
-            return given
-        if "</think>" in given:
-            thought = word(number, "reasoning inside <think>")
-            return f"<think>\n{thought}\n</think>\n\n{word(number, 'content')}"
-        first, last = tags_around(given, tags) or ("", "")
-        return f"{first}{word(number, 'content')}{last}"
+        pieces = pieces_of(given, tags)
+        is_answer = conversation.messages[number].role == "assistant"
+        for place in range(0, len(pieces), 2):
+            if pieces[place].strip():
+                thought = is_answer and pieces[place + 1 : place + 2] == ["</think>"]
+                pieces[place] = word(number, "reasoning inside <think>" if thought else "content")
+        return "".join(pieces)
 
     def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
         if isinstance(given, str) and not isinstance(_as_object(given), dict):

@@ -6,12 +6,13 @@ rules, in this order of preference:
 - `marks`: what the template writes inside `{% generation %}`;
 - `stock`: for the published template of a model family, known by its hash: what follows the header of each turn
   (`harness.prep.tokenize.stock`);
-- `served`: what each turn adds to the generation prompt that a server renders for it. A turn that does not begin with
-  that prompt is refused: the model would never generate it.
+- `served`: what each turn adds to the generation prompt that a server renders for it. A turn whose text does not have
+  the end of that prompt is refused: the model would never generate it.
 
 Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
 know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
-place of its texts, in each form, until every word is written; if none does, the conversation is refused by name.
+place of its texts, in each form, until every word is written; if none does, the conversation is refused by name. Every
+rendering is then checked against the texts themselves (`harness.prep.tokenize.written`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, shape_of, tags_around, with_unique_words
+from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, pieces_of, shape_of, with_unique_words
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
+from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
@@ -47,8 +49,11 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
 # What a conversation is still one without, and the fields of records that hold it.
 _OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
 _MAX_SHAPES = 8192
+# A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
+_WORD = re.compile(r'(\\")?(zq\d+wz)')
 # Conversations that templates are tried with.
 _ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
+_OTHER_ANSWER = Message("assistant", "zq0wz")
 _CALL = (ToolCall("f", {"a": "b"}, id="call00001"),)
 _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)
 
@@ -124,6 +129,7 @@ class Masker:
                 detail += "tokenizer.mask=all trains every token; tokenizer.mask=auto leaves it out"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             text = chat.whole
+            self._check_written(chat)
             return [Rendered(text, [(0, len(text))])]
         trained = self._trained_turns(conversation)
         if not trained:
@@ -134,7 +140,12 @@ class Masker:
             found = self._marked_sequences(chat, trained)
         else:
             found = self._served_sequences(chat, trained)
+        self._check_written(chat)
         return found
+
+    def _check_written(self, chat: _Chat) -> None:
+        if missing := unwritten_text(chat.whole, chat.conversation.messages, chat.upto):
+            raise _not_written(missing)
 
     def _trained_turns(self, conversation: Conversation) -> list[int]:
         turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
@@ -201,21 +212,19 @@ class Masker:
                     raise ValueError("it writes None for a turn without content")
             if "{'type': 'text'" in text:
                 raise ValueError("it writes a list of text parts as Python spells it")
+            written, answers = _words_in(text), dict[int, set[str]]()
             for number, word, name in words:
-                if word in text and f'\\"{word}' not in text:
+                if word in written:
                     continue
                 message = chat.messages[number] if number is not None else None
                 # Templates may leave the reasoning of earlier turns out, but not that of the turn being generated.
                 if message is not None and message["role"] == "assistant" and number is not None:
-                    served = chat.upto(number)
-                    if word in served and f'\\"{word}' not in served:
+                    if number not in answers:
+                        answers[number] = _words_in(chat.upto(number))
+                    if word in answers[number]:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
-                detail = f"the chat template does not write the {name}{turn}"
-                detail += "; name one that does with tokenizer.chat_template (qwen3 writes tools, calls and reasoning)"
-                if name in _OPTIONAL:
-                    detail += f", or leave it out with source.ignore_fields=[{','.join(_OPTIONAL[name])}]"
-                return BadRecordError(BadReason.NOT_WRITTEN, detail)
+                return _not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
         except Exception as error:  # a template is a user's program and can raise anything
             return _failure(error)
         return None
@@ -234,8 +243,8 @@ class Masker:
         config = self._config
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        has_tags = any(tags_around(turn.text, self._template.tags) for turn in chat.conversation.messages)
-        if plain and not chat.has_reasoning and not chat.has_late_system and not has_tags and self._keeps_turns:
+        is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
+        if plain and is_usual and not _has_tags(chat.conversation, self._template.tags) and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -266,31 +275,40 @@ class Masker:
 
     def _marked_turn(self, chat: _Chat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
-        _, spans = chat.marked(turn + 1)
+        text, spans = chat.marked(turn + 1)
         before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
         num_before = len(chat.marked(before[-1] + 1)[1]) if before else 0
-        return spans[num_before:]
+        if turn and turn - 1 in before and not text.startswith(chat.prompt(turn)):
+            chat.begin_as_served(turn, len)
+        moved = len(chat.served(turn)) - len(text)
+        return [(start + moved, end + moved) for start, end in spans[num_before:]]
 
     def _served_turn(self, chat: _Chat, turn: int) -> Span:
-        """Return the span of one turn in the text up to and with it, including its end of turn."""
+        """Return the span of one turn in the text as it is served, including its end of turn."""
         text = chat.upto(turn)
         start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
         if start is None:
             prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
-            if prompt is None:
+            start = len(prompt) if prompt is not None else chat.begin_as_served(turn, self._trained_from)
+            if start is None:
                 shown = chat.prompt(turn)[-24:]
                 raise BadRecordError(
                     BadReason.NOT_AS_SERVED,
                     f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
                     f"{shown!r}), so a model that is served with it would not generate this text",
                 )
-            start = len(prompt)
+            text = chat.served(turn)
         end = len(text.rstrip())
         if self._stock is not None:
             start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
             if self._stock.untrained_end and text.endswith(self._stock.untrained_end, 0, end):
                 end -= len(self._stock.untrained_end)
         return start, end
+
+    def _trained_from(self, prompt: str) -> int:
+        """Return the character of a prompt from which on a turn is trained."""
+        start = self._stock.start(prompt) if self._stock is not None else None
+        return len(prompt) if start is None else start
 
     def _start_of_stock_turn(self, chat: _Chat, turn: int) -> int | None:
         assert self._stock is not None
@@ -313,8 +331,11 @@ class Masker:
         text, found = chat.whole, []
         spans: list[Span] = []
         for turn in reversed(trained):
-            own = chat.upto(turn)
-            turn_spans = self._switched(chat, turn, spans_of(turn))
+            turn_spans = spans_of(turn)
+            own = chat.served(turn)
+            if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
+                raise _not_written(missing)
+            turn_spans = self._switched(chat, turn, turn_spans)
             if not turn_spans:
                 continue
             placed = self._placed(own, turn_spans, text)
@@ -357,14 +378,14 @@ class Masker:
 
     def _switched(self, chat: _Chat, turn: int, spans: list[Span]) -> list[Span]:
         """Take out of a turn's spans what the settings leave untrained."""
-        config, message, text = self._config, chat.conversation.messages[turn], chat.upto(turn)
+        config, message, text = self._config, chat.conversation.messages[turn], chat.served(turn)
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
             bare = replace(message, reasoning="", content=_without_reasoning(message.content))
-            left_out.append(_part_before(text, chat.upto_with(turn, bare), spans[0][0]))
+            left_out.append(_part_before(text, chat.served_with(turn, bare), spans[0][0]))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
-            left_out.append(self._difference(text, chat.upto_with(turn, bare)))
+            left_out.append(self._difference(text, chat.served_with(turn, bare)))
         if not config.train_end_of_turn:
             start, end = spans[-1]
             core = self._core_end(text, start, end)
@@ -465,6 +486,8 @@ class _Chat:
         self._texts: dict[int, str] = {}
         self._prompts: dict[int, str] = {}
         self._marked: dict[int, tuple[str, list[Span]]] = {}
+        # Of turns that begin as they are served: that beginning, and the length of what it replaces.
+        self._beginnings: dict[int, tuple[str, int]] = {}
 
     @property
     def whole(self) -> str:
@@ -483,15 +506,53 @@ class _Chat:
         """A system prompt follows other turns; templates may write it before them."""
         return any(message.role in ("system", "developer") for message in self.conversation.messages[1:])
 
+    @property
+    def has_answers_in_a_row(self) -> bool:
+        roles = [message.role for message in self.conversation.messages]
+        return ("assistant", "assistant") in pairwise(roles)
+
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""
         if turn not in self._texts:
             self._texts[turn] = self._render(self.messages[: turn + 1])
         return self._texts[turn]
 
-    def upto_with(self, turn: int, message: Message) -> str:
-        """Return the text up to and with a turn that is replaced by another message."""
+    def served(self, turn: int) -> str:
+        """Return the text up to and with a turn, which a server has prompted for: `begin_as_served`, else `upto`."""
+        return self._as_served(turn, self.upto(turn))
+
+    def served_with(self, turn: int, message: Message) -> str:
+        """Return `served` with another message in place of the turn."""
+        return self._as_served(turn, self._with_last(turn, message))
+
+    def _with_last(self, turn: int, message: Message) -> str:
         return self._render([*self.messages[:turn], self.form.turn(message)])
+
+    def _as_served(self, turn: int, text: str) -> str:
+        beginning, replaced = self._beginnings.get(turn, ("", 0))
+        return beginning + text[replaced:]
+
+    def begin_as_served(self, turn: int, trained_from: Callable[[str], int]) -> int | None:
+        """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
+
+        For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
+
+        Args:
+            trained_from: returns the character of a prompt from which on a turn is trained.
+
+        Returns:
+            first character of the turn in `served`; None if its text does not have the end of any prompt.
+        """
+        before = self._render(self.messages[:turn])
+        shared = _shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
+        for prompt in self.prompts(turn):
+            start = trained_from(prompt)
+            header = prompt[len(before) : start] if prompt.startswith(before) else ""
+            place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
+            if place >= 0:
+                self._beginnings[turn] = prompt[:start], place + len(header)
+                return start
+        return None
 
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
@@ -547,22 +608,36 @@ def _failure(error: Exception) -> BadRecordError:
     return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
 
 
+def _not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+    detail = f"the chat template does not write {missing}"
+    detail += "; name one that does with tokenizer.chat_template (qwen3 writes tools, calls and reasoning)"
+    if ignorable:
+        detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+    return BadRecordError(BadReason.NOT_WRITTEN, detail)
+
+
+def _words_in(text: str) -> set[str]:
+    """Return the unique words of a rendering, without those that are written as JSON inside JSON."""
+    found = _WORD.findall(text)
+    return {word for _, word in found} - {word for quoted, word in found if quoted}
+
+
 def _first_untrained(conversation: Conversation) -> int | None:
     return next((number for number, message in enumerate(conversation.messages) if message.trained is False), None)
 
 
-def _is_plain(conversation: Conversation, tags: Sequence[str]) -> bool:
+def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
     """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
     if conversation.tools or conversation.template_kwargs:
         return False
-    return all(
-        type(turn.content) is str
-        and not turn.reasoning
-        and not turn.tool_calls
-        and "</think>" not in turn.content
-        and not tags_around(turn.content, tags)
-        for turn in conversation.messages
+    has_texts = all(
+        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
     )
+    return has_texts and not _has_tags(conversation, tags)
+
+
+def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
+    return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
 
 
 def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

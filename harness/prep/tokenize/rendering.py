@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
@@ -33,7 +33,21 @@ _TICK, _CONCATENATE = "count_a_pass", "bounded_concatenation"
 _DIGITS = re.compile(r"\d{6,}")
 
 
-_COMPARED = re.compile(r"""(?:starts|ends)with\(\s*['"]([^'"\\]{2,})['"]\s*\)""")
+# Methods of texts whose first argument a template looks for.
+_SEARCHING = {
+    "startswith",
+    "endswith",
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "find",
+    "rfind",
+    "replace",
+    "count",
+}
+# A text that is likely a mark inside a content, as `<tool_response>` and `/no_think` are, and no name of a field.
+_TAG = re.compile(r"(?=\S*[^\w\s])\S{2,}")
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -245,6 +259,19 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _looked_for(program: jinja2.nodes.Template) -> Iterator[str]:
+    """Yield the marks that a template compares texts with, searches them for, or gives a name."""
+    given: list[jinja2.nodes.Node] = [node.node for node in program.find_all(jinja2.nodes.Assign)]
+    for call in program.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in _SEARCHING:
+            given += call.args[:1]
+    for comparison in program.find_all(jinja2.nodes.Compare):
+        given += [comparison.expr, *(operand.expr for operand in comparison.ops)]
+    for node in given:
+        if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str) and _TAG.fullmatch(node.value.strip()):
+            yield node.value.strip()
+
+
 class Template:
     """A chat template.
 
@@ -263,9 +290,10 @@ class Template:
         # A rendering counts and marks in its environment, so each thread has one.
         self._of_thread = threading.local()
         environment, _ = self._environment_and_program()
-        self.reads = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text)))
-        # Texts by which it recognizes a kind of content; reasoning is looked for everywhere.
-        self.tags = tuple(sorted({found[1] for found in _COMPARED.finditer(text)} - {"<think>", "</think>"}))
+        program = environment.parse(text)
+        self.reads = frozenset(jinja2.meta.find_undeclared_variables(program))
+        # Texts by which it may tell contents apart; reasoning is looked for everywhere.
+        self.tags = tuple(sorted({"<think>", "</think>", *_looked_for(program)}))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
 
     def _environment_and_program(self) -> tuple[_Environment, jinja2.Template]:

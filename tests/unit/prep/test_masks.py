@@ -210,6 +210,122 @@ def test_a_template_that_tells_contents_apart_is_tried_with_the_same_kind_of_con
     encode(made, chat("see <result> 12 </result>!", "b"))
 
 
+# Each leaves out what its shape alone does not show.
+@pytest.mark.parametrize(
+    ("template", "conversation", "words"),
+    [
+        (
+            TOOLS.replace("m.content or ''", "(m.content or '')[:20]"),
+            chat("Hi", "The quick brown fox jumps over the lazy dog."),
+            "all of the content of turn 2 (assistant): 'The quick brown fox jumps over the lazy ...'",
+        ),
+        (
+            TOOLS.replace("m.content or ''", "(m.content or '').split('lazy')[0]"),
+            chat("The lazy dog", "Hello"),
+            "all of the content of turn 1 (user): 'The lazy dog'",
+        ),
+        (
+            TOOLS.replace("m.content or ''", "(m.content or '').split('</quote>')[-1]"),
+            chat("<quote>Hello</quote>Again", "Hello"),
+            "the content of turn 1 (user)",
+        ),
+        (
+            FORGETFUL.replace("m.reasoning_content or ''", "(m.reasoning_content or '')[:20]"),
+            chat("Hi", "Hello", reasoning_content="The quick brown fox jumps over the lazy dog."),
+            "all of the reasoning of turn 2 (assistant): 'The quick brown fox jumps over the lazy ...'",
+        ),
+        (
+            TOOLS.replace("c.function.arguments | tojson", "c.function.arguments.values() | select('string') | join"),
+            chat("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]),
+            "the tool call's arguments of turn 2 (assistant)",
+        ),
+        (
+            TOOLS.replace(
+                "c.function.arguments | tojson", "c.function.arguments.items() | selectattr(1, 'string') | list"
+            ),
+            chat("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"a": 517}}}]),
+            "all of the tool call's arguments of turn 2 (assistant): '517'",
+        ),
+        (
+            TOOLS.replace("c.function.arguments | tojson", "(c.function.arguments | tojson)[:30]"),
+            chat("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"a": "b" * 30}}}]),
+            "all of the tool call's arguments of turn 2 (assistant): 'bbbbbbbbbbbbbbbbbbbbbbbbbbbbbb'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_text_that_a_template_loses_is_refused_by_name(
+    tokenizer: Any, template: str, conversation: Conversation, words: str, is_marked: bool
+) -> None:
+    if is_marked:
+        end = (
+            "{% if m.role == 'assistant' %}{% generation %}<|im_end|>{% endgeneration %}{% else %}<|im_end|>{% endif %}"
+        )
+        template = template.replace("<|im_end|>", end)
+    made = tokenizer(template)
+    encode(made, chat("Hi", "Hello"))
+
+    bad = refused(made, conversation)
+
+    assert bad.reason == BadReason.NOT_WRITTEN
+    assert f"the chat template does not write {words}" in bad.detail
+
+
+def test_texts_that_are_written_in_other_words_are_taken(tokenizer: Any) -> None:
+    template = TOOLS.replace(
+        "{{ m.content or '' }}",
+        "{% if m.role == 'tool' %}{{ m.content | tojson }}"
+        "{% else %}{{ (m.content or '').split() | join(' ') }}{% endif %}",
+    )
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": {"a": 'b\n"c"', "d": [None, True, 2.5]}},
+    }
+    messages = [
+        {"role": "user", "content": "The  lazy\ndog "},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": 'Grüße\n"fox"', "tool_call_id": "1"},
+        {"role": "assistant", "content": " so\tlong"},
+    ]
+
+    (sequence,) = encode(tokenizer(template), parsed(messages))
+
+    assert trained(sequence)[1] == "so long<|im_end|>"
+
+
+def test_a_second_answer_in_a_row_is_trained_after_the_prompt_that_a_server_writes(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "assistant", "content": "Welcome", "reasoning_content": "Hm"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long"},
+    ]
+    # A line break after a tag is not written.
+    marked = FORGETFUL.replace(
+        "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n",
+        "{% if m.role == 'assistant' %}{% generation %}"
+        "{% if loop.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}",
+    )
+    for template, rule in ((FORGETFUL, "served"), (marked, "marks")):
+        made = tokenizer(template)
+        first, second = encode(made, parsed(messages))
+        assert made.mask_rule == rule
+        # `apply_chat_template` of all three turns has no <think> in the first answer; the prompt of the second has.
+        assert first.text == (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>Hello<|im_end|>\n"
+            "<|im_start|>assistant\n<think>Hm</think>Welcome<|im_end|>\n"
+        )
+        assert trained(first) == ["<think></think>Hello<|im_end|>", "<think>Hm</think>Welcome<|im_end|>"]
+        assert trained(second) == ["<think></think>So long<|im_end|>"]
+        (without,) = encode(tokenizer(template, train_reasoning=False), parsed(messages[:3]))
+        assert "Hm" not in "".join(trained(without))
+        assert trained(without)[-1].endswith("Welcome<|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [

@@ -141,6 +141,36 @@ def text_of(message: dict[str, Any]) -> str:
     return str(text.rpartition("</think>")[2].strip())
 
 
+# Their makers refuse turns that do not alternate.
+ALTERNATING = {"cohere", "cohere2", "gemma", "gemma3"}
+# They take no texts but parts.
+OF_PARTS = {"idefics3", "llava_next", "smolvlm"}
+
+
+def test_answers_in_a_row_are_trained_as_they_are_served(stock: Stock) -> None:
+    texts = ("Hello, friend.", "How are you?", "Very well.")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi there"}]
+    messages += [{"role": "assistant", "content": text} for text in texts]
+    if stock.name in OF_PARTS:
+        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    conversation = parse_record({"messages": messages}, "line 1")
+    assert isinstance(conversation, Conversation)
+    (made,) = stock.ours.encode_each([conversation])
+    if stock.name in ALTERNATING:
+        assert isinstance(made, BadRecord)
+        assert "must alternate" in made.detail
+        return
+    assert not isinstance(made, BadRecord), made
+    trained = "\0".join(sequence.text[start:end] for sequence in made for start, end in sequence.spans)
+    assert [trained.count(text) for text in texts] == [1, 1, 1]
+    for sequence in made:
+        turn = max(number for number in range(1, 4) if texts[number - 1] in sequence.text)
+        prompt = stock.hf.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
+        whole = stock.hf.apply_chat_template(messages[: turn + 1], tokenize=False)
+        # DeepSeek's and others' prompts open a reasoning that a turn without it does not have.
+        assert sequence.text == whole or sequence.text.startswith(prompt), stock.name
+
+
 def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
     if stock.twin is None:
         assert stock.name in WITHOUT_TWIN

@@ -127,7 +127,6 @@ REFUSED = {
     "qwen3_instruct": REASONING_SHAPES,
     "gemma": TOOL_SHAPES | REASONING_SHAPES,
     "phi3": TOOL_SHAPES | REASONING_SHAPES,
-    "deepseek": TOOL_SHAPES,
 }
 # A developer's turn is a system turn here; stock templates leave it out, or write a role that no model has seen. Text
 # parts are joined; stock templates of these families leave them out, or write them as Python prints them.
@@ -137,7 +136,10 @@ DIFFERENT = {
     "llama3_1": BETTER | {"tool_call_of_text_arguments"},
     "qwen2_5": BETTER | {"tool_call_of_text_arguments"},
     # The reasoning of the last turn is written, so that it can be trained.
-    "deepseek": BETTER | {name for name in SHAPES if "reasoning" in name and name != "reasoning_in_the_first_turn"},
+    # So are the descriptions of tools.
+    "deepseek": BETTER
+    | TOOL_SHAPES
+    | {name for name in SHAPES if "reasoning" in name and name != "reasoning_in_the_first_turn"},
 }
 
 
@@ -178,13 +180,27 @@ def test_a_built_in_template_writes_the_text_of_the_familys_stock_template(name,
             assert ours != theirs
 
 
-@pytest.mark.parametrize("shape", ["tool_call", "tool_call_with_content", "tool_result", "parallel_calls"])
-def test_deepseek_writes_tool_calls_as_its_stock_template_does(shape):
-    messages = json.loads(json.dumps(SHAPES[shape][0]))
+# In these, the stock template opens the calls of a later step no more, nor closes the results before them.
+CALLS_IN_STEPS = {"calls_in_steps", "tool_result_two_turns"}
+
+
+@pytest.mark.parametrize(
+    "shape", sorted(shape for shape in TOOL_SHAPES - CALLS_IN_STEPS if not shape.startswith("reasoning"))
+)
+def test_deepseek_writes_tool_calls_as_its_stock_template_does_after_the_tools(shape):
+    messages, tools = json.loads(json.dumps(SHAPES[shape]))
     for call in [call for message in messages for call in message.get("tool_calls", [])]:
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    ours, _ = rendered(load_template("deepseek"), messages, None)
-    assert ours == rendered(stock_templates()["deepseekv3"], messages, None)[0]
+        if not isinstance(call["function"]["arguments"], str):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    ours, _ = rendered(load_template("deepseek"), messages, tools)
+    described = "\n".join(
+        f"- `{tool['function']['name']}`:\n```json\n{json.dumps(tool['function'], indent=4)}\n```" for tool in tools
+    )
+    heading = "## Tools\n\n### Function\n\nYou have the following functions available:\n\n"
+    before = "\n\n" if messages[0]["role"] == "system" else ""
+    assert ours.count(before + heading + described + "<\uff5cUser\uff5c>") == 1
+    stock, _ = rendered(stock_templates()["deepseekv3"], messages, tools)
+    assert ours.replace(before + heading + described, "") == stock
 
 
 WRITTEN = [

@@ -53,9 +53,9 @@ def test_a_template_that_is_not_valid_jinja_is_refused_before_any_conversation(f
 
 def test_a_template_may_refuse_the_conversation_used_to_check_its_syntax(folder, tmp_path):
     template = "{{ raise_exception('no') if messages | length < 2 }}"
-    template += "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    template += "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
     refusing = with_template(folder, tmp_path, template)
-    assert trained_text(refusing, encode(refusing, chat("a", "bcd"))) == "cd"
+    assert trained_text(refusing, encode(refusing, chat("a", "bcd"))) == "bcd"
 
 
 def chat(*turns: str, first: str = "user") -> Conversation:
@@ -176,15 +176,25 @@ def test_a_template_that_rewrites_earlier_turns_cannot_be_masked_by_turns(folder
             "altern",
         ),
         ("{% generation %}{{ messages + 1 }}{% endgeneration %}", "template_failed", "TypeError"),
-        ("{% generation %}{% endgeneration %}{{ messages[0].content * 3 }}", "nothing_trained", "no assistant token"),
-        ("{% generation %}x{% endgeneration %}", "too_short", "1 token"),
-        ("{% generation %}{% endgeneration %}", "too_short", "0 token"),
+        (
+            "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "nothing_trained",
+            "no assistant token",
+        ),
+        ("{% generation %}x{% endgeneration %}", "not_written", "turn 1 (user): 'Hi'"),
     ],
 )
 def test_a_failing_template_reports_the_conversation(folder, tmp_path, template, reason, words):
     bad = encode(with_template(folder, tmp_path, template), chat("Hi", "Hello"))
     assert (bad.reason, bad.where) == (reason, "chat.jsonl, line 1")
     assert words in bad.detail
+
+
+@pytest.mark.parametrize(("answer", "words"), [("x", "1 token"), ("", "0 token")])
+def test_a_rendering_with_nothing_to_predict_is_refused(folder, tmp_path, answer, words):
+    template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    bad = encode(with_template(folder, tmp_path, template), chat("", answer))
+    assert (bad.reason, words in bad.detail) == ("too_short", True)
 
 
 def test_a_bad_conversation_does_not_shift_the_others(tokenizer):
