@@ -16,7 +16,7 @@ from harness.doors import names_on_first_use
 from harness.megatron.process import prepare_process
 
 if TYPE_CHECKING:
-    from harness.megatron.batch import RowTensors, run_row, to_device
+    from harness.megatron.batch import RowTensors, padding_argument, run_row, to_device
     from harness.megatron.chat import Chat, exported, talk
     from harness.megatron.export import export_checkpoint
     from harness.megatron.step import MegatronStep
@@ -27,6 +27,7 @@ __all__ = [
     "RowTensors",
     "export_checkpoint",
     "exported",
+    "padding_argument",
     "prepare_process",
     "run_row",
     "talk",
@@ -38,6 +39,7 @@ __getattr__ = names_on_first_use(
     __name__,
     {
         "RowTensors": "batch",
+        "padding_argument": "batch",
         "run_row": "batch",
         "to_device": "batch",
         "Chat": "chat",

@@ -77,24 +77,29 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
 
     The routers of experts are told where padding is, on every stage.
     """
-    config = get_model_config(chunk)
-    masks = {"padding_mask": _mask_of(chunk, row)} if config.num_moe_experts is not None else {}
     output: torch.Tensor = chunk(
         input_ids=row.tokens,
         position_ids=row.position_ids,
         attention_mask=None,
         labels=row.labels if with_labels else None,
         packed_seq_params=row.packed_seq_params,
-        **masks,
+        **padding_argument(chunk, row.padding_mask),
     )
     return output
 
 
-def _mask_of(chunk: Any, row: RowTensors) -> torch.Tensor:
-    """Return the mask as the chunk expects it: Megatron cuts it for sequence parallelism on the first stage alone."""
+def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the argument that names padding to a chunk's routers of experts; none for a chunk without experts.
+
+    Megatron cuts the mask for sequence parallelism on the first stage alone.
+
+    Args:
+        padding_mask: bool [1, T / cp], True at padding.
+    """
     config = get_model_config(chunk)
-    if not config.sequence_parallel or get_attr_wrapped_model(chunk, "pre_process"):
-        return row.padding_mask
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    part: torch.Tensor = row.padding_mask.chunk(config.tensor_model_parallel_size, dim=1)[rank]
-    return part
+    if config.num_moe_experts is None:
+        return {}
+    if config.sequence_parallel and not get_attr_wrapped_model(chunk, "pre_process"):
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        padding_mask = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+    return {"padding_mask": padding_mask}

@@ -36,8 +36,9 @@ PACKS = 8
 
 def differences(got: tuple[Any, ...], expected: RowTensors, *, is_first: bool, is_last: bool) -> list[str]:
     """The names of what one microbatch has other than the plan."""
-    tokens, labels, loss_mask, attention_mask, position_ids, params = got
+    tokens, labels, loss_mask, attention_mask, position_ids, params, padding_mask = got
     wrong = [] if attention_mask is None else ["attention_mask"]
+    wrong += [] if torch.equal(padding_mask, expected.padding_mask) else ["padding_mask"]
     for name, value, wanted in (
         ("tokens", tokens, is_first),
         ("position_ids", position_ids, is_first),

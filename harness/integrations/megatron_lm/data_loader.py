@@ -170,12 +170,6 @@ def _check(args: Any) -> None:
 def _layout(args: Any) -> RankLayout:
     cp_size, tp_size = args.context_parallel_size, args.tensor_model_parallel_size
     multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=args.sequence_parallel)
-    if args.num_experts and (multiple > 1 or _row_size(args) is not None):
-        raise ConfigError(
-            "rows of this layout have padding, which a router of experts would count as tokens",
-            where="the arguments of Megatron-LM",
-            fix="use --context-parallel-size 1 without --sequence-parallel, and --variable-seq-lengths with pipelines",
-        )
     return RankLayout(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),

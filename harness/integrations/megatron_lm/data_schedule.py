@@ -6,11 +6,12 @@ stored dataset every rank plans from stored lengths and reads its own part, whic
 `wrap_data_iterator` runs once per global batch: it fetches samples, gathers their lengths over data-parallel ranks,
 schedules, sends every sample to its rank and builds rows. `get_batch_on_this_rank_for_sequence_packing` runs once per
 microbatch: it takes the context-parallel slice of a row, broadcasts it over tensor-parallel ranks and makes
-PackedSeqParams. An error of one rank is raised on every rank.
+PackedSeqParams and the mask of padding. An error of one rank is raised on every rank.
 
 Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
 sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
-sequences beside the padded ones.
+sequences beside the padded ones. Not supported, and refused by name: dynamic context parallelism, contiguous partitions
+of context parallelism, fixed lengths of packed rows and a highest number of sequences.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from harness.integrations.megatron_lm.data_schedule_utils import (
     create_data_iterator,
     device_of,
     get_batch_and_global_seqlens,
+    padding_mask,
     raise_together,
     reroute_samples_to_dcp_ranks,
 )
@@ -46,6 +48,15 @@ _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_m
 _FAILED = -1  # in place of a row's number of bounds
 
 Groups = Sequence[Sequence[Sequence[int]]]
+Microbatch = tuple[
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    None,
+    torch.Tensor | None,
+    PackedSeqParams,
+    torch.Tensor,
+]
 
 
 class BasePackingScheduler:
@@ -60,6 +71,7 @@ class BasePackingScheduler:
         dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
             pipeline stages.
+        max_num_seqs: the most sequences of a row; None for any number, which the schedulers of this module need.
     """
 
     def __init__(
@@ -68,11 +80,13 @@ class BasePackingScheduler:
         cp_size: int,
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None,
+        max_num_seqs: int | None = None,
     ) -> None:
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         self.cp_size = cp_size
         self.dp_size = dp_size
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the entries that every sample needs."""
@@ -178,6 +192,8 @@ class _HarnessScheduler(BasePackingScheduler):
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
         """Schedule a global batch; raise ScheduleError for a sample that no row holds."""
+        if self.max_num_seqs is not None:
+            _refuse(f"max_num_seqs={self.max_num_seqs}", where=type(self).__name__, fix="leave it out")
         numbers = [number for number, _ in sample_id_seqlens]
         placed = schedule(
             self.name,
@@ -236,8 +252,10 @@ def wrap_data_iterator(
 
     Raises:
         StopIteration: on every rank, when the streams have ended.
+        ConfigError: the config asks for what is not supported (see the module).
         HarnessError: on every rank, where any rank's stream or the schedule fails.
     """
+    _check_config(config)
     if pg_collection is None:
         dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dp_group = parallel_state.get_data_parallel_group()
@@ -251,7 +269,7 @@ def wrap_data_iterator(
         raise ConfigError(
             f"there is no packing scheduler {name!r}",
             where="config.sequence_packing_scheduler",
-            fix=f"choose one of {', '.join(scheduler_map)}",
+            fix=f"choose one of {', '.join(scheduler_map)}: rows of one context-parallel size",
         )
     if not tokens:
         raise ConfigError(
@@ -277,7 +295,12 @@ def get_batch_on_this_rank_for_sequence_packing(
     mtp_on_this_rank: bool = False,
     vp_stage: int | None = None,
     pg_collection: Any = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, torch.Tensor | None, PackedSeqParams]:
+    *,
+    config: Any = None,
+    dynamic_cp: bool = False,
+    dynamic_cp_group_func: Any = None,
+    return_context_parallel_batch: bool = False,
+) -> Microbatch:
     """Run phase 2, once per microbatch.
 
     Args:
@@ -286,15 +309,36 @@ def get_batch_on_this_rank_for_sequence_packing(
         vpp_size, vp_stage: virtual pipeline stages of each rank, and the one that asks; None without them.
         mtp_on_this_rank: this chunk predicts several tokens, so it reads tokens and labels wherever it is.
         pg_collection: process groups `tp`, `pp` and `cp`; None for those of Megatron's parallel state.
+        config: the model's TransformerConfig, in which only what is not supported is looked for; None for none.
+        dynamic_cp, dynamic_cp_group_func, return_context_parallel_batch: of newer versions; refused unless left at
+            their defaults.
 
     Returns:
-        tokens, labels, loss_mask, attention_mask, position_ids and packed_seq_params. Tensors are [1, T / cp] of this
-        rank's context-parallel slice. Tokens and positions are None beyond the first chunk of the pipeline, labels and
-        mask before the last, and the attention mask everywhere: the bounds in packed_seq_params take its place.
+        tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params and padding_mask. Tensors are
+        [1, T / cp] of this rank's context-parallel slice. Tokens and positions are None beyond the first chunk of the
+        pipeline, labels and mask before the last, and the attention mask everywhere: the bounds in packed_seq_params
+        take its place. The padding mask (bool, True at padding) is on every chunk; a chunk of a model with experts
+        takes it, after the first one with sequence parallelism its tensor-parallel part alone.
 
     Raises:
+        ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
+    where = "get_batch_on_this_rank_for_sequence_packing"
+    if isinstance(pg_collection, bool):
+        raise ConfigError(
+            f"the process groups are {pg_collection}",
+            where=where,
+            fix="name arguments after vp_stage: their order differs between versions of Megatron-LM",
+        )
+    if dynamic_cp:
+        _refuse("dynamic_cp=True", where=where, fix="use dynamic_cp=False: rows of one context-parallel size")
+    if dynamic_cp_group_func is not None:
+        _refuse("dynamic_cp_group_func", where=where, fix="leave it out: rows have one context-parallel size")
+    if return_context_parallel_batch:
+        _refuse("return_context_parallel_batch=True", where=where, fix="leave it out, and take the tuple")
+    if config is not None:
+        _check_config(config)
     if pg_collection is None:
         tp_group = parallel_state.get_tensor_model_parallel_group()
         pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -331,15 +375,17 @@ def get_batch_on_this_rank_for_sequence_packing(
         return tensor
 
     bounds = {name: shared(name, (ends,), torch.int32) for name in ("cu_seqlens", "cu_seqlens_padded")}
-    row = {name: shared(name, (1, total // cp_group.size()), FIELDS[name]) for name in fields}
+    size = (1, total // cp_group.size())
+    row = {name: shared(name, size, FIELDS[name]) for name in fields}
+    mask = shared("padding_mask", size, torch.bool)
     params = packed_seq_params(**bounds, max_seqlen=max_seqlen, is_padded=bool(padded))
-    return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params
+    return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 
 
 def _own_slice(
     data_iterator: Iterator[Any] | None, fields: Sequence[str], cp_group: ProcessGroup, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return the bounds of the next row and this rank's context-parallel slice of its fields, [1, T / cp]."""
+    """Return the bounds of the next row and this rank's slice of its fields and of its padding mask, [1, T / cp]."""
     if data_iterator is None:
         raise LoaderError(
             "the first tensor-parallel rank has no data iterator",
@@ -365,12 +411,17 @@ def _own_slice(
     values = {name: row[name].to(device, torch.int32).reshape(-1) for name in ("cu_seqlens", "cu_seqlens_padded")}
     total = int(values["cu_seqlens_padded"][-1])
     keep = None
-    if cp_group.size() > 1 and fields:
+    if cp_group.size() > 1:
         padded = values["cu_seqlens_padded"].cpu().numpy()
         own = context_parallel_indices(padded, cp_size=cp_group.size(), cp_rank=cp_group.rank())
         keep = torch.from_numpy(own).to(device)
-    for name in fields:
-        value = row[name].reshape(-1).to(device, FIELDS[name])
+    mask = row.get("padding_mask")
+    # Rows of another scheduler have none, and all of their sequences are somebody's.
+    if mask is None:
+        mask = padding_mask(values["cu_seqlens"], values["cu_seqlens_padded"])
+    whole = {**{name: row[name] for name in fields}, "padding_mask": mask}
+    for name, tensor in whole.items():
+        value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
             raise LoaderError(
                 f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}",
@@ -392,3 +443,25 @@ def _check_multiple(id_lengths: Sequence[tuple[int, int]], multiple: int) -> Non
             where="the data iterator",
             fix=f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)",
         )
+
+
+# Settings of newer configs, and the values with which rows are what this module makes.
+_NEEDED: dict[str, tuple[object, ...]] = {
+    "dynamic_context_parallel": (False, None),
+    "cp_partition_mode": ("zigzag", None),
+    "linear_cp_layout": ("zigzag", None),
+    "attention_cp_layout": ("zigzag", None),
+    "pad_packed_seq_alignment": (None,),
+    "thd_max_packed_sequences": (None,),
+}
+
+
+def _check_config(config: Any) -> None:
+    for name, values in _NEEDED.items():
+        value = getattr(config, name, None)
+        if value not in values:
+            _refuse(f"config.{name} = {value!r}", where="config", fix=f"set it to {values[0]!r}")
+
+
+def _refuse(what: str, *, where: str, fix: str) -> None:
+    raise ConfigError(f"{what} is not supported", where=where, fix=fix)

@@ -2,7 +2,8 @@
 
 A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_ids` (int64 [n]), `loss_mask` (float32
 [n]), `original_seq_len` and `padded_seq_len` (integers [1]; n is the padded length). A *row* is the samples of one
-microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]) and `max_seqlen` (int32 scalar).
+microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]), `max_seqlen` (int32 scalar) and
+`padding_mask` (bool [T], True at tokens that are nobody's).
 
 Lengths, counts and sums travel as int64 or float64: float32 would round a count above 2^24.
 """
@@ -36,6 +37,7 @@ FIELDS: Mapping[str, torch.dtype] = MappingProxyType(
 )
 _LENGTHS = ("original_seq_len", "padded_seq_len")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_OF_EVERY_STAGE = (*_BOUNDS, "padding_mask")
 _FAILED, _ENDED = -1, -2  # in place of a rank's number of samples
 
 
@@ -284,8 +286,18 @@ def build_packed_microbatches(
         row["cu_seqlens"] = torch.tensor([0, *np.cumsum(real).tolist()], dtype=torch.int32, device=dev)
         row["cu_seqlens_padded"] = torch.tensor([0, *np.cumsum(padded).tolist()], dtype=torch.int32, device=dev)
         row["max_seqlen"] = torch.tensor(max(padded), dtype=torch.int32, device=dev)
+        row["padding_mask"] = padding_mask(row["cu_seqlens"], row["cu_seqlens_padded"], is_empty=not samples)
         rows.append(row)
     return rows
+
+
+def padding_mask(cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, *, is_empty: bool = False) -> torch.Tensor:
+    """Return which tokens of a row are padding, bool [T]; all of them in a row without samples (`is_empty`)."""
+    total, device = int(cu_seqlens_padded[-1]), cu_seqlens_padded.device
+    if is_empty:
+        return torch.ones(total, dtype=torch.bool, device=device)
+    ends = cu_seqlens_padded[:-1] + torch.diff(cu_seqlens)
+    return torch.arange(total, device=device) >= torch.repeat_interleave(ends, torch.diff(cu_seqlens_padded).long())
 
 
 def broadcast_to_pp_group(
@@ -296,7 +308,7 @@ def broadcast_to_pp_group(
     pp_group: ProcessGroup,
     dev: torch.device,
 ) -> tuple[list[Row] | None, int | None, float | None, float | None]:
-    """Send the bounds of rows, without their tokens, from the first stage of a pipeline to its middle stages.
+    """Send the bounds and the padding of rows, without their tokens, from the first stage to a pipeline's middle ones.
 
     The last stage has rows of its own.
 
@@ -310,8 +322,11 @@ def broadcast_to_pp_group(
     rows = new_samples or []
     header = [len(rows), seqlen_sum_this_global_batch or 0.0, seqlen_squared_sum_this_global_batch or 0.0]
     count, total, squared = broadcast_scalars(header, pp_group, dev)
-    sizes = torch.tensor([[row["cu_seqlens"].shape[0], int(row["max_seqlen"])] for row in rows], dtype=torch.int64)
-    sizes = sizes.to(dev) if pp_group.rank() == 0 else torch.empty((int(count), 2), dtype=torch.int64, device=dev)
+    sizes = torch.tensor(
+        [[row["cu_seqlens"].shape[0], int(row["max_seqlen"]), int(row["padding_mask"].all())] for row in rows],
+        dtype=torch.int64,
+    )
+    sizes = sizes.to(dev) if pp_group.rank() == 0 else torch.empty((int(count), 3), dtype=torch.int64, device=dev)
     broadcast_tensor(sizes, source, pp_group)
     ends = sizes[:, 0].tolist()
     if pp_group.rank() == 0:
@@ -322,10 +337,17 @@ def broadcast_to_pp_group(
     if pp_group.rank() in (0, pp_group.size() - 1):
         return ours
     parts = iter(torch.split(bounds, [size for end in ends for size in (end, end)]))
-    received = [
-        {"cu_seqlens": next(parts), "cu_seqlens_padded": next(parts), "max_seqlen": longest.to(torch.int32)}
-        for longest in sizes[:, 1]
-    ]
+    received = []
+    for _, longest, is_empty in sizes.tolist():
+        real, padded = next(parts), next(parts)
+        received.append(
+            {
+                "cu_seqlens": real,
+                "cu_seqlens_padded": padded,
+                "max_seqlen": torch.tensor(longest, dtype=torch.int32, device=dev),
+                "padding_mask": padding_mask(real, padded, is_empty=bool(is_empty)),
+            }
+        )
     return received, int(count), total, squared
 
 
@@ -353,7 +375,7 @@ def create_data_iterator(
     """Return an iterator over rows, or a list with one per virtual pipeline stage; None where rows come by broadcast.
 
     Only the first chunk of the first stage and the last chunk of the last stage (or all, with multi-token prediction)
-    iterate over whole rows; the others have their bounds alone.
+    iterate over whole rows; the others have their bounds and padding alone.
     """
     virtual_stages = config.virtual_pipeline_model_parallel_size or 1
     if tp_group.rank() != 0 or new_samples is None:
@@ -364,7 +386,9 @@ def create_data_iterator(
     whole[0] |= pp_group.rank() == 0
     whole[-1] |= pp_group.rank() == pp_group.size() - 1
     return [
-        RerunDataIterator(iter([dict(row) if keep else {name: row[name] for name in _BOUNDS} for row in new_samples]))
+        RerunDataIterator(
+            iter([{name: row[name] for name in (row if keep else _OF_EVERY_STAGE)} for row in new_samples])
+        )
         for keep in whole
     ]
 

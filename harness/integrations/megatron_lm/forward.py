@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 
-from harness.integrations.megatron_lm.data_schedule import get_batch_on_this_rank_for_sequence_packing
+from harness.integrations.megatron_lm.data_schedule import (
+    Microbatch,
+    get_batch_on_this_rank_for_sequence_packing,
+)
+from harness.megatron import padding_argument
 from harness.megatron.step import sum_loss
 
 
-def get_batch(
-    data_iterator: Iterator[Any] | None, vp_stage: int | None = None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, torch.Tensor | None, PackedSeqParams]:
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Microbatch:
     """Return this rank's part of the next microbatch.
 
     Args:
@@ -24,22 +25,26 @@ def get_batch(
         vp_stage: the virtual pipeline stage that asks; None without them.
 
     Returns:
-        tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params, as
+        tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params, padding_mask, as
         `get_batch_on_this_rank_for_sequence_packing` returns them.
     """
     return get_batch_on_this_rank_for_sequence_packing(data_iterator, vp_stage=vp_stage)
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Any]:
-    """Run one microbatch through one chunk of the model; return its output and the function of its loss."""
+    """Run one microbatch through one chunk of the model; return its output and the function of its loss.
+
+    Routers of experts get the mask of padding, on every stage.
+    """
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = batch
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params, padding_mask = batch
     output = model(
         input_ids=tokens,
         position_ids=position_ids,
         attention_mask=attention_mask,
         labels=labels,
         packed_seq_params=packed_seq_params,
+        **padding_argument(model, padding_mask),
     )
     # Called on the last stage alone, which has a mask.
     return output, partial(loss_function, cast(torch.Tensor, loss_mask))

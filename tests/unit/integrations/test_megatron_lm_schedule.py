@@ -98,7 +98,8 @@ def test_a_global_batch_of_samples_becomes_rows_with_their_bounds(one_rank: None
     rows, count, total, squared = wrap_data_iterator(iter([sample(1, 2, 3), [padded, sample(9)]]), config(), 2)
 
     assert (count, total, squared) == (1, 8.0, 26.0)
-    tokens, labels, loss_mask, attention_mask, position_ids, params = get_batch_on_this_rank_for_sequence_packing(rows)
+    microbatch = get_batch_on_this_rank_for_sequence_packing(rows)
+    tokens, labels, loss_mask, attention_mask, position_ids, params, padding_mask = microbatch
     assert tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 9]]
     assert labels.tolist() == [[2, 3, 4, 5, 6, 7, 1, 10]]
     assert loss_mask.tolist() == [[1, 1, 1, 1, 0, 1, 0, 1]]
@@ -107,6 +108,7 @@ def test_a_global_batch_of_samples_becomes_rows_with_their_bounds(one_rank: None
     assert params.cu_seqlens_q.tolist() == [0, 3, 6, 7]
     assert params.cu_seqlens_q_padded.tolist() == [0, 3, 7, 8]
     assert params.max_seqlen_q == 4
+    assert padding_mask.tolist() == [[False, False, False, False, False, False, True, False]]
 
 
 def test_a_pack_with_bounds_is_cut_into_its_sequences_and_stays_as_it_was(one_rank: None) -> None:
@@ -183,9 +185,70 @@ def test_a_scheduler_of_ones_own_runs_by_its_name_and_may_lose_no_sample(
         wrap_data_iterator(iter([[sample(1), sample(2)]]), config(sequence_packing_scheduler="forgetful"), 1)
 
 
+def test_a_row_without_samples_is_padding_alone(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneMore(BasePackingScheduler):
+        def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+            return [[[number for number, _ in sample_id_seqlens]], [[]]]
+
+    monkeypatch.setitem(scheduler_map, "one_more", OneMore)
+    rows, count, *_ = wrap_data_iterator(iter([sample(1, 2)]), config(sequence_packing_scheduler="one_more"), 1)
+
+    masks = [get_batch_on_this_rank_for_sequence_packing(rows)[-1] for _ in range(count)]
+
+    assert [mask.tolist() for mask in masks] == [[[False, False]], [[True]]]
+
+
+def test_rows_of_another_scheduler_get_the_padding_of_their_bounds(one_rank: None) -> None:
+    row = {**sample(1, 2, 3, 4, 5, 6), "max_seqlen": torch.tensor(4, dtype=torch.int32)}
+    row["cu_seqlens"] = torch.tensor([0, 1, 4], dtype=torch.int32)
+    row["cu_seqlens_padded"] = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    mask = get_batch_on_this_rank_for_sequence_packing(iter([row]))[-1]
+
+    assert mask.tolist() == [[False, True, False, False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"dynamic_cp": True}, "dynamic_cp=True is not supported"),
+        ({"dynamic_cp_group_func": max}, "dynamic_cp_group_func is not supported"),
+        ({"return_context_parallel_batch": True}, "return_context_parallel_batch=True is not supported"),
+        ({"pg_collection": False}, "the process groups are False"),
+        ({"config": config(cp_partition_mode="contiguous")}, "config.cp_partition_mode = 'contiguous'"),
+    ],
+)
+def test_what_newer_versions_of_megatron_ask_for_is_refused_by_name(
+    one_rank: None, arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        get_batch_on_this_rank_for_sequence_packing(iter([sample(1)]), None, False, None, **arguments)
+
+
+def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> None:
+    newer = config(dynamic_context_parallel=False, cp_partition_mode="zigzag", pad_packed_seq_alignment=None)
+    rows, *_ = wrap_data_iterator(iter([sample(1, 2)]), newer, 1, pg_collection=None)
+
+    got = get_batch_on_this_rank_for_sequence_packing(
+        rows, vpp_size=None, mtp_on_this_rank=False, vp_stage=None, dynamic_cp=False, pg_collection=None, config=newer
+    )
+
+    assert got[0] is not None
+    assert got[0].tolist() == [[1, 2]]
+
+
+def test_a_highest_number_of_sequences_is_refused() -> None:
+    scheduler = DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2)
+    with pytest.raises(ConfigError, match="max_num_seqs=2 is not supported"):
+        scheduler.get_groups_and_subsamples(numbered(1, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        ({"dynamic_context_parallel": True}, "config.dynamic_context_parallel = True is not supported"),
+        ({"thd_max_packed_sequences": 8}, "config.thd_max_packed_sequences = 8 is not supported"),
+        ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
         ({"sequence_packing_scheduler": "default_dynamic_cp"}, "no packing scheduler 'default_dynamic_cp'"),
         ({"max_seqlen_per_dp_cp_rank": None}, "max_seqlen_per_dp_cp_rank is None"),
     ],
