@@ -68,6 +68,10 @@ BENCHES = {
     "tokens": Bench("tokens:bench_tokens", "token shards to .bin and .idx, against Megatron-Core's builder"),
     "schedule": Bench("scheduling:bench_schedule", "balance of the schedulers on a dataset or simulated lengths"),
     "loader": Bench("loading:bench_loader", "THD batches a second, shares of a step, wait for the first batch"),
+    "integrations": Bench(
+        "integrations:bench_integrations",
+        "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",
+    ),
     "soak": Bench("soaking:bench_soak", "memory, files and threads of a loader with workers, pass after pass"),
     "step": Bench(
         "step:bench_step", "the training loop against Megatron's bare step, and the wait for data", uses_megatron=True

@@ -113,6 +113,14 @@ SECTIONS = (
         shares_data=True,
     ),
     Section(
+        "Integrations",
+        ("integrations",),
+        "Rows that other trainers get here, against the trainer's own data path on the same packs and with as many "
+        "workers. Megatron-Bridge's is what its `GPTSFTPackedParquetDataset` does, written out for this bench.",
+        ("trl", "datasets", "torchtitan"),
+        shares_data=True,
+    ),
+    Section(
         "Soak",
         ("soak",),
         "A loader with 4 workers reads each format again and again; what it holds early against what it holds late.",

@@ -165,13 +165,18 @@ class BridgeReader:
 
     def __getitem__(self, index: int) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int8]]:
         """Return input_ids int64 [n], seq_start_id int64 [k] and loss_mask int8 [n] of one pack."""
+        ids, starts, mask = self.row(index)
+        return np.array(ids, np.int64), np.array(starts, np.int64), np.array(mask, np.int8)
+
+    def row(self, index: int) -> tuple[list[int], list[int], list[int]]:
+        """Return input_ids, seq_start_id and loss_mask of one pack as the lists that a batch is collated from."""
         group = bisect_right(self._starts, index) - 1
         if group != self._group:
             self._table = self._file.read_row_group(group, columns=list(_BRIDGE_TYPES))
             self._group = group
-        row = index - self._starts[group]
-        ids, starts, mask = (self._table.column(name)[row].as_py() for name in _BRIDGE_TYPES)
-        return np.array(ids, np.int64), np.array(starts, np.int64), np.array(mask, np.int8)
+        place = index - self._starts[group]
+        ids, starts, mask = (self._table.column(name)[place].as_py() for name in _BRIDGE_TYPES)
+        return ids, starts, mask
 
 
 def open_arrow(path: Path, packs: Iterable[Pack]) -> Any | None:
