@@ -145,7 +145,16 @@ class Masker:
 
     def _check_written(self, chat: _Chat) -> None:
         if missing := unwritten_text(chat.whole, chat.conversation.messages, chat.upto):
-            raise _not_written(missing)
+            raise self._not_written(missing)
+
+    def _not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+        detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
+        # One that has a place for each of them leaves this out for another reason, as qwen3 may.
+        if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
+            detail += " (qwen3 writes tools, calls and reasoning)"
+        if ignorable:
+            detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+        return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
     def _trained_turns(self, conversation: Conversation) -> list[int]:
         turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
@@ -224,7 +233,7 @@ class Masker:
                     if word in answers[number]:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
-                return _not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
+                return self._not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
         except Exception as error:  # a template is a user's program and can raise anything
             return _failure(error)
         return None
@@ -334,7 +343,7 @@ class Masker:
             turn_spans = spans_of(turn)
             own = chat.served(turn)
             if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
-                raise _not_written(missing)
+                raise self._not_written(missing)
             turn_spans = self._switched(chat, turn, turn_spans)
             if not turn_spans:
                 continue
@@ -606,14 +615,6 @@ def _failure(error: Exception) -> BadRecordError:
     if isinstance(error, BadRecordError):
         return error
     return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
-
-
-def _not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    detail = f"the chat template does not write {missing}"
-    detail += "; name one that does with tokenizer.chat_template (qwen3 writes tools, calls and reasoning)"
-    if ignorable:
-        detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
-    return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
 
 def _words_in(text: str) -> set[str]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stock_templates import tokenizer_for
+from stock_templates import stock_templates, tokenizer_for
 
 from harness.errors import ConfigError
 from harness.prep import end_tokens
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
 LLAMA3 = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>"
@@ -58,6 +59,15 @@ def test_recorded_tokens_are_taken_with_the_end_token_of_the_tokenizer(load: Any
     assert ends(tokenizer, "<|eot_id|>", "<|eom_id|>") == {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}
     # A line break is a token of its own, under another spelling in the vocabulary.
     assert tokenizer.encode("\n", add_special_tokens=False)[0] in end_tokens(tokenizer, {"end_tokens": '["\\n"]'})
+
+
+def test_glm_stops_where_its_makers_stop_it_and_its_missing_end_is_reported(tmp_path: Path) -> None:
+    """Its template writes no end of a turn: `<|user|>` or `<|observation|>` follows, as its generation config lists."""
+    folder = tokenizer_for(stock_templates()["glm4moe"], tmp_path)
+    made = ChatTokenizer(TokenizerConfig(name=str(folder)))
+    assert json.loads(made.mask_facts()["end_tokens"]) == ["<|user|>", "<|observation|>", "<|system|>"]
+    assert {made.decode([token]) for token in made.ends} == {"<|user|>", "<|observation|>", "<|system|>", "</s>"}
+    assert "the last turn does not teach the model to stop" in made.mask_facts()["why"]
 
 
 def test_a_tokenizer_without_a_template_has_its_own_end_alone(load: Any) -> None:

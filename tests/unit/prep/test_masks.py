@@ -12,6 +12,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
+from harness.prep.tokenize.templates import load_template
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.
@@ -409,6 +410,14 @@ def test_what_a_template_leaves_out_is_refused_by_name(
 
     assert bad.reason == BadReason.NOT_WRITTEN
     assert words in bad.detail
+
+
+def test_another_template_is_proposed_by_name_only_where_it_helps(tokenizer: Any) -> None:
+    conversation = chat("Hi", "<think>Yes</think>No</think>Hello")
+    help = "(qwen3 writes tools, calls and reasoning)"
+
+    assert help in refused(tokenizer(TOOLS), chat("Hi", "Hello", thinking="A greeting.")).detail
+    assert help not in refused(tokenizer(load_template("qwen3")), conversation).detail
 
 
 def test_only_what_a_conversation_can_do_without_is_proposed_to_be_ignored(tokenizer: Any) -> None:
