@@ -33,8 +33,13 @@ VOCAB = 300
 @contextmanager
 def like_a_gpu() -> Iterator[None]:
     """Answer what Megatron-LM asks of a GPU beside what `runtime.start` answers."""
+    event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
     nothing = SimpleNamespace(
-        wait_stream=lambda *_: None, wait_event=lambda *_: None, synchronize=lambda: None, cuda_stream=0
+        wait_stream=lambda *_: None,
+        wait_event=lambda *_: None,
+        record_event=lambda *_: event,
+        synchronize=lambda: None,
+        cuda_stream=0,
     )
     idle = SimpleNamespace(is_capturing=lambda: False)
     with (
@@ -50,7 +55,7 @@ def like_a_gpu() -> Iterator[None]:
             ),
             Stream=lambda *_, **__: nothing,
             stream=lambda stream: nullcontext(),
-            Event=lambda *_, **__: SimpleNamespace(record=lambda *_: None, synchronize=lambda: None),
+            Event=lambda *_, **__: event,
             memory_stats=lambda *_: {},
             memory_allocated=lambda *_: 0,
             max_memory_allocated=lambda *_: 0,

@@ -82,10 +82,11 @@ def pretrain(dataset: Path, tmp_path: Path) -> Callable[..., dict[int, dict[str,
         ranks: int = 1,
         parallel: dict[str, Any] | None = None,
         num_layers: int = 2,
+        experts: dict[str, Any] | None = None,
         **arguments: object,
     ) -> Any:
         settings = tmp_path / f"{name}.settings.json"
-        shape = {**MODEL, "num_layers": num_layers}
+        shape = {**MODEL, "num_layers": num_layers, **(experts or {})}
         model = asdict(compose_config("sft", SftConfig, [*SMALL, *overrides("model", shape)]).model)
         settings.write_text(json.dumps({"model": model, "parallel": parallel or {}, "loader": LOADER}))
         named = {**ARGUMENTS, "num-layers": num_layers, "data-path": dataset / "train", **arguments}
@@ -184,23 +185,37 @@ def test_pretrain_resumes_on_one_rank_what_two_saved(
     assert_same(second, recipe, range(4, 10))
 
 
+TENSOR, CONTEXT = {"tensor_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2, "static_rows": True}
+# So strong that padding which routers count as tokens changes the losses by more than rounding.
+EXPERTS = {"num_experts": 4, "expert_ffn_hidden_size": 48, "aux_loss": 50.0}
+
+
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("parallel", "flags"),
+    ("parallel", "flags", "experts"),
     [
-        ({"tensor_parallel_size": 2, "sequence_parallel": True}, ["--sequence-parallel"]),
-        ({"context_parallel_size": 2}, []),
-        ({"pipeline_parallel_size": 2, "static_rows": True}, []),
-        ({"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2, "static_rows": True}, []),
+        (TENSOR, ["--sequence-parallel"], {}),
+        (CONTEXT, [], {}),
+        (PIPELINE, [], {}),
+        ({**PIPELINE, "virtual_pipeline_parallel_size": 2}, [], {}),
+        (CONTEXT, [], EXPERTS),
+        (PIPELINE, [], EXPERTS),
     ],
-    ids=["tensor", "context", "pipeline", "virtual pipeline"],
+    ids=["tensor", "context", "pipeline", "virtual pipeline", "context, experts", "pipeline, experts"],
 )
 def test_a_model_on_two_ranks_trains_as_on_one(
-    pretrain: Callable[..., dict[int, dict[str, Any]]], parallel: dict[str, Any], flags: list[str], tmp_path: Path
+    pretrain: Callable[..., dict[int, dict[str, Any]]],
+    parallel: dict[str, Any],
+    flags: list[str],
+    experts: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     # From one checkpoint: layouts draw other random weights from one seed.
-    pretrain("first", num_layers=4, save=tmp_path / "saved", save_interval=3, exit_interval=3)
-    alone = pretrain("alone", num_layers=4, load=tmp_path / "saved")
+    model = {"num_layers": 4, "experts": experts}
+    pretrain("first", **model, save=tmp_path / "saved", save_interval=3, exit_interval=3)
+    alone = pretrain("alone", **model, load=tmp_path / "saved")
     sizes = {
         f"{name.removesuffix('_parallel_size')}_model_parallel_size": size
         for name, size in parallel.items()
@@ -210,6 +225,6 @@ def test_a_model_on_two_ranks_trains_as_on_one(
         sizes["context_parallel_size"] = 2
     if "virtual_pipeline_parallel_size" in parallel:
         sizes["num_virtual_stages_per_pipeline_rank"] = 2
-    shared = pretrain("shared", *flags, ranks=2, parallel=parallel, num_layers=4, load=tmp_path / "saved", **sizes)
+    shared = pretrain("shared", *flags, **model, ranks=2, parallel=parallel, load=tmp_path / "saved", **sizes)
     assert list(shared) == list(alone)
     assert [shared[step]["loss"] for step in alone] == pytest.approx([alone[step]["loss"] for step in alone], rel=1e-5)

@@ -90,7 +90,7 @@ def small(settings: dict[str, Any]) -> Trainer.Config:
         tokenizer=NoTokenizer.Config(),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
         optimizer=default_adamw(lr=1e-3),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1, total_steps=10),
         training=TrainingConfig(
             seq_len=settings["seq_len"],
             local_batch_size=settings["local_batch_size"],
