@@ -22,6 +22,7 @@ from harness.bench.formats import BridgeReader, write_bridge_file
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
+from harness.formats import open_dataset
 from harness.integrations import INTEGRATIONS, FixedRows, HuggingFaceRow, MegatronRow, RankStream, missing_packages
 from harness.loader import LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
@@ -297,7 +298,7 @@ def write_titan_dataset(path: Path, settings: IntegrationsSettings) -> Path:
 
 
 @contextmanager
-def _our_titan_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Iterator[Iterator[int]]:
+def _our_titan_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Iterator[Iterator[float]]:
     from harness.integrations.torchtitan import HarnessDataLoader
 
     config = HarnessDataLoader.Config(
@@ -307,8 +308,11 @@ def _our_titan_rows(settings: IntegrationsSettings, path: Path, workers: int) ->
         prefetch_factor=_PREFETCH,
     )
     loader = HarnessDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=settings.pack_size, local_batch_size=1)
+    reader = open_dataset(path)
+    # Its rows are padded to one length; a sequence of L stored tokens has L - 1 that count.
+    mean = float((reader.sequence_lengths[:] - 1).sum()) / len(reader)
     try:
-        yield (inputs["input"].numel() for inputs, _labels in loader)
+        yield (mean for _row in loader)
     finally:
         loader.close()
 

@@ -14,6 +14,7 @@ import pytest
 from environments import ROOT
 from trainers import Trained, Trainer
 
+from harness.bench.integrations import collate_for_bridge
 from harness.formats import export_to_bridge, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
@@ -191,6 +192,10 @@ def test_bridges_own_reader_reads_the_files_of_a_conversion(bridge: Trainer, dat
         assert sample["mask"][:real] == row.loss_mask.tolist()
         assert not any(sample["mask"][real:])
         assert sample["cu_seqlens"][: len(row.cu_seqlens)] == row.cu_seqlens.tolist()
+        # What the bench measures in its place makes batches of the same shapes and bounds.
+        collated = collate_for_bridge([{name: sample[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}])
+        assert collated["tokens"].shape[1] == len(sample["tokens"])
+        assert collated["cu_seqlens"][0].tolist() == sample["cu_seqlens"]
 
 
 def test_the_recipe_of_the_readme_trains(bridge: Trainer, dataset: Path) -> None:
