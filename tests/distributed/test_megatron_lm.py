@@ -20,10 +20,13 @@ from harness.train import StepDigests, content_digest, read_digests
 
 from .conftest import SMALL, VOCAB, Run, launcher, run_command
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="needs megatron.training, which megatron-core 0.19 has (make test-versions)",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.training") is None,
+        reason="needs megatron.training, which megatron-core 0.19 has (make test-versions)",
+    ),
+    pytest.mark.timeout(900),
+]
 
 MODEL = {
     "num_layers": 2,
@@ -192,7 +195,6 @@ EXPERTS = {"num_experts": 4, "expert_ffn_hidden_size": 48, "aux_loss": 50.0}
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("parallel", "flags", "experts"),
     [
