@@ -30,6 +30,7 @@ from harness.launch import become_rank_of_slurm
 from harness.mistakes import KnownSettings
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.settings import CONFIGS, nearest_name, render_settings
+from harness.storage import name_bus_errors
 
 __all__ = ["CONFIGS", "TRAINING", "ComposedRun", "Options", "compose_config", "compose_run", "hydra_entry"]
 
@@ -264,6 +265,7 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
     def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def entry() -> None:
+            name_bus_errors()
             with exit_on_error():
                 options = Options.parse(sys.argv[1:], where=command_of(name))
                 if options.help:

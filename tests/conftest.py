@@ -42,6 +42,20 @@ def reports(request: pytest.FixtureRequest) -> Path | None:
 
 
 @pytest.fixture
+def report_points(request: pytest.FixtureRequest, reports: Path | None) -> Callable[..., None]:
+    """report_points(check, name, points, of=..., outcome=...): how many points a test tried, for the night's report."""
+
+    def report(check: str, name: str, points: int, *, of: str, outcome: str) -> None:
+        from night_reports import add_points
+
+        print(f"{check}, {name}: {points} {of}")
+        if reports is not None:
+            add_points(reports / check, check, name, points, of=of, test=request.node.nodeid, outcome=outcome)
+
+    return report
+
+
+@pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """harness(*arguments) -> (exit code, stdout, stderr) of the command line, in this process."""
 

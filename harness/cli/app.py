@@ -21,6 +21,7 @@ from harness.cli.live import live_app
 from harness.cli.parity import parity_app
 from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
+from harness.storage import name_bus_errors
 
 _PROJECT = "megatron-sft-harness"
 
@@ -70,6 +71,7 @@ def _root(
 
 def main() -> None:
     """Run the command line; a HarnessError becomes its message and exit code 2."""
+    name_bus_errors()
     with exit_on_error():
         app()
 

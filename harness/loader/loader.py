@@ -88,7 +88,7 @@ class Loader(BatchStream[RawBatch]):
         # Where no global batch can be made, raise here and not in the first step.
         next(self._steps(LoaderState(config.seed)))
         where = f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
-        super().__init__(batches.read, config, where=where)
+        super().__init__(batches.read, config, where=where, data=str(getattr(reader, "path", "")))
 
     @property
     def num_steps_per_epoch(self) -> int | None:

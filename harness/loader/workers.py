@@ -25,6 +25,7 @@ from harness.checks import require_cores
 from harness.errors import HarnessError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
+from harness.storage import name_bus_errors
 
 T = TypeVar("T")
 
@@ -39,14 +40,18 @@ class BatchStream(Generic[T]):
         read_batch: reads one batch; pickled to workers that are not forked.
         config: the number of workers and how long to wait for them.
         where: this rank, for errors.
+        data: the dataset, for errors; empty for one without a path.
     """
 
-    def __init__(self, read_batch: Callable[[BatchRange], T], config: LoaderConfig, *, where: str) -> None:
+    def __init__(
+        self, read_batch: Callable[[BatchRange], T], config: LoaderConfig, *, where: str, data: str = ""
+    ) -> None:
         import torch
         from torch.utils.data import DataLoader
 
         self._config = config
         self._where = where
+        self._data = data
         self._ranges = _Ranges()
         workers = config.num_workers
         require_cores(workers, setting="loader.num_workers")
@@ -65,7 +70,7 @@ class BatchStream(Generic[T]):
             persistent_workers=config.persistent_workers and workers > 0,
             multiprocessing_context=config.start_method if workers else None,
             timeout=config.timeout_s if workers else 0,
-            worker_init_fn=_end_with_parent if workers else None,
+            worker_init_fn=_begin_worker if workers else None,
             # Without its own generator it draws from torch's global one, and dropout would depend on the workers.
             generator=torch.Generator(),
         )
@@ -149,6 +154,7 @@ class BatchStream(Generic[T]):
     def _lost(self, error: RuntimeError) -> LoaderError:
         """Return torch's error about a dead or silent worker as one with a fix, and end the other workers."""
         alive, owing = self.worker_pids(), self._owing_worker()
+        is_unreadable = -signal.SIGBUS in {worker.exitcode for worker in getattr(self._workers, "_workers", ())}
         self._end_workers(at_once=True)
         if "timed out" in str(error):
             return LoaderError(
@@ -160,6 +166,13 @@ class BatchStream(Generic[T]):
             )
         pids = ", ".join(dict.fromkeys(re.findall(r"\d+", str(error).split("by signal")[0]))) or "unknown"
         reason = re.search(r"by signal: ([A-Za-z ]+)", str(error))
+        if is_unreadable or (reason and reason[1].startswith("Bus")):
+            return LoaderError(
+                f"loader worker with process id {pids} died (Bus error): a mapped file became shorter or unreadable "
+                "while it was read",
+                where=f"{self._where}{self._data and f', {self._data}'}; the worker's message above has the file",
+                fix=f"run `harness verify {self._data or 'DATASET'}`, copy what is damaged again, then resume",
+            )
         return LoaderError(
             f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
             where=self._where,
@@ -223,7 +236,13 @@ def _identity(item: Any) -> Any:
     return item
 
 
-def _end_with_parent(worker_id: int) -> None:
+def _begin_worker(worker_id: int) -> None:
+    """In a worker: print which mapped file it died of, and end with the training process."""
+    name_bus_errors(dies=True)
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
     """In a worker: exit at once when the training process dies, and not before.
 
     A scheduler's stop signal reaches every process of a job, but the training process still needs its workers for the

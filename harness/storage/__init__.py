@@ -2,6 +2,7 @@
 
     open_folder("data/sft")            a Folder on a disk; of a URI such as s3://bucket/sft, one in object storage
     open_source(place)                 one file, read by ranges; open_stream(place), front to back
+    name_bus_errors()                 a mapped file that became unreadable is named
     AtomicFile(path)                   a file that exists under its name only once it is complete
     Marker(path)                       the lock of a writer, which outlives it if it is killed
     write_checksums(folder, files)     sizes and hashes of a checkpoint or an export, and a hash of themselves
@@ -35,6 +36,7 @@ from harness.storage.files import (
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
+from harness.storage.mapped import bus_error_at, name_bus_errors
 from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
 
@@ -53,6 +55,7 @@ __all__ = [
     "Place",
     "Stamp",
     "StoredFile",
+    "bus_error_at",
     "digest_files",
     "digest_of",
     "file_digest",
@@ -64,6 +67,7 @@ __all__ = [
     "list_objects",
     "list_size_problems",
     "map_npy",
+    "name_bus_errors",
     "natural_key",
     "npy_header",
     "open_folder",

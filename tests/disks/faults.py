@@ -1,4 +1,4 @@
-"""Try a command with a fault at each operation: it names the fault, and the same command finishes afterwards."""
+"""Try a command with a fault at each call: it names the fault, and the same command finishes afterwards."""
 
 from __future__ import annotations
 
@@ -6,15 +6,52 @@ import errno
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from counted_calls import Commands, Ran, environments_of
+
 from .commands import Command, contents
-from .failing_disk import Disk, Ended, Fault
 
 _NAMED = re.compile(r"^(rank \d+: )?\w+Error: \S.*\n  where: \S", re.MULTILINE)
 # Torch's C++ code does not pass the system's reason on.
 _TORCHS = "cannot be written: the disk is full or failing"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Number `at` of the calls below a folder fails with `error`, in one rank; the rest is as for `Commands.run`."""
+
+    at: int = -1
+    error: int = 0
+    stays_full: bool = False
+    reads: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder that is a disk for the commands that run on it."""
+
+    commands: Commands
+    folder: Path
+
+    def run(self, arguments: list[str], *, fault: Fault | None = None, ranks: int = 1) -> Ran:
+        """Run `harness ARGUMENTS`, its temporary files on the disk too."""
+        fault = fault or Fault()
+        temporary = self.folder / "temporary"
+        temporary.mkdir(parents=True, exist_ok=True)
+        return self.commands.run(
+            *[["harness", *arguments]] * ranks,
+            root=self.folder,
+            at=fault.at,
+            error=fault.error,
+            stays_full=fault.stays_full,
+            reads=fault.reads,
+            counted=fault.rank,
+            environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)],
+        )
 
 
 def split(text: str, folder: Path) -> list[str]:
@@ -24,39 +61,38 @@ def split(text: str, folder: Path) -> list[str]:
 def prepare(
     disk: Disk, command: Command, template: Path, *, fault: Fault | None = None, ranks: int = 1
 ) -> tuple[Any, list[str]]:
-    """Make the input, run the command undisturbed; return its result and the operations that a rank needs."""
+    """Make the input, run the command undisturbed; return its result and the calls of a rank."""
     if not template.exists():
         template.mkdir(parents=True)
         command.make(template)
     folder = _begin(disk, template)
-    ended = disk.run(*split(command.arguments, folder), fault=fault, ranks=ranks)
-    assert ended.code == 0, f"{ended.errors}\n{ended.out}"
-    return command.result(folder), ended.operations
+    ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
+    assert ended.code == 0, ended.output
+    return command.result(folder), ended.calls
 
 
-def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: Fault, *, ranks: int = 1) -> Ended:
+def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: Fault, *, ranks: int = 1) -> Ran:
     """Run the command with a fault, and again without; assert all that holds for any fault."""
     folder = _begin(disk, template)
     before = [contents(folder / name) for name in command.inputs]
-    ended = disk.run(*split(command.arguments, folder), fault=fault, ranks=ranks)
-    operation = ended.operations[fault.at] if fault.at < len(ended.operations) else "?"
-    at = f"{os.strerror(fault.error)} at {fault.at}, {operation}"
-    assert not (problem := judge(ended, os.strerror(fault.error))), f"{at}: {problem}\n{ended.errors}"
+    ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
+    at = f"{os.strerror(fault.error)} at {fault.at}, {ended.died_in}"
+    assert not (problem := judge(ended, os.strerror(fault.error))), f"{at}: {problem}\n{ended.output}"
     _finish(disk, command, folder, before, ended, expected, at, ranks)
     return ended
 
 
-def attempt_with_room(disk: Disk, command: Command, template: Path, expected: Any, room: int) -> Ended:
+def attempt_with_room(disk: Disk, command: Command, template: Path, expected: Any, room: int) -> Ran:
     """Run the command on a real disk with `room` bytes left, and again with more; assert the same as `attempt`."""
     folder, ballast = _begin(disk, template), disk.folder / "ballast"
     before = [contents(folder / name) for name in command.inputs]
     free = shutil.disk_usage(disk.folder).free
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(1, free - room))
-    ended = disk.run(*split(command.arguments, folder))
+    ended = disk.run(split(command.arguments, folder))
     ballast.unlink()
     at = f"{room:,} bytes left"
-    assert not (problem := judge(ended, os.strerror(errno.ENOSPC))), f"{at}: {problem}\n{ended.errors}"
+    assert not (problem := judge(ended, os.strerror(errno.ENOSPC))), f"{at}: {problem}\n{ended.output}"
     _finish(disk, command, folder, before, ended, expected, at, 1)
     return ended
 
@@ -74,30 +110,30 @@ def _finish(
     command: Command,
     folder: Path,
     before: list[dict[str, str]],
-    ended: Ended,
+    ended: Ran,
     expected: Any,
     at: str,
     ranks: int,
 ) -> None:
     assert [contents(folder / name) for name in command.inputs] == before, f"{at}: its input was changed"
     if ended.code != 0:
-        again = disk.run(*split(command.again or command.arguments, folder), ranks=ranks)
-        assert again.code == 0, f"{at}: the same command failed afterwards\n{again.errors}\nfirst:\n{ended.errors}"
+        again = disk.run(split(command.again or command.arguments, folder), ranks=ranks)
+        assert again.code == 0, f"{at}: the same command failed afterwards\n{again.output}\nfirst:\n{ended.output}"
     result = command.result(folder)
     assert result == expected, f"{at}: another result: {difference(result, expected)}"
 
 
-def judge(ended: Ended, reason: str) -> str:
+def judge(ended: Ran, reason: str) -> str:
     """Return what is wrong with the end of a command on a disk that refuses with `reason`, empty if nothing is."""
     if ended.code is None:
         return "it hangs"
-    if "Traceback" in ended.errors or "Exception ignored" in ended.errors:
+    if "Traceback" in ended.output or "Exception ignored" in ended.output:
         return "a traceback"
     if ended.code not in (0, 2):
         return f"exit code {ended.code}"
-    if ended.code == 2 and not _NAMED.search(ended.errors):
+    if ended.code == 2 and not _NAMED.search(ended.output):
         return "no named error"
-    if ended.code == 2 and reason not in ended.errors and _TORCHS not in ended.errors:
+    if ended.code == 2 and reason not in ended.output and _TORCHS not in ended.output:
         return "the error has another reason"
     return ""
 
@@ -108,9 +144,9 @@ def difference(a: Any, b: Any) -> str:
     return f"{str(a)[:200]} and {str(b)[:200]}"
 
 
-def distinct(operations: list[str]) -> list[int]:
-    """Return the first, second and last of the operations that do the same to files whose names differ in numbers."""
+def distinct(calls: list[str]) -> list[int]:
+    """Return the first, second and last of the calls that do the same to files whose names differ in numbers."""
     alike: dict[str, list[int]] = {}
-    for number, operation in enumerate(operations):
-        alike.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", operation), []).append(number)
+    for number, call in enumerate(calls):
+        alike.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", call), []).append(number)
     return sorted({number for numbers in alike.values() for number in [*numbers[:2], numbers[-1]]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -90,6 +91,28 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     assert caught.value.where == "epoch 0, step 5"
     assert "num_workers" in caught.value.fix
     assert has_ended(pid)
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
+    tmp_path: Path, start_method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open_writer(tmp_path / "packs", format="binidx", pack_size=4096) as writer:
+        for number in range(16):
+            writer.append(Pack(np.full(4096, number), np.zeros(4096), [0]))
+    cut = tmp_path / "packs" / "shard_000000.bin"
+    with loader(tmp_path / "packs", global_batch_size=2, num_workers=1, start_method=start_method) as made:
+        batches = iter(made)
+        next(batches)
+        os.truncate(cut, 0)
+        with pytest.raises(LoaderError, match=r"died \(Bus error\): a mapped file became shorter") as caught:
+            for _ in batches:
+                pass
+    assert str(tmp_path / "packs") in caught.value.where
+    assert f"harness verify {tmp_path / 'packs'}" in caught.value.fix
+    assert re.search(
+        rf"FormatError: the file was cut to 0 bytes while it was read; .*\n  where: {cut}\n", capfd.readouterr().err
+    )
 
 
 class Unsendable:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kill_points import Commands
+from counted_calls import Commands
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, open_dataset

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kill_points import Commands
+from counted_calls import Commands
 from live_streams import some_chats, some_packs
 
 from harness.formats import convert_dataset, open_writer

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from kill_points import KILLED, Commands, points_of
+from counted_calls import KILLED, Commands, points_of
 
 from .cases import CASES, Case, Whole, contents, fingerprint_of
-from .reporting import report_kills
+
+FINISHED = "finished by the same command after each kill, byte for byte"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from .reporting import report_kills
     ],
 )
 def test_a_killed_command_is_finished_by_the_same_command(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case, kills: int, reports: Path | None
+    commands: Commands, whole_of: Callable[[Case], Whole], case: Case, kills: int, report_points: Callable[..., None]
 ) -> None:
     whole = whole_of(case)
     kills = min(kills, whole.count)
@@ -36,6 +36,4 @@ def test_a_killed_command_is_finished_by_the_same_command(
         assert again.code == 0, f"{where}: {again.output}"
         assert contents(whole.out) == whole.expected, where
     assert made == kills
-    print(f"{case.name}: killed {made} times at {whole.count} calls")
-    if reports is not None:
-        report_kills(reports, case.name, made, whole.count)
+    report_points("kills", case.name, made, of=f"of {whole.count} calls", outcome=FINISHED)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kill_points import Commands
+from counted_calls import Commands, Ran
 from live_streams import some_packs
 
 from harness.errors import FormatError
@@ -126,6 +126,35 @@ def check_anew(path: Path, old: list[Pack], new: list[Pack]) -> int:
 
 def key(pack: Pack) -> bytes:
     return pack.input_ids.tobytes()
+
+
+@pytest.mark.parametrize(("format", "file"), [("memmap", "shard_000000/input_ids.npy"), ("binidx", "shard_000000.bin")])
+def test_a_command_whose_input_is_cut_short_names_the_file(
+    commands: Commands, tmp_path: Path, format: str, file: str
+) -> None:
+    with open_writer(tmp_path / "kept", format=format, pack_size=64) as writer:
+        for pack in OLD * 8:
+            writer.append(pack)
+    data, out = tmp_path / "data", tmp_path / "out"
+
+    def convert(at: int = -1) -> Ran:
+        for old in (data, out):
+            shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", data)
+        both = ["harness", "convert", data, out, "memmap"], ["tests.kills.cut_short", data / file]
+        return commands.run(*both[: 1 + (at >= 0)], root=out, at=at, stops=at >= 0)
+
+    whole = convert()
+    assert whole.code == 0, whole.output
+    # Before the file is opened, once it is mapped, and in the middle of its packs.
+    calls = [0, whole.calls.index("open /shard_000000/input_ids.npy.tmp"), whole.count // 5]
+    found = ["bytes, ", "the file was cut to 2,048 bytes while it was read; byte", "the file was cut to 2,048 bytes"]
+    for at, text in zip(calls, found, strict=True):
+        ran = convert(at)
+        assert ran.codes == [2, 0], f"cut in call {at}, {ran.died_in}: {ran.output}"
+        assert text in ran.output
+        assert f"where: {data / file}\n" in ran.output
+        assert "Traceback" not in ran.output
 
 
 @pytest.mark.parametrize("name", ["packs", "plan"])

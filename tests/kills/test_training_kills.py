@@ -6,22 +6,19 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_points import KILLED, Commands, points_of
+from counted_calls import KILLED, Commands, environments_of, points_of
 from live_streams import some_chats, write_stream
 
 from harness.formats import Provenance, open_writer
-from harness.parity.running import free_ports
 from harness.prep import train_bpe
 from harness.records import Pack
 from harness.storage import file_digest
 from harness.train import find_run_check
-
-from .reporting import report_kills
 
 TINY = (
     "model.num_layers=2",
@@ -38,8 +35,11 @@ TINY = (
     "trainer.trackers=[]",
     "trainer.checkpoint_interval=2",
 )
-KILLS = 50
+# Of each command, and the tests that they are spread over: two minutes each.
+KILLS, PARTS = 50, 5
+RESUMED = "finished by the same command after each kill, with the same losses or bytes"
 HELD = re.compile(rf"process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+in_parts = pytest.mark.parametrize("part", range(PARTS))
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
@@ -68,9 +68,10 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
+@in_parts
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_on_live_chunks_trains_each_row_once(
-    commands: Commands, data: Path, tmp_path: Path, ranks: int, reports: Path | None
+    commands: Commands, data: Path, tmp_path: Path, ranks: int, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "out"
     run, live = out / "run", out / "live"
@@ -85,18 +86,15 @@ def test_a_killed_run_on_live_chunks_trains_each_row_once(
         shutil.copytree(data / "live", live)
 
     def attempt(**options: Any) -> Any:
-        places: list[dict[str, str]] = [{}]
-        if ranks > 1:
-            job = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_ports(1)[0]}"}
-            places = [{**job, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks)]
-        return commands.run(*[command] * ranks, root=out, environments=places, **options)
+        return commands.run(*[command] * ranks, root=out, environments=environments_of(ranks), **options)
 
     begin()
     whole = attempt()
     assert whole.codes == [0] * ranks, whole.output
     expected, marks = trained(run), sorted(path.name for path in live.glob("*.completed"))
     assert (len(expected) >= 5, len(marks)) == (True, 8)
-    for point in points_of(whole.count, KILLS, seed=f"live consume {ranks}"):
+    points = points_of(whole.count, KILLS, seed=f"live consume {ranks}")[part::PARTS]
+    for point in points:
         begin()
         # Half of the times the whole node dies, half of the times one process, which the others must notice.
         killed = attempt(at=point, everyone=point % 2 == 0, patience_s=20 if ranks > 1 else 120)
@@ -106,12 +104,14 @@ def test_a_killed_run_on_live_chunks_trains_each_row_once(
         assert again.codes == [0] * ranks, f"{where}: {again.output}"
         assert trained(run) == expected, where
         assert sorted(path.name for path in live.glob("*.completed")) == marks, where
-    if reports is not None:
-        report_kills(reports, f"live consume on {ranks}", KILLS, whole.count)
+    report_points(
+        "kills", f"live consume on {ranks}, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED
+    )
 
 
+@in_parts
 def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
-    commands: Commands, data: Path, tmp_path: Path, reports: Path | None
+    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
     command = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY]
@@ -128,7 +128,8 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
     assert whole.code == 0, whole.output
     expected = trained(out)
     assert [step for step, *_ in expected] == [1, 2, 3, 4]
-    for point in points_of(whole.count, KILLS, seed="resume"):
+    points = points_of(whole.count, KILLS, seed="resume")[part::PARTS]
+    for point in points:
         begin()
         killed = commands.run(resume, root=loading, reads=True, at=point)
         where = f"killed in call {point} of {whole.count}, {killed.died_in}"
@@ -136,19 +137,22 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
         again = commands.run(resume, root=out)
         assert again.code == 0, f"{where}: {again.output}"
         assert trained(out) == expected, where
-    if reports is not None:
-        report_kills(reports, "resume while loading", KILLS, whole.count)
+    report_points(
+        "kills", f"resume while loading, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED
+    )
 
 
+@in_parts
 def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
-    commands: Commands, data: Path, tmp_path: Path, reports: Path | None
+    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
     command = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY, "trainer.steps=6", "resume=auto"]
     whole = commands.run(command, root=out)
     assert whole.code == 0, whole.output
     expected = trained(out)
-    for point in points_of(whole.count, KILLS, seed="sft"):
+    points = points_of(whole.count, KILLS, seed="sft")[part::PARTS]
+    for point in points:
         shutil.rmtree(out)
         killed = commands.run(command, root=out, at=point)
         where = f"killed in call {point} of {whole.count}, {killed.died_in}"
@@ -156,11 +160,13 @@ def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
         again = commands.run(command, root=out)
         assert again.code == 0, f"{where}: {again.output}"
         assert trained(out) == expected, where
-    if reports is not None:
-        report_kills(reports, "sft", KILLS, whole.count)
+    report_points("kills", f"sft, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED)
 
 
-def test_a_killed_export_is_written_again(commands: Commands, data: Path, tmp_path: Path, reports: Path | None) -> None:
+@in_parts
+def test_a_killed_export_is_written_again(
+    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
+) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     trains = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *TINY, "trainer.steps=2"]
     assert commands.run(trains, root=run).code == 0
@@ -170,7 +176,8 @@ def test_a_killed_export_is_written_again(commands: Commands, data: Path, tmp_pa
     assert whole.code == 0, whole.output
     expected = contents(out)
     assert expected
-    for point in points_of(whole.count, KILLS, seed="export"):
+    points = points_of(whole.count, KILLS, seed="export")[part::PARTS]
+    for point in points:
         shutil.rmtree(out)
         out.mkdir()
         killed = commands.run(export, root=out, at=point)
@@ -179,8 +186,7 @@ def test_a_killed_export_is_written_again(commands: Commands, data: Path, tmp_pa
         again = commands.run(export, root=out)
         assert again.code == 0, f"{where}: {again.output}"
         assert contents(out) == expected, where
-    if reports is not None:
-        report_kills(reports, "export", KILLS, whole.count)
+    report_points("kills", f"export, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED)
 
 
 def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(

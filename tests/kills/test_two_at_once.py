@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kill_points import Commands
+from counted_calls import Commands
 
 from .cases import CASES, Case, Whole, contents
 

@@ -9,6 +9,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ VALUES = {
     "str": ("words", "''", "'1'"),
     "path": ("words",),
 }
+# Values of a part.
+PART = 50
 ERROR = re.compile(r"^\w*Error: .+\n  where: .+\n  fix:   .+", re.MULTILINE)
 
 
@@ -113,9 +117,19 @@ def cases_of(recipe: str, folder: Path) -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.parametrize("recipe", BASE)
-def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe: str, tmp_path: Path) -> None:
-    cases = cases_of(recipe, tmp_path)
+def parts_of(recipe: str) -> list[Any]:
+    """Return one parameter for each part of a recipe's values: a part takes about two minutes."""
+    count = sum(len(values_of(setting)) for setting in explain_settings(SCHEMAS[recipe]))
+    parts = -(-count // PART)
+    return [pytest.param(recipe, part, parts, id=f"{recipe}, part {part + 1} of {parts}") for part in range(parts)]
+
+
+@pytest.mark.parametrize(("recipe", "part", "parts"), [one for recipe in BASE for one in parts_of(recipe)])
+def test_an_accepted_value_is_carried_out_or_refused_by_name(
+    recipe: str, part: int, parts: int, tmp_path: Path, report_points: Callable[..., None]
+) -> None:
+    # Every so many, so that the long ones of a section are spread over all parts.
+    cases = cases_of(recipe, tmp_path)[part::parts]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAM), str(tmp_path / "cases.json"), str(tmp_path / "results")]
     subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
@@ -125,6 +139,9 @@ def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe: str, tmp_pa
         f"{cases[one['place']]['text']}: {why}" for one in results if (why := find_wrong(cases[one["place"]], one))
     ]
     assert wrong == []
+    codes = Counter(one["code"] for one in results)
+    ends = f"values: {codes[0]} ran, {codes[2]} were refused"
+    report_points("settings", f"{recipe}, part {part + 1}", len(results), of=ends, outcome="held or refused by name")
 
 
 def find_wrong(case: dict[str, Any], result: dict[str, Any]) -> str:

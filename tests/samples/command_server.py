@@ -7,6 +7,7 @@ or after `patience_s`, whatever is left of their sessions is killed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -14,14 +15,15 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
-import traceback
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> object:
+    """Run a command and return what it ends with."""
     sys.argv = arguments
     try:
         if arguments[0] == "harness":
@@ -31,11 +33,25 @@ def run(arguments: list[str]) -> int:
         else:
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
-        return int(ended.code or 0) if not isinstance(ended.code, str) else 1
+        return ended.code
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     return 0
+
+
+def end(code: object) -> NoReturn:
+    """End as the interpreter does, but without taking all modules apart, which costs more than a command."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    code = code if isinstance(code, int) else int(code is not None)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"Exception ignored in: {error}", file=sys.stderr)
+        code = 120
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def start(request: dict[str, Any], number: int) -> int:
@@ -44,23 +60,21 @@ def start(request: dict[str, Any], number: int) -> int:
         return child
     command = request["commands"][number]
     os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for descriptor, name in ((0, os.devnull), (1, command["output"] + ".out"), (2, command["output"] + ".err")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
     os.chdir(request["folder"])
     os.environ.update(command["environment"])
-    if not request["stops"] or number == 0:
-        ctypes.CDLL(None).kill_points_arm(request["counter"].encode(), request["root"].encode())
+    if command["counted"]:
+        os.environ["COUNTED_CALLS"] = request["state"]  # for the processes that it starts
+        ctypes.CDLL(None).counted_calls_attach(request["state"].encode())
     os.umask(command["umask"])
     if command["uid"]:
         os.setgroups([])
         os.setgid(command["uid"])
         os.setuid(command["uid"])
-    code = run(command["arguments"])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end(run(command["arguments"]))
 
 
 def answer(request: dict[str, Any]) -> list[int | None]:
@@ -109,6 +123,7 @@ def main() -> None:
         from harness.megatron import prepare_process
 
         prepare_process()
+
         import harness.megatron.export
         import harness.megatron.run
         import recipes.sft  # noqa: F401

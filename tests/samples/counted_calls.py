@@ -1,21 +1,23 @@
-"""Real commands in real processes that SIGKILL ends, or SIGSTOP stops, at a counted call: a write, a rename, a read.
+"""Real commands in real processes that fail, die (SIGKILL) or stop (SIGSTOP) at a counted call: a write, a rename.
 
     commands = Commands(folder)                                  # imports once, then forks
     whole = commands.run(["harness", "convert", ...], root=out)  # counts the calls below `out`
     commands.run(["harness", "convert", ...], root=out, at=17)   # dies in call 17
+    commands.run(["harness", "convert", ...], root=out, at=17, error=errno.ENOSPC, stays_full=True)
 
-Calls are counted in C (`kill_points.c`), so those of torch and of safetensors count too, and a busy machine gives the
-same points as an idle one.
+Calls are counted in C (`counted_calls.c`), so those of pyarrow, torch and safetensors count too, and a busy machine
+gives the same points as an idle one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,9 +28,21 @@ from typing import Self
 
 import pytest
 
+from harness.parity.running import free_ports
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-_COUNTER = struct.Struct("@lllll208s")
+KILLED = -signal.SIGKILL
+
+
+class _State(ctypes.Structure):
+    """The state of `counted_calls.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("at", "error", "stays_full", "stops", "everyone", "reads", "count")),
+        ("root", ctypes.c_char * 512),
+        ("log", (ctypes.c_char * 160) * 16384),
+    ]
 
 
 @dataclass(frozen=True)
@@ -37,19 +51,24 @@ class Ran:
 
     Attributes:
         codes: exit codes; the negative number of the signal that ended it, None for one that did not end.
-        count: calls below the root; one counted call is one place to die in.
-        died_in: the call that a process died in, "" for none.
-        output: of all commands.
+        calls: below the root, as `rename /file`; each is a place to fail in.
+        died_in: the call that a process failed, died or stopped in, "" for none.
+        output: what each printed, and then its errors.
     """
 
     codes: list[int | None]
-    count: int
+    calls: list[str] = field(repr=False)
     died_in: str
     output: str = field(repr=False)
 
     @property
     def code(self) -> int | None:
-        return self.codes[0]
+        """None if a command did not end, otherwise the first code that is not 0."""
+        return None if None in self.codes else next((code for code in self.codes if code), 0)
+
+    @property
+    def count(self) -> int:
+        return len(self.calls)
 
 
 class Commands:
@@ -68,14 +87,21 @@ class Commands:
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None or sys.platform != "linux":
             pytest.skip("needs a C compiler, and Linux")
-        library = self._folder / "kill_points.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "kill_points.c", "-ldl"], check=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        library, self._counted = self._folder / "counted_calls.so", self._folder / "counted"
+        source = HERE / "counted_calls.c"
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        self._counted.write_bytes(bytes(ctypes.sizeof(_State)))
+        with self._counted.open("r+b") as file:
+            self._state = _State.from_buffer(mmap.mmap(file.fileno(), 0))
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
         # One thread a library: a fork has none of its parent's.
-        alone = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+        alone = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {
+            "TOKENIZERS_PARALLELISM": "false"
+        }
         self._server = subprocess.Popen(
             [sys.executable, HERE / "command_server.py", *self._imports],
-            env={**kept, **alone, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)},
+            env={**kept, **alone, "COLUMNS": "160", "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)},
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -99,30 +125,38 @@ class Commands:
         *commands: Sequence[object],
         root: Path,
         at: int = -1,
+        error: int = 0,
+        stays_full: bool = False,
         stops: bool = False,
         reads: bool = False,
         everyone: bool = False,
+        counted: int | None = None,
         environments: Sequence[dict[str, str]] = (),
         uids: Sequence[int] = (),
         umask: int = 0o022,
-        patience_s: float = 120.0,
+        patience_s: float = 240.0,
     ) -> Ran:
         """Run commands side by side until all have ended.
 
         Args:
             root: calls on files below it are counted.
             at: the call in which a process dies; negative for none.
-            stops: the first command stops there instead, until the others have ended.
+            error: the call fails with this errno instead.
+            stays_full: it and all calls afterwards that need space fail; half of the write at `at` still fits.
+            stops: the first command, which alone is counted, stops there instead, until the others have ended.
             reads: count calls that read, too.
             everyone: after that call every other process dies at its next one.
+            counted: the only command that is counted; None for all.
             environments: variables of each command.
             uids: user of each command; 0 for that of the tests.
             umask: of all.
             patience_s: the longest wait; then whatever is left is killed.
         """
-        counter, log = self._folder / "counter", self._folder / "log"
-        counter.write_bytes(_COUNTER.pack(0, at, reads, everyone, stops, b""))
-        log.write_bytes(b"")
+        values = {"at": at, "error": error, "stays_full": stays_full, "stops": stops, "everyone": everyone}
+        for name, value in {**values, "reads": reads, "count": 0}.items():
+            setattr(self._state, name, int(value))
+        self._state.root = str(root.resolve()).encode()
+        outputs = [str(self._folder / f"output-{number}") for number in range(len(commands))]
         request = {
             "commands": [
                 {
@@ -130,14 +164,14 @@ class Commands:
                     "environment": environments[number] if environments else {},
                     "uid": uids[number] if uids else 0,
                     "umask": umask,
+                    "output": outputs[number],
+                    "counted": number == (0 if stops else number if counted is None else counted),
                 }
                 for number, command in enumerate(commands)
             ],
             "stops": stops,
             "folder": str(self._folder),
-            "log": str(log),
-            "counter": str(counter),
-            "root": f"{root}",
+            "state": str(self._counted),
             "patience_s": patience_s,
         }
         assert self._server.stdin is not None
@@ -145,14 +179,23 @@ class Commands:
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         statuses = json.loads(self._server.stdout.readline())
-        count, *_, what = _COUNTER.unpack(counter.read_bytes())
         codes = [None if status is None else os.waitstatus_to_exitcode(status) for status in statuses]
-        return Ran(codes, count, what.rstrip(b"\0").decode(errors="replace"), log.read_text(errors="replace"))
+        logged = (self._state.log[number].value for number in range(min(self._state.count, len(self._state.log))))
+        calls = [call.decode(errors="replace") for call in logged]
+        calls += ["?"] * (self._state.count - len(calls))
+        ends = (Path(output + end) for output in outputs for end in (".out", ".err"))
+        text = "".join(path.read_text(errors="replace") for path in ends if path.exists())
+        return Ran(codes, calls, calls[at] if 0 <= at < len(calls) else "", text)
+
+
+def environments_of(ranks: int) -> list[dict[str, str]]:
+    """Return the variables that make commands the ranks of one job; none for one rank."""
+    if ranks == 1:
+        return [{}]
+    job = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_ports(1)[0]}"}
+    return [{**job, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks)]
 
 
 def points_of(count: int, kills: int, *, seed: str) -> list[int]:
     """Return `kills` different calls out of `count`, in order; all of them if there are fewer."""
     return sorted(random.Random(seed).sample(range(count), min(kills, count)))
-
-
-KILLED = -signal.SIGKILL
