@@ -152,6 +152,8 @@ class Masker:
         # One that has a place for each of them leaves this out for another reason, as qwen3 may.
         if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
             detail += " (qwen3 writes tools, calls and reasoning)"
+        elif missing.endswith("(developer)"):
+            detail += " (the built-in qwen3 writes it as a system prompt)"
         if ignorable:
             detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
         return BadRecordError(BadReason.NOT_WRITTEN, detail)

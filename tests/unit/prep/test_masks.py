@@ -418,6 +418,11 @@ def test_another_template_is_proposed_by_name_only_where_it_helps(tokenizer: Any
 
     assert help in refused(tokenizer(TOOLS), chat("Hi", "Hello", thinking="A greeting.")).detail
     assert help not in refused(tokenizer(load_template("qwen3")), conversation).detail
+    template = "{#- tools tool_calls reasoning_content -#}" + TOOLS.replace(
+        "m.content or", "m.role != 'developer' and m.content or"
+    )
+    developer = [{"role": role, "content": "Be brief."} for role in ("user", "developer", "assistant")]
+    assert "the built-in qwen3 writes it as a system" in refused(tokenizer(template), parsed(developer)).detail
 
 
 def test_only_what_a_conversation_can_do_without_is_proposed_to_be_ignored(tokenizer: Any) -> None:
