@@ -71,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         PrepareConfig(
             source=SourceConfig(kind="files", path=str(folder / "chats.jsonl")),
             tokenizer=TokenizerConfig(name=str(folder / "own"), mask="assistant_turns"),
-            data=PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=1, validation_fraction=0.0),
+            data=PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=0, validation_fraction=0.0),
         )
     )
     return folder / "data"

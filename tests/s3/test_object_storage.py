@@ -251,7 +251,7 @@ def test_a_store_that_stalls_or_breaks_for_good_is_an_error(
         assert "did not answer" in error.what
         assert f"{place}/shard_000000.parquet" in error.where
     proxy.faults.clear()
-    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "6")
+    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "60")
     assert reader[0] == PACKS[0], "the reader is as good as before"
 
 

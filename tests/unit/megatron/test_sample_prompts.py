@@ -34,7 +34,7 @@ def prepared(folder: Path, *, mask: str, template: str) -> Path:
         PrepareConfig(
             source=SourceConfig(kind="files", path=str(chats)),
             tokenizer=TokenizerConfig(name=str(tokenizer_for(template, folder / "own")), mask=mask),
-            data=PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=1),
+            data=PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=0),
         )
     )
     return folder / "data"

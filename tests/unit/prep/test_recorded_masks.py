@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     (folder / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 20)
-    data = PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=1, validation_fraction=0.0)
+    data = PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=0, validation_fraction=0.0)
     source = SourceConfig(kind="files", path=str(folder / "chats.jsonl"))
     prepare(PrepareConfig(source=source, tokenizer=TokenizerConfig(vocab_size=280), data=data))
     return folder / "data"
