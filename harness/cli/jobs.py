@@ -26,7 +26,7 @@ _LOG_INTERVAL_S = 0.5
 def status(run_dir: Run, as_json: AsJson = False) -> None:
     """Show how far a run is, how its attempts ended, and its jobs in Slurm's queue, with what pending ones wait for."""
     from harness.launch import jobs_of_run, read_excluded
-    from harness.train import read_status
+    from harness.train import describe_attempt, read_status
 
     run = read_status(run_dir)
     problem = ""
@@ -54,8 +54,7 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
         print(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s a step{left}, written {duration(run.age_s)} ago")
     print(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
     for attempt in run.attempts[-5:]:
-        of_job = f" (job {attempt['job']})" if attempt.get("job") else ""
-        print(f"  ended after step {attempt['step']:,}: {attempt['reason']}: {attempt['message']}{of_job}")
+        print(f"  {describe_attempt(attempt)}")
     if run.stopped is not None:
         print(f"  ended: {run.stopped}")
     for node, reason in excluded.items():

@@ -78,9 +78,11 @@ class RequeueSettings:
 
     Attributes:
         exit_code: exit code of the run.
+        restart: the caller starts the ranks again in the same job, where they may start again; for the record.
     """
 
     exit_code: int = bounded(lowest=-255, highest=255)
+    restart: bool = False
     cluster: RequeueLimits = field(default_factory=RequeueLimits)
 
     def __post_init__(self) -> None:
@@ -212,7 +214,12 @@ def requeue(
     settings: RequeueSettings = context.obj
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):
-        decision = decide(run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures)
+        decision = decide(
+            run_dir,
+            exit_code=settings.exit_code,
+            max_same=settings.cluster.max_same_failures,
+            in_job=settings.restart,
+        )
     print(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
 

@@ -88,6 +88,8 @@ class ClusterConfig:
         signal_lead_s: seconds before the time limit at which the ranks are asked to checkpoint; more than one step and
             one checkpoint take.
         max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
+        restarts: times that the ranks start again in the same job after a failure, before Slurm requeues it: seconds on
+            the same nodes, where a requeue waits in the queue and checks the nodes.
         successor: keep a second job of the run in the queue, which continues it if the first one ends without being
             requeued, as when Slurm kills its script: `afterany` makes it depend on the first job, `singleton` on the
             name, which is then that of the run's folder; `none` for sites that count queued jobs.
@@ -118,6 +120,7 @@ class ClusterConfig:
     master_addr: str = "%N"
     signal_lead_s: int = bounded(120, lowest=1, highest=LONGEST_S)
     max_same_failures: int = bounded(3, lowest=1)
+    restarts: int = bounded(0, highest=1000)
     successor: str = "none"
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 

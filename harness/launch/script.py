@@ -248,10 +248,15 @@ trap 'ended=yes; before_the_kill & stop TERM' TERM"""
 _RUN = """\
 # --wait: a rank that outlives another by a minute waits for it in vain. --kill-on-bad-exit=1 would lose the last output
 # of the other ranks, and make the exit code of srun that of the signal that ended them.
-"${@step@[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
-  --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@@number@.out" bash -c "$start_@what@" @what@ "${program[@]}" &
-step=$!
-echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@0.out\""""
+run_ranks() {
+  "${@step@[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
+    --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@@number@.out" bash -c "$start_@what@" @what@ "${program[@]}" &
+  step=$!
+  echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@0.out"
+  # A trap interrupts wait; the last one returns the exit code of the step.
+  while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+  wait "$step"
+}"""
 
 SRUN_RANKS = """\
 # USR2 is ignored until a rank handles it: during the imports it would end the rank.
@@ -263,7 +268,7 @@ start_rank='
 
 TORCHRUN_RANKS = """\
 # The agent ignores USR2, which would end it, and the signal goes to each of its ranks. Ranks are numbered by node, as
-# under srun. Slurm restarts a failed job, not torchrun.
+# under srun. This script starts failed ranks again, not torchrun.
 start_node='
   trap "" USR2
   "$1" "$2" "$3" --rdzv-id="$SLURM_JOB_ID" --node-rank="$SLURM_NODEID" \\
@@ -275,30 +280,36 @@ start_node='
 """ + _RUN.replace("@step@", "on_each_node").replace("@what@", "node").replace("@number@", "%n")
 
 ENDING = """\
-# A trap interrupts wait; the last one returns the exit code of the step.
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done
-wait "$step"
-code=$?
-if ((code == 0)); then
-  echo "finished: $run_dir"
-  end_run 0
-fi
-# Close to the time limit there is little time and nothing to decide: the next attempt records how this one ended. Not
-# where Slurm has begun to end the job, as in a preemption.
-if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
-  stopped_at=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
-  echo "stopped as asked after step $stopped_at: the job resumes from its checkpoint"
-  run_again
-fi
-timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
-  "${harness[@]}" requeue "$run_dir" exit_code="$code" cluster.max_same_failures=@max_same@
-decided=$?
-if ((decided == 0)); then run_again; fi
-if ((decided == 124 || decided == 137)); then
-  echo "$first_node did not decide within @limit@ s whether to requeue; requeued, because another node may be healthy"
-  run_again
-fi
-end_run "$code\""""
+# A failed run starts again here first, which costs seconds; then through Slurm, perhaps on other nodes.
+restarted=0
+while :; do
+  run_ranks
+  code=$?
+  if ((code == 0)); then
+    echo "finished: $run_dir"
+    end_run 0
+  fi
+  # Close to the time limit there is little time and nothing to decide: the next attempt records how this one ended. Not
+  # where Slurm has begun to end the job, as in a preemption.
+  if [[ $warned && ! $ended ]] && grep -qs '"reason": "signal"' "$run_dir/_stopped.json"; then
+    stopped_at=$(sed 's/.*"step": \\([0-9]*\\).*/\\1/' "$run_dir/_stopped.json")
+    echo "stopped as asked after step $stopped_at: the job resumes from its checkpoint"
+    run_again
+  fi
+  here=false
+  [[ $warned || $ended ]] || ((restarted >= @restarts@)) || here=true
+  timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
+    "${harness[@]}" requeue "$run_dir" exit_code="$code" restart="$here" cluster.max_same_failures=@max_same@
+  decided=$?
+  if ((decided == 124 || decided == 137)); then
+    echo "$first_node did not decide within @limit@ s whether to requeue; requeued, because another node may be healthy"
+    run_again
+  fi
+  ((decided == 0)) || end_run "$code"
+  [[ $here == true && ! $warned && ! $ended ]] || run_again
+  restarted=$((restarted + 1))
+  echo "restart $restarted of @restarts@ in this job at $(date +%T)"
+done"""
 
 
 @dataclass(frozen=True)
@@ -377,7 +388,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [] if cluster.successor == "none" else ["submit_successor &"],
         [_preflight(job, cluster)] if cluster.preflight.enabled else [],
         [SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS],
-        [_fill(ENDING, max_same=cluster.max_same_failures, limit=limit)],
+        [_fill(ENDING, max_same=cluster.max_same_failures, restarts=cluster.restarts, limit=limit)],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
 

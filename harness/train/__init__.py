@@ -8,7 +8,16 @@ terminal, `status.py` summarizes a run's folder and `verify.py` checks it. Nothi
 
 from __future__ import annotations
 
-from harness.train.attempts import EXIT_STOPPED, Stop, decide, note_lost, record_resume, write_stop
+from harness.train.attempts import (
+    EXIT_STOPPED,
+    Stop,
+    decide,
+    describe_attempt,
+    note_lost,
+    read_attempts,
+    record_resume,
+    write_stop,
+)
 from harness.train.checkpoints import (
     CHECKPOINT_FIX,
     CHECKPOINTS,
@@ -90,6 +99,7 @@ __all__ = [
     "choose_run_folder",
     "content_digest",
     "decide",
+    "describe_attempt",
     "describe_run_checks",
     "find_run_check",
     "from_json",
@@ -105,6 +115,7 @@ __all__ = [
     "open_run_folder",
     "plot_loss",
     "rank_rows",
+    "read_attempts",
     "read_checkpoint",
     "read_digests",
     "read_metrics",

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.storage import write_atomically
+from harness.train.checkpoints import RUN_FILE
 from harness.train.lines import LineFile, whole_lines
 from harness.train.metrics import METRICS_FILE
 
@@ -29,6 +30,8 @@ RESUMES_FILE = "resumes.jsonl"
 EXIT_STOPPED = 75
 # Exit code of a process that refuses its input: another attempt would refuse it too.
 EXIT_REFUSED = 2
+# Ways in which a run starts again, in `attempts.jsonl`.
+IN_JOB, THROUGH_SLURM = "in the job", "through Slurm"
 # Reasons that are not the run's fault and may occur at any step.
 _EXTERNAL = ("signal", "lost")
 
@@ -88,9 +91,18 @@ def write_stop(folder: Path, stop: Stop) -> bool:
 
 
 def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]) -> None:
-    """Append to `resumes.jsonl` from where a run resumes, and the damage of newer checkpoints."""
+    """Append to `resumes.jsonl` from where a run resumes, and the damage of newer checkpoints.
+
+    The newest line of `attempts.jsonl` gets `lost_s`: the seconds from that checkpoint to now, in which nothing was
+    trained that still counts.
+    """
+    now = time.time()
+    attempts = _lines(folder)
+    if attempts and "lost_s" not in attempts[-1]:
+        attempts[-1]["lost_s"] = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
+        _write(folder, attempts)
     line = {
-        "time": time.time(),
+        "time": now,
         "after_step": step,
         "checkpoint": checkpoint.name,
         "passed_over": [{"what": error.what, "where": error.where} for error in passed_over],
@@ -105,12 +117,19 @@ def forget_stop(folder: Path) -> None:
     (folder / STOPPED_FILE).unlink(missing_ok=True)
 
 
-def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int = 10) -> Decision:
+def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int = 10, in_job: bool = False) -> Decision:
     """Record how this attempt ended, and decide whether to start the run again.
 
     A run that was asked to stop is always continued. A failed run is tried again until it has failed in the same way
     at the same step `max_same` times in a row, and never if its input was refused. After `max_stalled` attempts in a
     row without progress, however they ended, there are no more.
+
+    Args:
+        folder: of the run.
+        exit_code: of the launcher of its ranks.
+        max_same: failures in the same way at the same step.
+        max_stalled: attempts without progress.
+        in_job: the caller starts the ranks again in the same job, not through Slurm.
 
     Raises:
         FormatError: a file of an earlier attempt is unreadable.
@@ -131,10 +150,16 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
             break
         same += 1
-    _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"))
+    decision = _judge(stop, [*earlier, stop], same, max_same=max_same, max_stalled=max_stalled)
+    again = (IN_JOB if in_job else THROUGH_SLURM) if decision.requeue else None
+    _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"), again=again)
     forget_stop(folder)
+    return decision
+
+
+def _judge(stop: Stop, attempts: Sequence[Stop], same: int, *, max_same: int, max_stalled: int) -> Decision:
     at = f"after step {stop.step}: {stop.message}"
-    stalled, furthest = _stalled([*earlier, stop])
+    stalled, furthest = _stalled(attempts)
     if stalled >= max_stalled:
         return Decision(False, f"ended {at}; the last {stalled} attempts got no further than step {furthest}")
     if stop.reason == "signal":
@@ -159,7 +184,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         FormatError: a file of an earlier attempt is unreadable.
     """
     lines = _lines(folder)
-    recorded = sum(line.get("job") == job for line in lines)
+    recorded = sum(line.get("job") == job and line.get("again") != IN_JOB for line in lines)
     newest = _read_stop(folder)
     forget_stop(folder)
     if restarts <= recorded:
@@ -189,16 +214,36 @@ def _refuse_stalled(folder: Path, max_stalled: int) -> None:
         )
 
 
-def _append(folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None) -> None:
+def _append(
+    folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None, again: str | None = THROUGH_SLURM
+) -> None:
+    more = {"exit_code": exit_code, "time": time.time(), "job": job, "again": again}
+    _write(folder, [*_lines(folder), *({**asdict(stop), **more} for stop in stops)])
+
+
+def _write(folder: Path, attempts: Sequence[dict[str, Any]]) -> None:
     path = folder / ATTEMPTS_FILE
-    more = {"exit_code": exit_code, "time": time.time(), "job": job}
     fix = "make room or have the disk checked, then start again"
     with os_errors_as(HarnessError, "the record of attempts cannot be written", where=path, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
-        before = list(whole_lines(path)) if path.exists() else []
         # Rewritten as a whole: half a line would be read together with the next one.
-        lines = [*before, *(json.dumps({**asdict(stop), **more}) + "\n" for stop in stops)]
-        write_atomically(path, "".join(lines).encode())
+        write_atomically(path, "".join(json.dumps(attempt) + "\n" for attempt in attempts).encode())
+
+
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of `attempts.jsonl`: values of a `Stop`, `job`, `time`, `again`, and `lost_s` once resumed.
+
+    Raises FormatError where the file is unreadable; there is none before the first attempt that ended early.
+    """
+    return _lines(folder)
+
+
+def describe_attempt(attempt: Mapping[str, Any]) -> str:
+    """Return for people how an attempt ended, how the run started again, and the seconds that were lost."""
+    of_job = f" (job {attempt['job']})" if attempt.get("job") else ""
+    again = f", started again {attempt['again']}" if attempt.get("again") else ""
+    lost = f", {attempt['lost_s']:,.0f} s lost" if "lost_s" in attempt else ""
+    return f"ended after step {attempt['step']:,}: {attempt['reason']}: {attempt['message']}{of_job}{again}{lost}"
 
 
 def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:

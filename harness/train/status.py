@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from harness.errors import ConfigError
-from harness.train.attempts import ATTEMPTS_FILE, STOPPED_FILE
+from harness.errors import ConfigError, FormatError
+from harness.train.attempts import STOPPED_FILE, read_attempts
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import whole_lines
 from harness.train.metrics import METRICS_FILE
@@ -32,7 +32,7 @@ class RunStatus:
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
         checkpoint: step of the newest whole checkpoint, None for none.
-        attempts: reason and step of every attempt that ended early, in order.
+        attempts: of every attempt that ended early, in order; see `read_attempts`.
         stopped: message of the last attempt that ended early and has not been continued.
     """
 
@@ -71,8 +71,8 @@ def read_status(folder: Path) -> RunStatus:
         age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
     checkpoints = whole_checkpoints(folder / CHECKPOINTS)
     attempts: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
-        attempts = [json.loads(line) for line in whole_lines(folder / ATTEMPTS_FILE)]
+    with suppress(FormatError):
+        attempts = read_attempts(folder)
     stopped = None
     with suppress(OSError, ValueError, KeyError):
         stopped = str(json.loads((folder / STOPPED_FILE).read_text())["message"])

@@ -136,6 +136,28 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slu
     assert resumed_step(job) in range(20, 150, 20)
 
 
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_killed_ranks_start_again_in_the_same_job_and_then_through_slurm(submit, slurm, undisturbed, launcher):
+    job = submit(*LONG, "cluster.restarts=1", f"cluster.launcher={launcher}")
+    for step in (45, 85):
+        wait_for_step(job, step)
+        ranks = [
+            pid
+            for pid in slurm.processes("node2")
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2:-1] == [b"resume=auto"]
+            and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(ranks[0], signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.log
+    assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
+    first, second = attempts(job)
+    assert (first["again"], second["again"]) == ("in the job", "through Slurm")
+    assert min(first["lost_s"], second["lost_s"]) > 0
+    assert "restart 1 of 1 in this job" in job.log
+    report = (Path(job.run_dir) / "report.md").read_text()
+    assert "started again in the job" in report
+
+
 def test_a_run_resumes_on_another_number_of_nodes(submit, undisturbed):
     job = submit(*LONG, "cluster.ranks_per_node=2")
     wait_for_step(job, 25)

@@ -40,10 +40,12 @@ from harness.train import (
     Stop,
     alone_in,
     choose_run_folder,
+    describe_attempt,
     leave_early_stop,
     leave_refusal,
     note_lost,
     open_run_folder,
+    read_attempts,
     read_checkpoint,
     read_metrics,
     read_progress,
@@ -186,7 +188,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
             log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume=true")
             return EXIT_STOPPED
-        records.report({**run.task.facts, **_facts(config, run.task, ranks)}, title=_title(config, run))
+        ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), start=1)}
+        records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
     return 0
 
 

@@ -6,12 +6,24 @@ import errno
 import io
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from harness.errors import FormatError, HarnessError
-from harness.train.attempts import ATTEMPTS_FILE, STOPPED_FILE, Stop, decide, note_lost, write_stop
+from harness.train.attempts import (
+    ATTEMPTS_FILE,
+    STOPPED_FILE,
+    Stop,
+    decide,
+    describe_attempt,
+    note_lost,
+    read_attempts,
+    record_resume,
+    write_stop,
+)
+from harness.train.checkpoints import RUN_FILE
 
 
 def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
@@ -89,6 +101,37 @@ def test_a_killed_run_is_judged_by_its_exit_code_and_its_last_whole_step(tmp_pat
     assert not decide(tmp_path, exit_code=137, max_same=2).requeue
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     assert decide(tmp_path, exit_code=137, max_same=2).requeue
+
+
+def test_attempts_say_how_the_run_starts_again_and_what_the_resume_lost(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    checkpoint = tmp_path / "checkpoints" / "step-7"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / RUN_FILE).write_text("{}")
+    written = time.time() - 40
+    os.utime(checkpoint / RUN_FILE, (written, written))
+    for step, in_job in ((7, True), (8, False)):
+        write_stop(tmp_path, Stop(step, "hang", "rank 1"))
+        assert decide(tmp_path, exit_code=1, in_job=in_job).requeue
+        note_lost(tmp_path, job="12", restarts=0 if in_job else 1)
+        record_resume(tmp_path, 7, checkpoint, [])
+        record_resume(tmp_path, 7, checkpoint, [])  # by hand, later: no attempt of a job ended in between
+    write_stop(tmp_path, Stop(9, "ConfigError", "x", requeue=False))
+    assert not decide(tmp_path, exit_code=1, in_job=True).requeue
+    lines = read_attempts(tmp_path)
+    assert [line["again"] for line in lines] == ["in the job", "through Slurm", None]
+    assert [line.get("lost_s", 0) >= 40 for line in lines] == [True, True, False]
+    assert describe_attempt({**lines[0], "lost_s": 40.4}) == (
+        "ended after step 7: hang: rank 1 (job 12), started again in the job, 40 s lost"
+    )
+
+
+def test_a_restart_in_the_job_is_none_by_slurm(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    write_stop(tmp_path, Stop(7, "hang", "rank 1"))
+    assert decide(tmp_path, exit_code=1, in_job=True).requeue
+    note_lost(tmp_path, job="12", restarts=1)  # Slurm's own, after a node died
+    assert [line["reason"] for line in read_attempts(tmp_path)] == ["hang", "lost"]
 
 
 def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
