@@ -10,8 +10,8 @@ PackedSeqParams and the mask of padding. An error of one rank is raised on every
 
 Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
 sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
-sequences beside the padded ones. Not supported, and refused by name: dynamic context parallelism, contiguous partitions
-of context parallelism, fixed lengths of packed rows and a highest number of sequences.
+sequences beside the padded ones. A row of more than `thd_max_packed_sequences` is refused, not divided. Not supported,
+and refused by name: dynamic context parallelism, its contiguous partitions, and fixed lengths of packed rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BasePackingScheduler:
         dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
             pipeline stages.
-        max_num_seqs: the most sequences of a row; None for any number, which the schedulers of this module need.
+        max_num_seqs: the most sequences of a row; None for any number.
     """
 
     def __init__(
@@ -191,9 +191,12 @@ class _HarnessScheduler(BasePackingScheduler):
     name: ClassVar[str]
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Schedule a global batch; raise ScheduleError for a sample that no row holds."""
-        if self.max_num_seqs is not None:
-            _refuse(f"max_num_seqs={self.max_num_seqs}", where=type(self).__name__, fix="leave it out")
+        """Schedule a global batch.
+
+        Raises:
+            ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
+                another row.
+        """
         numbers = [number for number, _ in sample_id_seqlens]
         placed = schedule(
             self.name,
@@ -203,6 +206,15 @@ class _HarnessScheduler(BasePackingScheduler):
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
         )
+        most = max(
+            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
+        )
+        if self.max_num_seqs is not None and most > self.max_num_seqs:
+            raise ScheduleError(
+                f"a row gets {most:,} sequences, more than the {self.max_num_seqs:,} that are allowed",
+                where="config.thd_max_packed_sequences",
+                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
+            )
         return [
             [
                 [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
@@ -240,8 +252,8 @@ def wrap_data_iterator(
             `get_batch_and_global_seqlens`), or a list of such with virtual pipeline stages. None on tensor-parallel
             ranks other than the first; also on middle stages of a pipeline, which need no data.
         config: a TransformerConfig with `sequence_packing_scheduler` and `max_seqlen_per_dp_cp_rank`; read are
-            also `virtual_pipeline_model_parallel_size`, `microbatch_group_size_per_vp_stage`, `sequence_parallel` and
-            `mtp_num_layers`.
+            also `virtual_pipeline_model_parallel_size`, `microbatch_group_size_per_vp_stage`, `sequence_parallel`,
+            `mtp_num_layers` and `thd_max_packed_sequences`.
         num_microbatches: items that each data-parallel rank fetches.
         pg_collection: process groups `dp`, `tp`, `pp` and `dp_cp`; None for those of Megatron's parallel state.
 
@@ -278,11 +290,14 @@ def wrap_data_iterator(
             fix="set it to the tokens that one rank holds in a microbatch",
         )
     virtual_stages = config.virtual_pipeline_model_parallel_size
+    most = getattr(config, "thd_max_packed_sequences", None)
     scheduler = scheduler_map[name](
         tokens,
         dp_cp_group.size() // dp_group.size(),
         dp_group.size(),
         None if virtual_stages is None else config.microbatch_group_size_per_vp_stage,
+        # A scheduler of an earlier version does not know it.
+        **({} if most is None else {"max_num_seqs": most}),
     )
     return scheduler.run(
         data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, device_of(dp_group), config
@@ -452,7 +467,6 @@ _NEEDED: dict[str, tuple[object, ...]] = {
     "linear_cp_layout": ("zigzag", None),
     "attention_cp_layout": ("zigzag", None),
     "pad_packed_seq_alignment": (None,),
-    "thd_max_packed_sequences": (None,),
 }
 
 

@@ -83,6 +83,13 @@ def test_the_number_of_microbatches_is_a_multiple_of_the_group_of_virtual_stages
     assert scheduler.get_groups_and_subsamples(numbered(1, 1, 1, 1, 2)) == [[[0, 1]], [[2]], [[4]], [[3]]]
 
 
+def test_the_highest_number_of_sequences_is_that_of_the_config(one_rank: None) -> None:
+    allowed = config(thd_max_packed_sequences=1)
+    assert wrap_data_iterator(iter([sample(*range(6)), sample(*range(6))]), allowed, 2)[1] == 2
+    with pytest.raises(ScheduleError, match=r"where: config\.thd_max_packed_sequences"):
+        wrap_data_iterator(iter([sample(1), sample(2)]), allowed, 2)
+
+
 def test_fewer_samples_than_ranks_leave_empty_rows() -> None:
     assert DpBalancedScheduler(8, 1, 3, None).get_groups_and_subsamples(numbered(2)) == [[[0], [], []]]
 
@@ -237,17 +244,19 @@ def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> N
     assert got[0].tolist() == [[1, 2]]
 
 
-def test_a_highest_number_of_sequences_is_refused() -> None:
-    scheduler = DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2)
-    with pytest.raises(ConfigError, match="max_num_seqs=2 is not supported"):
-        scheduler.get_groups_and_subsamples(numbered(1, 1, 1))
+def test_a_row_of_more_sequences_than_are_allowed_is_refused() -> None:
+    assert DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2).get_groups_and_subsamples(numbered(2, 2, 4)) == [
+        [[0, 1]],
+        [[2]],
+    ]
+    with pytest.raises(ScheduleError, match="a row gets 3 sequences, more than the 2 that are allowed"):
+        DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2).get_groups_and_subsamples(numbered(1, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"dynamic_context_parallel": True}, "config.dynamic_context_parallel = True is not supported"),
-        ({"thd_max_packed_sequences": 8}, "config.thd_max_packed_sequences = 8 is not supported"),
         ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
         ({"sequence_packing_scheduler": "default_dynamic_cp"}, "no packing scheduler 'default_dynamic_cp'"),
         ({"max_seqlen_per_dp_cp_rank": None}, "max_seqlen_per_dp_cp_rank is None"),
