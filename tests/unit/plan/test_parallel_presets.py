@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -12,14 +13,20 @@ from harness.parity.cells import KIND, parse_case
 from harness.plan.settings import SftConfig
 from recipes.parity import ParityConfig
 
+PARITY = compose_config("parity", ParityConfig)
 PRESETS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
+
+
+@functools.cache
+def composed(*overrides: str) -> SftConfig:
+    """Return the configuration of these settings; tests share those that are the same."""
+    return compose_config("sft", SftConfig, list(overrides))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_composes_and_its_name_says_its_ranks(name) -> None:
-    parity = compose_config("parity", ParityConfig)
-    experts = parity.kinds["qwen3_moe"].split() if "ep" in name or "etp" in name else []
-    config = compose_config("sft", SftConfig, [f"parallel={name}", *parity.sft, *experts])
+    experts = PARITY.kinds["qwen3_moe"].split() if "ep" in name or "etp" in name else []
+    config = composed(*PARITY.sft, *experts, f"parallel={name}")
     sizes = {kind: int(size) for kind, size in re.findall(r"([a-z]+)(\d)", name)}
     parallel = config.parallel
     assert parallel.model_ranks == math.prod(sizes.get(kind, 1) for kind in ("tp", "pp", "cp"))
@@ -33,16 +40,15 @@ def test_a_preset_composes_and_its_name_says_its_ranks(name) -> None:
 
 
 def test_the_parity_cases_use_every_preset_on_at_least_sixteen_layouts() -> None:
-    parity = compose_config("parity", ParityConfig)
-    cases = [parse_case(text) for text in parity.layouts]
-    experts = [parse_case(text) for text in parity.experts]
+    cases = [parse_case(text) for text in PARITY.layouts]
+    experts = [parse_case(text) for text in PARITY.experts]
     assert len({(case.value_of(KIND), case.name) for case in experts}) == len(experts) >= 16
     assert len({case.name for case in cases}) == len(cases) >= 16
     assert {case.ranks for case in cases} == {1, 2, 4, 8}
     parts = [part for case in [*cases, *experts] for part in case.overrides]
     assert {part.removeprefix("parallel=") for part in parts if part.startswith("parallel=")} == set(PRESETS)
     for case in [*cases, *experts]:
-        kind = parity.kinds[case.value_of(KIND) or ""].split() if case in experts else []
-        config = compose_config("sft", SftConfig, [*parity.sft, *kind, *case.settings])
+        kind = PARITY.kinds[case.value_of(KIND) or ""].split() if case in experts else []
+        config = composed(*PARITY.sft, *kind, *case.settings)
         config.parallel.dp_size(case.ranks)
         config.model.check(config.parallel)
