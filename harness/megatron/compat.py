@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import io
 import json
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -151,6 +153,9 @@ def experts_without_kernels(*, on_cpu: bool) -> Iterator[None]:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     with ExitStack() as stack:
+        if importlib.util.find_spec("transformer_engine") is None:
+            # Its names are there without it, and are no classes.
+            stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
         if not hasattr(moe_utils, "te_general_gemm"):
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         if on_cpu:

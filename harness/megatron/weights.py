@@ -38,7 +38,20 @@ _NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
+_HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 _COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight"}
+# The same with latent attention; tensor-parallel ranks divide the rows of the second.
+_LATENT = {
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+}
+_LATENT_ROWS = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
 _LOCAL_EXPERT = re.compile(
@@ -129,13 +142,22 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        **{f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)},
-        "self_attn.o_proj.weight": (hidden, heads),
+        "self_attn.o_proj.weight": (hidden, model.value_size),
     }
+    if model.kv_lora_rank:
+        for name, (inputs, outputs) in model.attention_sizes.items():
+            if tensor := (_LATENT | _LATENT_ROWS).get(f"self_attention.{name}.weight"):
+                layer[tensor] = (outputs, inputs)
+        layer["self_attn.kv_a_layernorm.weight"] = (model.kv_lora_rank,)
+        if model.q_lora_rank is not None:
+            layer["self_attn.q_a_layernorm.weight"] = (model.q_lora_rank,)
+    else:
+        layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
     if model.has_qkv_bias:
         layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
     if model.has_head_norms:
-        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+        sizes = (heads, groups) if model.norms_span_heads else (head, head)
+        layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
     dense = {**dict.fromkeys(_GATED, (ffn, hidden)), "mlp.down_proj.weight": (hidden, ffn)}
     experts = _expert_shapes(model) if model.num_experts else {}
     for number in range(model.num_layers):
@@ -181,10 +203,16 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int) -> None:
-    """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape."""
+def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_layers: int = 0) -> None:
+    """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape.
+
+    Args:
+        mtp_layers: layers after the model's own that predict further tokens; their tensors are passed over.
+    """
     expected = expected_shapes(model, vocab_size)
-    names = weights.names - ({_OUTPUT} if model.tie_embeddings else set())  # some store a tied matrix twice
+    left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
+    names = {name for name in weights.names if not name.startswith(left_out)}
+    names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
     wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
     for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
         if odd:
@@ -241,8 +269,9 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         target[stop - start :] = 0
         return
     layer, end = f"model.layers.{match[1]}.", match[2]
-    if end in _NORMS:
-        target.copy_(weights.rows(layer + _NORMS[end]))
+    if (whole := _one_tensor(end, model)) is not None:
+        tensor, divided = layer + whole[0], whole[1]
+        target.copy_(weights.rows(tensor, *(shard.of(weights.shape(tensor)[0]) if divided else ())))
     elif end.startswith("mlp."):
         tensors = _mlp_tensors(end, model)
         part = shard.of_experts if _EXPERT.fullmatch(end) else shard
@@ -262,6 +291,17 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         for group, tensor, first, start, stop in _qkv_pieces(model, shard):
             read = weights.rows(f"{layer}{tensor}.{kind}", first, first + stop - start)
             groups[group, start:stop].copy_(read)
+
+
+def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
+    """Return the tensor in a layer that a parameter is, and True if ranks divide its rows; None if it is not one."""
+    if model.kv_lora_rank and end in _LATENT_ROWS:
+        return _LATENT_ROWS[end], True
+    if model.kv_lora_rank and end in _LATENT:
+        return _LATENT[end], False
+    if end in _NORMS:
+        return _NORMS[end], model.norms_span_heads and end in _HEAD_NORMS
+    return None
 
 
 def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
@@ -303,8 +343,8 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
             return {_EMBEDDING: tensor[:vocab_size]}
         return {} if model.tie_embeddings else {_OUTPUT: tensor[:vocab_size]}
     layer, end = f"model.layers.{match[1]}.", match[2]
-    if end in _NORMS:
-        return {layer + _NORMS[end]: tensor}
+    if (whole := _one_tensor(end, model)) is not None:
+        return {layer + whole[0]: tensor}
     if end in _COLUMNS:
         return {layer + _COLUMNS[end]: tensor}
     if end.startswith("mlp."):
@@ -324,11 +364,23 @@ class Pretrained:
 
     Attributes:
         vocab_size: rows of its embedding, padding included.
+        mtp_layers: its layers that predict further tokens (MTP), which are left out.
     """
 
     folder: Path
     model: ModelConfig
     vocab_size: int
+    mtp_layers: int = 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what of the weights is not used."""
+        if not self.mtp_layers:
+            return []
+        return [
+            f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
+            "loaded, trained or exported"
+        ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
         """Raise ConfigError, with both values, if the data has another tokenizer.
@@ -359,7 +411,7 @@ class Pretrained:
 
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
-                check_weights(weights, self.model, self.vocab_size)
+                check_weights(weights, self.model, self.vocab_size, self.mtp_layers)
                 experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
                 fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
 
@@ -383,4 +435,4 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
             where=f"model.init_from={model.init_from}",
             fix="leave model.vocab_size null",
         )
-    return Pretrained(folder, model, stored.vocab_size)
+    return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers)

@@ -7,7 +7,7 @@ composed into, then `run_plan.py`, which is `harness plan`; `memory.py` and `wor
 from __future__ import annotations
 
 from harness.plan.families import FAMILIES, ExpertNames
-from harness.plan.hf_config import check_model, find_weights, read_hf_config, to_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import plan_memory
 from harness.plan.model import DIVIDED_BY_COLUMNS, ModelConfig, padded_vocab_size, sequence_cost
@@ -18,6 +18,7 @@ from harness.plan.work import Machine
 __all__ = [
     "DIVIDED_BY_COLUMNS",
     "FAMILIES",
+    "MTP_SETTINGS",
     "ROOM",
     "AssumedPacks",
     "ExpertNames",

@@ -21,6 +21,9 @@ _SIZES = {
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+# Number of layers that predict further tokens, by the names that models and transformers have for it.
+MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
+
 # Settings of a family without experts.
 _DENSE = {"num_experts": 0}
 
@@ -33,11 +36,13 @@ class HfModel:
         settings: fields of `ModelConfig` that the weights determine.
         vocab_size: rows of the embedding.
         max_positions: the longest sequence that positions are meant for, in tokens.
+        mtp_layers: layers after the model's own that predict further tokens (MTP); they are left out.
     """
 
     settings: dict[str, Any]
     vocab_size: int
     max_positions: int
+    mtp_layers: int = 0
 
 
 def read_hf_config(folder: Path) -> HfModel:
@@ -88,7 +93,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         for name, known in _LLAMA3.items():
             if (value := rope.get(name)) != known:
                 raise refuse(f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}")
-    elif kind not in ("default", "linear"):
+    elif kind not in ("default", "linear") and not (kind == "yarn" and family.has_latents):
         raise refuse(f"rope scaling {kind!r} is not supported (llama3 and linear are)")
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
@@ -107,6 +112,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         },
         vocab_size=int(values["vocab_size"]),
         max_positions=positions,
+        mtp_layers=max(int(values.get(name) or 0) for name in MTP_SETTINGS),
     )
 
 
@@ -158,8 +164,19 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
             "rope_type": model.rope_scaling,
             "factor": model.rope_scaling_factor,
             **(_LLAMA3 if model.rope_scaling == "llama3" else {}),
+            **(_yarn(model) if model.rope_scaling == "yarn" else {}),
         }
     return config
+
+
+def _yarn(model: ModelConfig) -> dict[str, Any]:
+    scales = {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
+    return {
+        "original_max_position_embeddings": model.rope_original_positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        **(scales if model.rope_mscale_all_dim else {}),
+    }
 
 
 def find_weights(init_from: str) -> Path:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from harness.plan.layout import ParallelConfig
-from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ModelConfig, padded_vocab_size
+from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,17 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     hidden, sizes = model.hidden_size, model.linear_sizes
-    layer = sum(sizes[name][0] * sizes[name][1] // tp for name in ("linear_qkv", "linear_proj")) + 2 * hidden
+    layer = sum(
+        inputs * outputs // (1 if name in ON_EVERY_RANK else tp)
+        for name, (inputs, outputs) in model.attention_sizes.items()
+    )
+    layer += 2 * hidden
+    if model.kv_lora_rank:
+        layer += model.kv_lora_rank + (model.q_lora_rank or 0)
     if model.has_qkv_bias:
         layer += sizes["linear_qkv"][1] // tp
     if model.has_head_norms:
-        layer += 2 * model.head_size
+        layer += (model.query_size + model.key_size) // tp if model.norms_span_heads else 2 * model.head_size
     words = padded_vocab_size(vocab_size) * hidden // tp
     layers = layers_of_stage(model, parallel, stage)
     with_experts = sum(map(model.has_experts, layers))
@@ -89,6 +95,11 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
     inner = 0.0 if with_experts else 5.0 * item * model.ffn_hidden_size
     divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+    if model.kv_lora_rank:
+        # Queries, keys, values padded to their size, what attention gives, and the input of the output matrix.
+        divided = inner + item * (4 * query + model.value_size) + 4 * model.num_attention_heads
+        for latent in filter(None, (model.q_lora_rank, model.kv_lora_rank)):
+            whole += (8 + item) * latent + 4
     if model.recompute == "selective":
         divided -= item * query + 4 * model.num_attention_heads
     if model.has_head_norms:
@@ -147,7 +158,7 @@ def plan_memory(
     memories = []
     for stage in range(stages):
         weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
-        adapters = count_adapters(model, parallel)
+        adapters = count_adapters(model, parallel) if model.lora_rank else 0
         trained = adapters if model.lora_rank else weights
         experts = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
         waiting = min(microbatches, stages - stage)
@@ -156,12 +167,13 @@ def plan_memory(
         own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
         # Cosine and sine of the rotary angles are of a row, and all layers share them.
         layers = sum(layer_activation_bytes(model, parallel, with_experts=experts) for experts in own)
-        kept = waiting * (layers + 2 * item * model.head_size)
+        turned = model.qk_rope_head_dim if model.kv_lora_rank else model.head_size
+        kept = waiting * (layers + 2 * item * turned)
         if model.recompute == "full":
             again = replace(model, recompute="none")
             # One layer at a time, and the angles that each layer is given again.
             kept += max(layer_activation_bytes(again, parallel, with_experts=experts) for experts in own)
-            kept += 4 * model.head_size
+            kept += 4 * turned
         if stage == stages - 1:
             # The last norm, and the input of the output matrix for its gradient.
             kept += (4 if model.lora_rank else 8 + item) * model.hidden_size

@@ -15,11 +15,13 @@ VOCAB_MULTIPLE = 128
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # Tensor-parallel ranks divide the inputs of these, and the outputs of the others.
 DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
+# Every tensor-parallel rank has all of these.
+ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 # Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _CHOICES = {
     "family": tuple(FAMILIES),
-    "rope_scaling": ("none", "llama3", "linear"),
+    "rope_scaling": ("none", "llama3", "linear", "yarn"),
     "dtype": tuple(DTYPE_BYTES),
     "recompute": ("none", "selective", "full"),
     "attention": ("auto", "transformer_engine", "torch"),
@@ -33,7 +35,8 @@ class ModelConfig:
 
     Attributes:
         family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key);
-            with experts, qwen3_moe and mixtral.
+            with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
+            and deepseek_v3 (latent attention; Moonlight too).
         init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         head_dim: size of a head; null for hidden_size / num_attention_heads.
@@ -41,7 +44,14 @@ class ModelConfig:
         vocab_size: null for the tokenizer's; rounded up to a multiple of 128.
         tie_embeddings: share one matrix between the input embedding and the output layer.
         rotary_base: base of the rotary angles.
-        rope_scaling, rope_scaling_factor: none, llama3 or linear, by this factor.
+        rope_scaling, rope_scaling_factor: none, llama3, linear or (with latent attention) yarn, by this factor.
+        rope_original_positions, rope_mscale, rope_mscale_all_dim: of yarn: positions before scaling, and the factors of
+            its scaling of angles and of attention.
+        kv_lora_rank: size of the latent vector that keys and values of all heads are made of (multi-latent attention,
+            of the families deepseek_v2 and deepseek_v3); 0 in other families.
+        q_lora_rank: the same of the queries; null makes them of the hidden states.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head with latent attention: its parts of queries and
+            keys without and with a rotary embedding, and its values.
         norm_epsilon: added to the mean square in each norm.
         init_std: standard deviation of the initial weights.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
@@ -84,6 +94,14 @@ class ModelConfig:
     rotary_base: int = bounded(10000, lowest=1, highest=10**12)
     rope_scaling: str = "none"
     rope_scaling_factor: float = bounded(1.0, lowest=1, highest=10_000)
+    rope_original_positions: int = bounded(4096, lowest=1)
+    rope_mscale: float = bounded(1.0, above=0, highest=100)
+    rope_mscale_all_dim: float = bounded(0.0, lowest=0, highest=100)
+    kv_lora_rank: int = bounded(0, lowest=0, highest=1_000_000)
+    q_lora_rank: int | None = bounded(None, lowest=1, highest=1_000_000)
+    qk_nope_head_dim: int = bounded(128, lowest=1, highest=1_000_000)
+    qk_rope_head_dim: int = bounded(64, lowest=2, highest=1_000_000)
+    v_head_dim: int = bounded(128, lowest=1, highest=1_000_000)
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
     dtype: str = "float32"
@@ -113,7 +131,8 @@ class ModelConfig:
         check_numbers(self, "model")
         for name, choices in _CHOICES.items():
             require_choice(getattr(self, name), choices, setting=f"model.{name}")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+        self._check_latents()
+        if self.head_dim is None and not self.kv_lora_rank and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads",
                 where="model.num_attention_heads",
@@ -125,7 +144,7 @@ class ModelConfig:
                 where="model.num_query_groups",
                 fix="choose a number of groups that divides num_attention_heads",
             )
-        if self.head_size < 2 or self.head_size % 2:
+        if not self.kv_lora_rank and (self.head_size < 2 or self.head_size % 2):
             raise ConfigError(
                 f"a head of {self.head_size} numbers cannot be rotated in pairs "
                 f"(hidden_size {self.hidden_size}, {self.num_attention_heads} attention heads)",
@@ -145,6 +164,54 @@ class ModelConfig:
                 f"models of the family {self.family} have experts, and num_experts is 0",
                 where="model.num_experts",
                 fix="set it, or choose a dense family",
+            )
+
+    def _check_latents(self) -> None:
+        if bool(self.kv_lora_rank) != FAMILIES[self.family].has_latents:
+            raise ConfigError(
+                f"models of the family {self.family} have "
+                f"{'' if FAMILIES[self.family].has_latents else 'no '}latent attention, and kv_lora_rank is "
+                f"{self.kv_lora_rank}",
+                where="model.family, model.kv_lora_rank",
+                fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
+            )
+        if self.rope_scaling == "yarn" and not self.kv_lora_rank:
+            raise ConfigError(
+                "positions are scaled by yarn only in models with latent attention",
+                where="model.rope_scaling",
+                fix="llama3 or linear, or a model of the family deepseek_v3",
+            )
+        if self.rope_mscale != 1 and not self.rope_mscale_all_dim:
+            raise ConfigError(
+                f"rope_mscale is {self.rope_mscale} and rope_mscale_all_dim 0, which transformers reads as 1 and 0",
+                where="model.rope_mscale, model.rope_mscale_all_dim",
+                fix="set both, or neither",
+            )
+        if not self.kv_lora_rank:
+            return
+        if self.num_query_groups != self.num_attention_heads or self.head_dim is not None:
+            raise ConfigError(
+                "with latent attention every head has its own keys and values, of other sizes",
+                where="model.num_query_groups, model.head_dim",
+                fix=f"model.num_query_groups={self.num_attention_heads} model.head_dim=null",
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"{self.qk_rope_head_dim} numbers of a head cannot be rotated in pairs",
+                where="model.qk_rope_head_dim",
+                fix="an even number",
+            )
+        if self.rope_scaling not in ("none", "yarn"):
+            raise ConfigError(
+                f"Megatron-Core's latent attention has no rope_scaling {self.rope_scaling}",
+                where="model.rope_scaling",
+                fix="none or yarn",
+            )
+        if self.lora_rank:
+            raise ConfigError(
+                "adapters on latent attention are not supported",
+                where="model.lora_rank",
+                fix="model.lora_rank=0, or a model of another family",
             )
 
     def _check_experts(self) -> None:
@@ -215,11 +282,19 @@ class ModelConfig:
 
     @property
     def has_head_norms(self) -> bool:
-        """True if queries and keys of each head are normalized."""
+        """True if queries and keys are normalized."""
         return FAMILIES[self.family].has_head_norms
 
     @property
+    def norms_span_heads(self) -> bool:
+        """True if those norms are over all heads together, not over each."""
+        return FAMILIES[self.family].norms_span_heads
+
+    @property
     def head_size(self) -> int:
+        """Numbers in a head's query and key."""
+        if self.kv_lora_rank:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -233,11 +308,30 @@ class ModelConfig:
         return self.num_query_groups * self.head_size
 
     @property
+    def value_size(self) -> int:
+        """Numbers in the values of a token that its heads give, which the output projection takes."""
+        return self.num_attention_heads * (self.v_head_dim if self.kv_lora_rank else self.head_size)
+
+    @property
+    def attention_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of one Megatron attention, by their names."""
+        hidden, query, values = self.hidden_size, self.query_size, self.value_size
+        if not self.kv_lora_rank:
+            return {"linear_qkv": (hidden, query + 2 * self.key_size), "linear_proj": (values, hidden)}
+        made = {"linear_q_proj": (hidden, query)}
+        if self.q_lora_rank is not None:
+            made = {"linear_q_down_proj": (hidden, self.q_lora_rank), "linear_q_up_proj": (self.q_lora_rank, query)}
+        return made | {
+            "linear_kv_down_proj": (hidden, self.kv_lora_rank + self.qk_rope_head_dim),
+            "linear_kv_up_proj": (self.kv_lora_rank, self.num_attention_heads * self.qk_nope_head_dim + values),
+            "linear_proj": (values, hidden),
+        }
+
+    @property
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one Megatron layer, by the names of `LORA_TARGETS`."""
-        hidden, ffn, query = self.hidden_size, self.ffn_hidden_size, self.query_size
-        sizes = (hidden, query + 2 * self.key_size), (query, hidden), (hidden, 2 * ffn), (ffn, hidden)
-        return dict(zip(LORA_TARGETS, sizes, strict=True))
+        """Inputs and outputs of the linear layers of one Megatron layer whose MLP is dense, by their names."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        return {**self.attention_sizes, "linear_fc1": (hidden, 2 * ffn), "linear_fc2": (ffn, hidden)}
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
@@ -245,8 +339,7 @@ class ModelConfig:
 
     def active_weights(self, layer: int) -> int:
         """Return the weights of the matrices of a layer that a token is multiplied by."""
-        sizes = self.linear_sizes
-        attention = sum(sizes[name][0] * sizes[name][1] for name in ("linear_qkv", "linear_proj"))
+        attention = sum(inputs * outputs for inputs, outputs in self.attention_sizes.values())
         if not self.has_experts(layer):
             return attention + 3 * self.hidden_size * self.ffn_hidden_size
         inner = self.experts_per_token * self.expert_size + self.shared_ffn_hidden_size
@@ -262,6 +355,13 @@ class ModelConfig:
                     where=f"model.{name}, parallel.tensor_parallel_size",
                     fix=f"a tensor_parallel_size that divides {getattr(self, name)}",
                 )
+        if self.kv_lora_rank and tp > 1 and not parallel.sequence_parallel:
+            raise ConfigError(
+                f"latent attention on {tp} tensor-parallel ranks needs sequence parallelism: each has all of its "
+                "down-projections",
+                where="parallel.sequence_parallel",
+                fix="parallel.sequence_parallel=true",
+            )
         self._check_expert_layout(parallel)
         if VOCAB_MULTIPLE % tp:
             raise ConfigError(
@@ -332,12 +432,12 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
 
     A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
     sent to; attention adds, per layer, scores and
-    weighted values of half the L x L square (it is causal): 2 * L^2 * heads * head_dim.
+    weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values).
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
     """
     layers = sum(model.active_weights(number) for number in range(model.num_layers))
     output = model.hidden_size * (model.vocab_size or 0)
-    quadratic = 2.0 * model.num_layers * model.query_size
+    quadratic = 1.0 * model.num_layers * (model.query_size + model.value_size)
     return SequenceCost(linear=2.0 * (layers + output), quadratic=quadratic)

@@ -147,7 +147,8 @@ def estimate_step(
     hidden = tokens * item * model.hidden_size
     passes = 3 if again else 2
     tensor = passes * 4 * layers * hidden * (tp - 1) / tp / machine.link(tp, 1)
-    keys = tokens * item * 2 * model.key_size / tp
+    values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
+    keys = tokens * item * (1 + values) * model.key_size / tp
     context = (passes + 1) * layers * keys * (cp - 1) / machine.link(cp, tp)
 
     # Tokens go to their experts and come back, in every pass; even routing is assumed.

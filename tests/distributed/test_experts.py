@@ -30,7 +30,11 @@ from .conftest import VOCAB, launcher, overrides_of, run_command, run_here
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
 # Layouts of two ranks whose rows have padding, by kind of model.
-LAYOUTS = {"qwen3_moe": ("ep2_distributed", "cp2_ep2"), "deepseek_like": ("tp2_ep2", "tp2_etp2")}
+LAYOUTS = {
+    "qwen3_moe": ("ep2_distributed", "cp2_ep2"),
+    "olmoe": ("tp2_ep2",),
+    "deepseek_like": ("tp2_ep2", "tp2_etp2"),
+}
 # Fault, kind of model, layout, and what names it.
 FAULTS = (
     ("padding in the router", "qwen3_moe", "cp2_ep2", "routed_tokens"),
@@ -113,30 +117,59 @@ def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named
     assert f"step 2: {named} of the experts is " in check.difference.message
 
 
-@pytest.fixture
-def qwen3_moe(tmp_path: Path) -> Path:
-    """A tiny random Qwen3 with experts, saved by transformers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+PUBLISHED = {
+    "Qwen3Moe": {"num_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_mtp_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
+}
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """Save a tiny random model of transformers whose experts have biases, if it has any."""
+    import transformers
 
     torch.manual_seed(7)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **PUBLISHED[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
+    model.save_pretrained(folder)
+    return folder
 
 
 def losses_of_transformers(folder: Path, batches: list[RankBatch], lr: float) -> list[float]:
@@ -165,18 +198,21 @@ def losses_of_transformers(folder: Path, batches: list[RankBatch], lr: float) ->
 
 
 @pytest.mark.nightly
-def test_experts_have_the_losses_of_plain_training_on_unpacked_conversations(qwen3_moe, dataset, tmp_path) -> None:
-    stored = read_hf_config(qwen3_moe).settings
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_experts_have_the_losses_of_plain_training_on_unpacked_conversations(family, dataset, tmp_path) -> None:
+    folder = save_tiny(family, tmp_path / "model")
+    stored = read_hf_config(folder).settings
     model = [f"model.{name}={'null' if value is None else str(value).lower()}" for name, value in stored.items()]
     plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
     more = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
-    settings = [f"model.init_from={qwen3_moe}", "model.max_sequence_length=1024", *model, *plain, *more]
+    settings = [f"model.init_from={folder}", "model.max_sequence_length=1024", *model, *plain, *more]
+    settings.append("model.expert_bias_rate=0")  # transformers does not move the biases of experts
     run_here(recipes.sft, SftConfig, overrides_of(dataset, tmp_path / "run", *settings))
     found = [step.loss for step in recorded_run(tmp_path / "run").steps]
 
     config = compose_config("sft", SftConfig, overrides_of(dataset, tmp_path / "run", *settings))
     loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
-    expected = losses_of_transformers(qwen3_moe, list(loader), 0.003)
+    expected = losses_of_transformers(folder, list(loader), 0.003)
     assert found[-1] < found[0] - 0.3
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -194,5 +230,6 @@ def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path)
     assert {len(cell.series.step) for cell in cells} == {22}
     assert {cell.reference for cell in cells if cell.reference is not None} == {
         "experts qwen3_moe: data",
+        "experts olmoe: data",
         "experts deepseek_like: data",
     }

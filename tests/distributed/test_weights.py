@@ -61,7 +61,42 @@ MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True, "head_dim": 16}),
     "qwen3_moe_unnormalized": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "mixtral": ("Mixtral", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+GROUPED = {**LATENT, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "rope_theta": 10000.0,
+}
+MODELS |= {
+    "deepseek_v3": ("DeepseekV3", {**GROUPED, "rope_parameters": YARN, "num_mtp_layers": 0}),
+    # Moonlight: no groups, and queries made of the hidden states.
+    "moonlight": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "num_mtp_layers": 0},
+    ),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
 LAYOUTS = {"tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "ep2": (1, 1, 2, 1), "etp2": (2, 1, 1, 2)}
@@ -80,7 +115,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
+            for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
                 if any(part in parameter_name for part in ("norm", "bias", "gate.weight")):
                     parameter.add_(0.3 * torch.randn_like(parameter))  # initially ones and zeros, which hide a mistake
         # Several files with an index, as for large models.
@@ -228,7 +263,6 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
             "'qwen3_next' are not supported: they need layers with a recurrent state",
         ),
         ({"model_type": "gpt_oss"}, "'gpt_oss' are not supported: they need attention sinks"),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3' are not supported: they need attention over latent keys"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2},
             "experts in one of 2 layers are not supported",
@@ -236,6 +270,10 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [1]},
             "dense layers [1] that are not the first ones are not supported",
+        ),
+        (
+            {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},
+            "queries, keys and values clipped to 8.0 are not supported",
         ),
         ({"attention_bias": True}, "attention_bias is set"),
         ({"use_sliding_window": True, "sliding_window": 8}, "attention with a window of 8 tokens"),

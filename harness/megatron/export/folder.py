@@ -23,7 +23,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree
 from harness.megatron.weights import INDEX_FILE, expert_names, global_parameters, to_hf
-from harness.plan import ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
+from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
 
@@ -132,6 +132,7 @@ def export_checkpoint(
             instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
             data.missing.append(f"end tokens of the data: {instead}")
         config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+        config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}  # such layers were left out
         generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
         generation.pop("_from_model_config", None)
         _write_json(writing / GENERATION_FILE, generation)

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 
@@ -56,10 +62,10 @@ class VarlenAttention(torch.nn.Module):
 
         Args:
             query: [T / cp, heads, head_dim], or [s, b, heads, head_dim] without `packed_seq_params`.
-            key, value: the same with key-value heads.
+            key, value: the same with key-value heads; a head's value may have another size.
 
         Returns:
-            [T / cp, heads * head_dim], or [s, b, heads * head_dim].
+            [T / cp, heads * value_dim], or [s, b, heads * value_dim].
         """
         if packed_seq_params is None:
             out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
@@ -80,8 +86,8 @@ class VarlenAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
         cp_rank = torch.distributed.get_rank(self.cp_group)
-        # One collective for both: [cp * T / cp, 2, heads, head_dim], in order of ranks; its backward sums over ranks.
-        both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
+        # One collective for both: [cp * T / cp, heads, key and value], in order of ranks; its backward sums over ranks.
+        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
         local = [length // self.cp_size for length in lengths]
         by_rank = [torch.split(part, local) for part in both.chunk(self.cp_size)]
         pieces = []
@@ -95,24 +101,27 @@ class VarlenAttention(torch.nn.Module):
                 allowed = torch.arange(end, device=query.device) <= torch.arange(
                     number * chunk, end, device=query.device
                 ).unsqueeze(1)
-                seen = whole[:end]
-                out = self._attend(_heads_first(part), _heads_first(seen[:, 0]), _heads_first(seen[:, 1]), allowed)
+                keys, values = torch.split(whole[:end], [key.shape[-1], value.shape[-1]], dim=-1)
+                out = self._attend(_heads_first(part), _heads_first(keys), _heads_first(values), allowed)
                 pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(
+        # A fused kernel of PyTorch's needs one size; the others keep all scores of a sequence.
+        wanting = query.shape[-1] - value.shape[-1]
+        out = functional.scaled_dot_product_attention(
             query,
             key,
-            value,
+            functional.pad(value, (0, wanting)) if wanting > 0 else value,
             attn_mask=allowed,
             is_causal=allowed is None,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=key.shape[1] != query.shape[1],
         )
+        return out[..., : value.shape[-1]]
 
 
 def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
@@ -142,3 +151,50 @@ class RMSNorm(torch.nn.Module):
         """Normalize [..., hidden_size] in float32; shape and dtype stay."""
         wide = hidden.float()
         return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * self.weight.float()).type_as(hidden)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a latent vector, whose epsilon is the same in all published models, whatever their other norms'."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class JointQueryNorm(torch.nn.Module):
+    """Root-mean-square norm of the queries of all heads together, which tensor-parallel ranks share.
+
+    Args:
+        hidden_size: size of a head.
+        eps: added to the mean square.
+    """
+
+    heads = "num_attention_heads"
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps, self.size = eps, getattr(config, self.heads) * hidden_size
+        own = torch.ones(self.size // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(own)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., heads of this rank, head_dim] in float32; shape and dtype stay."""
+        wide = heads.float()
+        own = wide.square().sum(dim=(-2, -1), keepdim=True)
+        # Each rank needs the sum over all, and its gradient is the sum of what each rank made of it.
+        whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(own))
+        weight = self.weight.float().view(wide.shape[-2:])
+        return (wide * torch.rsqrt(whole / self.size + self.eps) * weight).type_as(heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return its weight for `dist_checkpointing`, which any layout can load."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return dict(make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets))
+
+
+class JointKeyNorm(JointQueryNorm):
+    """The same of the keys of all groups."""
+
+    heads = "num_query_groups"

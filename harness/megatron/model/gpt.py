@@ -17,15 +17,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from harness.errors import ConfigError
 from harness.megatron import compat
-from harness.megatron.model.attention import RMSNorm, VarlenAttention
+from harness.megatron.model.attention import JointKeyNorm, JointQueryNorm, LatentNorm, RMSNorm, VarlenAttention
 from harness.megatron.model.lora import add_adapters
-from harness.megatron.model.rotary import RowSelfAttention
-from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts
+from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
+from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
 from harness.megatron.weights import TensorShard
 from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
 
@@ -52,7 +52,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     dtype: torch.dtype = getattr(torch, model.dtype)
     pipelined = parallel.pipeline_parallel_size > 1
     interleaved = parallel.virtual_pipeline_parallel_size is not None
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.kv_lora_rank else TransformerConfig
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -60,7 +61,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_size,
         add_qkv_bias=model.has_qkv_bias,
-        qk_layernorm=model.has_head_norms,
+        # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
+        qk_layernorm=model.has_head_norms and not model.norms_span_heads,
         layernorm_epsilon=model.norm_epsilon,
         init_method_std=model.init_std,
         normalization="RMSNorm",
@@ -89,6 +91,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         **_experts(model, device),
+        **_latents(model),
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
@@ -103,6 +106,27 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         recompute_method="uniform" if model.recompute == "full" else None,
         recompute_num_layers=1 if model.recompute == "full" else None,
     )
+
+
+def _latents(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Megatron's multi-latent attention; none for plain attention."""
+    if not model.kv_lora_rank:
+        return {}
+    scaled = model.rope_scaling == "yarn"
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "yarn" if scaled else "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_scaling_factor": model.rope_scaling_factor if scaled else 1.0,
+        "original_max_position_embeddings": model.rope_original_positions,
+        "mscale": model.rope_mscale,
+        "mscale_all_dim": model.rope_mscale_all_dim,
+    }
 
 
 def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -130,40 +154,47 @@ def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _layers(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
+def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
     if config.num_moe_experts is not None:
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
         )
         layers = [compat.with_router(layer, Router) for layer in block.layer_specs]
+        layers = [_with_attention(layer, model, transformer_engine=transformer_engine) for layer in layers]
         if transformer_engine:
-            for layer in layers:
-                layer.submodules.self_attention.module = RowSelfAttention
             return replace(block, layer_specs=layers)
-        return TransformerBlockSubmodules(
-            layer_specs=[_without_engine(layer, config) for layer in layers], layer_norm=RMSNorm
-        )
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        layer.submodules.self_attention.module = RowSelfAttention
-        return layer
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer = _without_engine(layer, config)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+        )
+        return _with_attention(layer, model, transformer_engine=True)
+    layer = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    layer = _with_attention(layer, model, transformer_engine=False)
     stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, **stage), layer_norm=RMSNorm
     )
 
 
-def _without_engine(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return a layer with this project's attention and norms."""
+def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
+    """Return a layer with this project's rotary embedding; without Transformer Engine, also its kernel and norms."""
+    parts: dict[str, Any] = {} if transformer_engine else {"core_attention": VarlenAttention}
+    if model.norms_span_heads:
+        parts |= {"q_layernorm": JointQueryNorm, "k_layernorm": JointKeyNorm}
+    elif model.has_head_norms and not transformer_engine:
+        parts |= {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
+    if model.kv_lora_rank:
+        parts |= {"q_layernorm": LatentNorm, "kv_layernorm": LatentNorm}
     attention = layer.submodules.self_attention
-    head_norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
-    inside = replace(attention.submodules, core_attention=VarlenAttention, **head_norms)
-    attention = replace(attention, module=RowSelfAttention, submodules=inside)
-    norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
-    submodules = replace(layer.submodules, self_attention=attention, **norms)
-    return ModuleSpec(module=layer.module, submodules=submodules)
+    module = RowLatentAttention if model.kv_lora_rank else RowSelfAttention
+    attention = replace(attention, module=module, submodules=replace(attention.submodules, **parts))
+    norms = {} if transformer_engine else {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention, **norms))
 
 
 def build_chunks(
@@ -185,7 +216,7 @@ def build_chunks(
         chunks.append(
             GPTModel(
                 config=config,
-                transformer_layer_spec=_layers(config, transformer_engine=with_engine, vp_stage=vp_stage),
+                transformer_layer_spec=_layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage),
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -201,6 +232,8 @@ def build_chunks(
         )
     for chunk in chunks if model.num_experts else ():
         prepare_experts(chunk, model, device)
+    for chunk in chunks if model.kv_lora_rank else ():
+        _share_angles(chunk)
     if model.init_from is not None:
         for chunk in chunks:
             _hide_padding(chunk, vocab_size)
@@ -208,7 +241,19 @@ def build_chunks(
         shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
         for chunk in chunks:
             add_adapters(chunk, model, shard, device)
-    return [chunk.bfloat16() for chunk in chunks] if config.bf16 else chunks
+    if not config.bf16:
+        return chunks
+    chunks = [chunk.bfloat16() for chunk in chunks]
+    for router in routers(chunks):
+        if router.expert_bias is not None:  # small changes of it would be lost
+            router.expert_bias.data = router.expert_bias.data.float()
+    return chunks
+
+
+def _share_angles(chunk: GPTModel) -> None:
+    """Give all layers of latent attention one rotary embedding: its angles are gathered once a microbatch."""
+    for layer in chunk.decoder.layers[1:]:
+        layer.self_attention.rotary_pos_emb = chunk.decoder.layers[0].self_attention.rotary_pos_emb
 
 
 def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:

@@ -13,7 +13,10 @@ import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch.nn import functional
 
 from harness.megatron.compat import PackedRow
 
@@ -47,6 +50,75 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
         query, key, *rest = made
         cos, sin = row.angles(freqs, query.dtype, mscale=_yarn_get_concentration_factor_from_config(self.config))
         return (rotate(query, cos, sin), rotate(key, cos, sin), *rest)
+
+
+class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's multi-latent attention, with the rotary embedding of a packed row applied to the row as a whole.
+
+    Its down-projections are whole on every tensor-parallel rank, as those of Transformer Engine. Megatron's local ones
+    are divided, and the gradient of the key part that all heads share is then that of one rank's heads.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            projection = getattr(self, name, None)
+            if isinstance(projection, ColumnParallelLinear):
+                setattr(self, name, WholeLinear(config, projection.input_size, projection.output_size))
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kw: Any
+    ) -> Any:
+        """Return queries, keys [T / cp, heads, head_dim] and values [T / cp, heads, value_dim], and both latents."""
+        row = args[2] if len(args) > 2 else packed_seq_params
+        if not isinstance(row, PackedRow) or self.config.apply_rope_fusion:
+            return super().get_query_key_value_tensors(hidden_states, *args, packed_seq_params=packed_seq_params, **kw)
+        config, heads = self.config, self.num_attention_heads_per_partition
+        plain, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
+        queries_of = hidden_states
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            queries_of = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
+            query, _ = self.linear_q_up_proj(queries_of)
+        latent, shared = self.linear_kv_down_proj(hidden_states)[0].split((config.kv_lora_rank, turned), dim=-1)
+        if config.sequence_parallel:
+            shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
+        latent = self.kv_layernorm(latent)
+        both, _ = self.linear_kv_up_proj(latent)
+
+        made = self.rotary_pos_emb(row.max_seqlen_q, packed_seq=True)
+        freqs, mscale = made if isinstance(made, tuple) else (made, 1.0)
+        cos, sin = row.angles(freqs, query.dtype, mscale=mscale)
+        query, query_turned = query.view(*query.shape[:2], heads, plain + turned).split((plain, turned), dim=-1)
+        key, value = both.view(*both.shape[:2], heads, plain + config.v_head_dim).split(
+            (plain, config.v_head_dim), dim=-1
+        )
+        shared = rotate(_pairs_apart(shared.unsqueeze(2)), cos, sin)
+        query = torch.cat((query, rotate(_pairs_apart(query_turned), cos, sin)), dim=-1)
+        key = torch.cat((key, shared.expand(-1, -1, heads, -1)), dim=-1)
+        return query.squeeze(1), key.squeeze(1), value.squeeze(1), queries_of, latent
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has all of, for its own part of the tokens."""
+
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        config.init_method(self.weight)
+        # Read by finalize_model_grads, which sums the gradient over the TP group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return [s, b, outputs] for [s, b, inputs], and no bias, as Megatron's layers do."""
+        return functional.linear(inputs, self.weight), None
+
+
+def _pairs_apart(heads: torch.Tensor) -> torch.Tensor:
+    """Put the numbers at even places before those at odd ones: these models rotate neighbors."""
+    return torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
             records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
             log = stack.enter_context(records.progress).log
-            for warning in [*config.warnings(), *run.task.warnings]:
+            pretrained = run.task.pretrained.warnings if run.task.pretrained is not None else []
+            for warning in [*config.warnings(), *run.task.warnings, *pretrained]:
                 log(f"warning: {warning}")
             if run.newest is not None:
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")

@@ -6,7 +6,7 @@ tensors. Models of other families are refused with what they need that is missin
 
 from __future__ import annotations
 
-from harness.plan.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from harness.plan.families import deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
 from harness.plan.families.base import ExpertNames, Family, Refuse
 
 __all__ = ["FAMILIES", "MISSING", "ExpertNames", "Family", "Refuse"]
@@ -20,11 +20,13 @@ FAMILIES: dict[str, Family] = {
         qwen3,
         qwen3_moe,
         mixtral,
+        olmoe,
+        deepseek_v2,
+        deepseek_v3,
     )
 }
 
 _HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
-_LATENT = "attention over latent keys and values"
 # By `model_type`: what a model of that family needs that is not built.
 MISSING = {
     **dict.fromkeys(
@@ -49,12 +51,13 @@ MISSING = {
         ),
         _HYBRID,
     ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2"), _LATENT),
+    "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
+    "glm4_moe_lite": "a check of its latent attention against transformers",
+    "kimi_k2": "a twin in transformers to check against (its layers are those of deepseek_v3)",
     "glm4_moe": "rotary positions in a part of each head",
     "gpt_oss": "attention sinks, alternating sliding windows and clamped experts with biases",
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",
-    "olmoe": "norms over the queries and keys of all heads together",
     "phimoe": "layer norms with biases, and its router of one expert at a time",
     "qwen2_moe": "a gate of the shared expert",
 }

@@ -43,7 +43,9 @@ class Family:
         name: `model_type` of its config.json, and value of `model.family`.
         architecture: its class in transformers.
         has_qkv_bias: queries, keys and values have biases.
-        has_head_norms: queries and keys of each head are normalized.
+        has_head_norms: queries and keys are normalized, those of each head by themselves.
+        norms_span_heads: the queries of all heads are normalized together, and so are the keys.
+        has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
         experts: None for a dense family.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
@@ -54,6 +56,8 @@ class Family:
     architecture: str
     has_qkv_bias: bool = False
     has_head_norms: bool = False
+    norms_span_heads: bool = False
+    has_latents: bool = False
     window_setting: str = "use_sliding_window"
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing

@@ -31,6 +31,20 @@ ONE = ParallelConfig()
 CPU = torch.device("cpu")
 
 
+# Latent attention, in a model whose layers are dense except the last.
+LATENT = {
+    "family": "deepseek_v3",
+    "num_query_groups": 4,
+    "head_dim": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 16,
+    "num_experts": 4,
+    "dense_layers": 2,
+}
+
+
 def model_of(**settings) -> ModelConfig:
     sizes = {
         "num_layers": 3,
@@ -54,6 +68,9 @@ def model_of(**settings) -> ModelConfig:
         {"family": "qwen3", "dtype": "bfloat16"},
         {"num_experts": 8, "expert_ffn_hidden_size": 48, "dense_layers": 1, "shared_ffn_hidden_size": 64},
         {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 48, "dtype": "bfloat16"},
+        {"family": "olmoe", "num_experts": 8, "num_query_groups": 4, "dtype": "bfloat16"},
+        {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
+        LATENT,
         {"lora_rank": 4},
         {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
     ],

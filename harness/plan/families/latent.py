@@ -1,0 +1,87 @@
+"""What config.json files of models with multi-latent attention and shared experts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Refuse
+
+# The constants of yarn in every published model of these families, and in Megatron-Core.
+_YARN = {"beta_fast": 32, "beta_slow": 1}
+SHARED = ("gate_proj", "up_proj", "down_proj")
+
+
+def expert_names(bias: str = "") -> ExpertNames:
+    """Return the names of tensors of experts.
+
+    Args:
+        bias: name of the experts' bias; empty where there is none.
+    """
+    gate, up, down = (f"mlp.shared_experts.{name}.weight" for name in SHARED)
+    return ExpertNames(bias=bias, shared=(gate, up, down))
+
+
+def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return settings of the attention, the positions, and the sizes of experts."""
+    heads, groups = int(values["num_attention_heads"]), values.get("num_key_value_heads")
+    if groups not in (None, heads):
+        raise refuse(f"{groups} key-value heads beside {heads} heads of latent attention are not supported")
+    if values.get("moe_layer_freq", 1) != 1:
+        raise refuse(f"experts in one of {values['moe_layer_freq']} layers are not supported")
+    query, inner = values.get("q_lora_rank"), int(values["moe_intermediate_size"])
+    return {
+        "num_query_groups": heads,
+        "head_dim": None,
+        "kv_lora_rank": int(values["kv_lora_rank"]),
+        "q_lora_rank": None if query is None else int(query),
+        "qk_nope_head_dim": int(values["qk_nope_head_dim"]),
+        "qk_rope_head_dim": int(values["qk_rope_head_dim"]),
+        "v_head_dim": int(values["v_head_dim"]),
+        **_read_yarn(values, refuse),
+        "num_experts": int(values.get("n_routed_experts") or values.get("num_experts") or values["num_local_experts"]),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": inner,
+        "shared_ffn_hidden_size": int(values.get("n_shared_experts") or 0) * inner,
+        "dense_layers": int(values.get("first_k_dense_replace") or 0),
+        "router_scale": float(values.get("routed_scaling_factor", 1.0)),
+    }
+
+
+def _read_yarn(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) != "yarn":
+        return {}
+    for name, known in _YARN.items():
+        if rope.get(name, known) != known:
+            raise refuse(f"rope scaling yarn with {name} {rope[name]} is not supported ({known} is)")
+    mscale, all_dim = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
+    if all_dim and not mscale:
+        raise refuse(f"rope scaling yarn with mscale_all_dim {all_dim} and without mscale is not supported")
+    return {
+        "rope_original_positions": int(rope["original_max_position_embeddings"]),
+        # Without both, transformers scales the angles as for an mscale of 1.
+        "rope_mscale": mscale if all_dim else 1.0,
+        "rope_mscale_all_dim": all_dim,
+    }
+
+
+def write(model: Any) -> dict[str, Any]:
+    """Return the values that `read` reads."""
+    inner = model.expert_size
+    return {
+        "attention_bias": False,
+        "head_dim": model.qk_rope_head_dim,
+        "kv_lora_rank": model.kv_lora_rank,
+        "q_lora_rank": model.q_lora_rank,
+        "qk_nope_head_dim": model.qk_nope_head_dim,
+        "qk_rope_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": inner,
+        "n_shared_experts": model.shared_ffn_hidden_size // inner,
+        "first_k_dense_replace": model.dense_layers,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": model.router_scale,
+    }

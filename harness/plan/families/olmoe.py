@@ -1,0 +1,47 @@
+"""OLMoE: experts in every layer, and one norm over the queries, and one over the keys, of all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Family, Refuse
+
+
+def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    if values.get("clip_qkv") is not None:
+        raise refuse(f"queries, keys and values clipped to {values['clip_qkv']} are not supported")
+    experts = values.get("num_experts", values.get("num_local_experts"))
+    if experts is None:
+        raise KeyError("num_experts")
+    return {
+        "num_experts": int(experts),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
+        "dense_layers": 0,
+        "router_score": "softmax",
+        "router_normalize": bool(values.get("norm_topk_prob", False)),
+    }
+
+
+def _write(model: Any) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "intermediate_size": model.expert_size,
+        "norm_topk_prob": model.router_normalize,
+        "router_aux_loss_coef": model.aux_loss,
+    }
+
+
+FAMILY = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    has_head_norms=True,
+    norms_span_heads=True,
+    experts=ExpertNames(),
+    read=_read,
+    write=_write,
+)
