@@ -10,7 +10,14 @@ from harness.plan.families import FAMILIES, ExpertNames
 from harness.plan.hf_config import MTP_SETTINGS, check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import plan_memory
-from harness.plan.model import DIVIDED_BY_COLUMNS, ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.model import (
+    DIVIDED_BY_COLUMNS,
+    LORA_TARGETS,
+    ON_EVERY_RANK,
+    ModelConfig,
+    padded_vocab_size,
+    sequence_cost,
+)
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
 from harness.plan.work import Machine
@@ -18,7 +25,9 @@ from harness.plan.work import Machine
 __all__ = [
     "DIVIDED_BY_COLUMNS",
     "FAMILIES",
+    "LORA_TARGETS",
     "MTP_SETTINGS",
+    "ON_EVERY_RANK",
     "ROOM",
     "AssumedPacks",
     "ExpertNames",

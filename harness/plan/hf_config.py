@@ -107,7 +107,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             "rotary_base": int(rope["rope_theta"]),
             "rope_scaling": "none" if kind == "default" else kind,
             "rope_scaling_factor": 1.0 if kind == "default" else float(rope["factor"]),
-            "norm_epsilon": float(values["rms_norm_eps"]),
+            "norm_epsilon": float(values.get("rms_norm_eps", family.norm_epsilon) or values["rms_norm_eps"]),
             **(_DENSE if family.experts is None else family.read(values, refuse)),
         },
         vocab_size=int(values["vocab_size"]),

@@ -72,13 +72,38 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     return total
 
 
-def count_adapters(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the number of adapter weights on a rank of any stage; they alone are trained."""
-    tp, numbers = parallel.tensor_parallel_size, 0
-    for target in model.lora_targets:
-        inputs, outputs = model.linear_sizes[target]
-        numbers += inputs // tp + outputs if target in DIVIDED_BY_COLUMNS else inputs + outputs // tp
-    return model.num_layers // parallel.pipeline_parallel_size * model.lora_rank * numbers
+def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
+    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained.
+
+    Args:
+        experts_only: count those of routed experts alone.
+    """
+    if not model.lora_rank:
+        return 0
+    tp, hidden = parallel.tensor_parallel_size, model.hidden_size
+    layers = layers_of_stage(model, parallel, stage)
+    with_experts = sum(map(model.has_experts, layers))
+    targets = set(model.lora_targets)
+
+    def mlp(inner: int, tp: int) -> int:
+        gated, down = hidden + 2 * inner // tp, inner // tp + hidden
+        return gated * ("linear_fc1" in targets) + down * ("linear_fc2" in targets)
+
+    routed = with_experts * model.num_experts // parallel.expert_parallel_size * mlp(model.expert_size, 1)
+    if experts_only:
+        return model.lora_rank * routed
+    attention = 0
+    for name, (inputs, outputs) in model.attention_sizes.items():
+        if ("linear_proj" if name == "linear_proj" else "linear_qkv") not in targets:
+            continue
+        if name in ON_EVERY_RANK:
+            attention += inputs + outputs
+        else:
+            attention += inputs // tp + outputs if name in DIVIDED_BY_COLUMNS else inputs + outputs // tp
+    numbers = len(layers) * attention + (len(layers) - with_experts) * mlp(model.ffn_hidden_size, tp) + routed
+    if model.shared_ffn_hidden_size:
+        numbers += with_experts * mlp(model.shared_ffn_hidden_size, tp)
+    return model.lora_rank * numbers
 
 
 def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with_experts: bool = False) -> float:
@@ -158,9 +183,11 @@ def plan_memory(
     memories = []
     for stage in range(stages):
         weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
-        adapters = count_adapters(model, parallel) if model.lora_rank else 0
+        adapters = count_adapters(model, parallel, stage=stage)
         trained = adapters if model.lora_rank else weights
-        experts = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
+        experts = count_experts(model, parallel, stage=stage)
+        if model.lora_rank:
+            experts = count_adapters(model, parallel, stage=stage, experts_only=True)
         waiting = min(microbatches, stages - stage)
         if chunks > 1:
             waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))

@@ -61,7 +61,8 @@ class ModelConfig:
         seed: of the initial weights.
         lora_rank: rank of LoRA adapters, which alone are trained; 0 trains all weights.
         lora_alpha: adapter outputs are scaled by lora_alpha / lora_rank.
-        lora_targets: linear layers with an adapter, any of linear_qkv, linear_proj, linear_fc1 and linear_fc2.
+        lora_targets: linear layers with an adapter, any of linear_qkv (all that make queries, keys and values),
+            linear_proj, and linear_fc1 and linear_fc2 of dense layers, of each expert and of shared experts.
         num_experts: routed experts of a layer; 0 for a dense model.
         experts_per_token: experts that a token is sent to.
         expert_ffn_hidden_size: inner size of one expert; null for ffn_hidden_size.
@@ -207,12 +208,6 @@ class ModelConfig:
                 where="model.rope_scaling",
                 fix="none or yarn",
             )
-        if self.lora_rank:
-            raise ConfigError(
-                "adapters on latent attention are not supported",
-                where="model.lora_rank",
-                fix="model.lora_rank=0, or a model of another family",
-            )
 
     def _check_experts(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -257,12 +252,6 @@ class ModelConfig:
                 "the weight of a token's single expert would always be 1, and the router would not train",
                 where="model.router_normalize",
                 fix="model.router_normalize=false",
-            )
-        if self.lora_rank and set(self.lora_targets) & {"linear_fc1", "linear_fc2"}:
-            raise ConfigError(
-                "adapters on experts are not supported",
-                where="model.lora_targets",
-                fix="model.lora_targets=[linear_qkv,linear_proj]",
             )
 
     @property
@@ -403,6 +392,12 @@ class ModelConfig:
                 f"experts of inner size {self.expert_size} cannot be cut into {etp} equal parts",
                 where="model.expert_ffn_hidden_size, parallel.expert_tensor_parallel_size",
                 fix=f"an expert_tensor_parallel_size that divides {self.expert_size}",
+            )
+        if etp > 1 and self.lora_rank and set(self.lora_targets) & {"linear_fc1", "linear_fc2"}:
+            raise ConfigError(
+                f"adapters on experts cannot be cut into {etp} parts",
+                where="model.lora_targets, parallel.expert_tensor_parallel_size",
+                fix="parallel.expert_tensor_parallel_size=1, or model.lora_targets=[linear_qkv,linear_proj]",
             )
         if self.shared_ffn_hidden_size % tp:
             raise ConfigError(

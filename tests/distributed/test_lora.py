@@ -15,7 +15,7 @@ from harness.plan.settings import SftConfig
 from recipes import sft
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
-from .test_weights import SIZES, settings_of, tensors
+from .test_weights import LATENT, SIZES, settings_of, tensors
 
 RANK = 4
 LORA = (
@@ -27,6 +27,7 @@ LORA = (
 )
 STEPS = ("trainer.steps=6", "trainer.checkpoint_interval=3", "trainer.eval_interval=0")
 SEQUENCE = list(range(3, 40))
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +160,62 @@ def test_missing_adapters_are_not_exported(base: Path, dataset: Path, tmp_path: 
         export_checkpoint(tmp_path / "run", tmp_path / "out", adapters_only=True)
     assert "--adapter" in refused.value.fix
     assert not (tmp_path / "out").exists()
+
+
+def save_experts(folder: Path, *, latent: bool) -> Path:
+    """Save a tiny random model with experts; with latent attention also shared experts and a dense layer."""
+    import transformers
+
+    torch.manual_seed(5)
+    if latent:
+        config = transformers.DeepseekV3Config(
+            **{**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}
+        )
+        model = transformers.DeepseekV3ForCausalLM(config)
+    else:
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **sizes, head_dim=16))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.nightly
+def test_peft_loads_the_adapters_of_experts_and_merges_to_the_same_weights(dataset: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = save_experts(tmp_path / "base", latent=False)
+    losses = [line["loss"] for line in train(base, dataset, tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.2
+    adapter = exported(tmp_path / "run", tmp_path / "adapter", adapters_only=True)
+    held = tensors(adapter)
+    assert all(held[f"base_model.model.model.layers.1.mlp.experts.3.{name}.lora_B.weight"].any() for name in GATED)
+    assert not any("mlp.gate." in name for name in held)  # the router stays as it is
+    original = AutoModelForCausalLM.from_pretrained(base).eval()
+    plain = logits(original)
+    adapted = peft.PeftModel.from_pretrained(original, adapter).eval()
+    assert (logits(adapted) - plain).abs().max() > 0.1
+    again = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "run", tmp_path / "merged")).eval()
+    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("latent", "parallel"), [(False, "ep2"), (True, "tp2_ep2"), (True, "pp2_ep2")])
+def test_every_layout_trains_the_same_adapters_of_experts(
+    dataset: Path, tmp_path: Path, latent: bool, parallel: str
+) -> None:
+    base = save_experts(tmp_path / "base", latent=latent)
+    rows = "schedule=as_packed"
+    expected = train(base, dataset, tmp_path / "one", rows)
+    ranks = 4 if parallel == "pp2_ep2" else 2
+    found = train(base, dataset, tmp_path / "two", rows, f"parallel={parallel}", "trainer.steps=3", ranks=ranks)
+    for step, other in zip(found, expected, strict=False):
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.2
+    merged = tensors(exported(tmp_path / "one", tmp_path / "merged"))
+    before = tensors(base)
+    # Weights of every linear layer change; routers, their biases, norms and embeddings do not.
+    assert {name for name in before if not torch.equal(before[name], merged[name])} == {
+        name for name in before if name.rpartition(".weight")[0].endswith(("_proj", "_proj_with_mqa"))
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness.errors import HarnessError
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.weights import (
+    INDEX_FILE,
     HfWeights,
     TensorShard,
     check_weights,
@@ -24,7 +26,7 @@ from harness.megatron.weights import (
     to_hf,
 )
 from harness.parity.running import free_ports
-from harness.plan.hf_config import read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.settings import to_plain
@@ -275,6 +277,24 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
             {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},
             "queries, keys and values clipped to 8.0 are not supported",
         ),
+        ({"model_type": "deepseek_v32"}, "'deepseek_v32' are not supported: they need sparse attention"),
+        ({"model_type": "glm4_moe"}, "'glm4_moe' are not supported: they need rotary positions in a part of each head"),
+        ({"model_type": "nemotron_h"}, "'nemotron_h' are not supported: they need layers with a recurrent state"),
+        (
+            {"model_type": "deepseek_v2", **GROUPED, "topk_method": "group_limited_greedy"},
+            "experts chosen by topk_method 'group_limited_greedy' are not supported",
+        ),
+        (
+            {"model_type": "deepseek_v3", **GROUPED, "num_experts_per_tok": 6},
+            "6 experts a token of 2 of 4 groups are not supported",
+        ),
+        ({"model_type": "deepseek_v3", **GROUPED, "norm_topk_prob": False}, "sigmoid scores that are not normalized"),
+        ({"model_type": "deepseek_v3", **GROUPED, "rope_interleave": False}, "rope_interleave False is not supported"),
+        ({"model_type": "deepseek_v3", **GROUPED, "moe_layer_freq": 2}, "experts in one of 2 layers"),
+        (
+            {"model_type": "deepseek_v3", **GROUPED, "rope_parameters": {**YARN, "beta_fast": 16}},
+            "rope scaling yarn with beta_fast 16 is not supported",
+        ),
         ({"attention_bias": True}, "attention_bias is set"),
         ({"use_sliding_window": True, "sliding_window": 8}, "attention with a window of 8 tokens"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope scaling 'yarn'"),
@@ -294,6 +314,30 @@ def test_unsupported_models_are_refused_by_name(models, tmp_path, change, messag
     with pytest.raises(HarnessError) as refused:
         read_hf_config(tmp_path)
     assert message in str(refused.value)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(models["deepseek_v3"], tmp_path / "model")
+    (tmp_path / "model" / INDEX_FILE).unlink()  # then every file counts
+    save_file({"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, tmp_path / "model" / "mtp.safetensors")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    for name, layers in (("num_nextn_predict_layers", 1), ("num_mtp_layers", 1), ("num_nextn_predict_layers", 0)):
+        kept = {key: value for key, value in config.items() if key not in MTP_SETTINGS}
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**kept, name: layers}))
+        found = read_hf_config(tmp_path / "model")
+        model = ModelConfig(max_sequence_length=64, init_from=str(tmp_path / "model"), **found.settings)
+        pretrained = find_pretrained(model)
+        assert pretrained is not None
+        with HfWeights(tmp_path / "model") as weights:
+            if layers:
+                check_weights(weights, model, 300, pretrained.mtp_layers)
+                assert "1 layers that predict further tokens (MTP), which are left out" in pretrained.warnings[0]
+            else:
+                assert not pretrained.warnings
+                with pytest.raises(HarnessError, match=r"have unknown model.layers.2.eh_proj.weight"):
+                    check_weights(weights, model, 300, pretrained.mtp_layers)
 
 
 def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) -> None:

@@ -117,7 +117,7 @@ def export_checkpoint(
         if adapters_only:
             num_weights, num_bytes = _write_adapters(chunk, model, writing)
         else:
-            lora.merge(chunk)
+            lora.merge(chunk, model)
             tensors = (
                 (name, tensor.contiguous())
                 for ours, parameter in global_parameters(chunk)

@@ -148,9 +148,12 @@ def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "moe_router_group_topk": model.router_top_groups,
         "moe_router_topk_scaling_factor": model.router_scale if model.router_scale != 1 else None,
         "moe_router_enable_expert_bias": model.expert_bias,
-        "moe_router_bias_update_rate": model.expert_bias_rate,
+        # Adapters leave the biases of the model that they are for as they are.
+        "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": use_transformer_engine(model.attention, device),
+        # An adapter stands beside the matrices of one expert.
+        "moe_grouped_gemm": use_transformer_engine(model.attention, device)
+        and not (model.lora_rank and {"linear_fc1", "linear_fc2"} & set(model.lora_targets)),
     }
 
 

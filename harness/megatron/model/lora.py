@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +29,85 @@ from torch.nn import functional
 
 from harness.errors import ConfigError
 from harness.megatron.weights import ADAPTER, TensorShard, to_hf
-from harness.plan import DIVIDED_BY_COLUMNS, ModelConfig
+from harness.plan import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK, ModelConfig
 
-# Parent module of each linear layer, by its name in `model.lora_targets`.
-_PLACES = {"linear_qkv": "self_attention", "linear_proj": "self_attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
 _HF_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
 }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A linear layer that has an adapter.
+
+    Attributes:
+        layer: number of its Megatron layer, 0 for the first of the model.
+        parent: module that has the linear layer, by the name `linear`.
+        weight: name of its weight in the layer, as `global_parameters` gives it.
+        inputs, outputs: of the whole matrix.
+        seed: of its adapter, relative to its layer.
+        is_expert: of a routed expert, which tensor-parallel ranks do not divide.
+    """
+
+    layer: int
+    parent: torch.nn.Module
+    linear: str
+    weight: str
+    inputs: int
+    outputs: int
+    seed: int
+    is_expert: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"decoder.layers.{self.layer}.{self.weight}"
+
+
+def places(chunk: GPTModel, model: ModelConfig) -> Iterator[Place]:
+    """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
+    fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.lora_targets]
+    attention = {name: size for name, size in model.attention_sizes.items() if is_target(name, model)}
+    hidden = model.hidden_size
+
+    def mlp(layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False) -> Iterator[Place]:
+        for name in fc:
+            sizes = (hidden, 2 * inner) if name == "linear_fc1" else (inner, hidden)
+            end = seed + LORA_TARGETS.index(name)
+            yield Place(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
+
+    for layer in chunk.decoder.layers:
+        for number, (name, sizes) in enumerate(attention.items()):
+            seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
+            weight = f"self_attention.{name}.weight"
+            yield Place(layer.layer_number - 1, layer.self_attention, name, weight, *sizes, seed)
+        if not hasattr(layer.mlp, "router"):
+            yield from mlp(layer, layer.mlp, "mlp", model.ffn_hidden_size, 0)
+            continue
+        if layer.mlp.shared_experts is not None:
+            yield from mlp(layer, layer.mlp.shared_experts, "mlp.shared_experts", model.shared_ffn_hidden_size, 1_000)
+        if not fc:
+            continue
+        for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
+            seed = 10_000 + 10 * index
+            yield from mlp(layer, expert, f"mlp.experts.{index}", model.expert_size, seed, is_expert=True)
+
+
+def is_target(name: str, model: ModelConfig) -> bool:
+    """Return True if a linear layer of attention has an adapter; `linear_qkv` stands for all that make q, k and v."""
+    return ("linear_proj" if name == "linear_proj" else "linear_qkv") in model.lora_targets
 
 
 class Adapter(torch.nn.Module):
     """The two small matrices beside one linear layer.
 
     Args:
-        target: name of the layer in `model.lora_targets`.
+        place: of the linear layer.
         shard: this rank's part.
         seed: of A, the same on every rank.
 
@@ -58,16 +121,20 @@ class Adapter(torch.nn.Module):
         self,
         config: TransformerConfig,
         model: ModelConfig,
-        target: str,
+        place: Place,
         *,
         shard: TensorShard,
         seed: int,
         device: torch.device,
     ) -> None:
         super().__init__()
-        inputs, outputs = model.linear_sizes[target]
+        inputs, outputs, target = place.inputs, place.outputs, place.linear
         rank, halves, dtype = model.lora_rank, 2 if target == "linear_fc1" else 1, config.params_dtype
         self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
+        # A layer that a rank has all of, and its tokens too, needs no other rank.
+        self.is_whole = place.is_expert or target in ON_EVERY_RANK
+        if self.is_whole:
+            shard = TensorShard()
         self._sequence_parallel = config.sequence_parallel
         bound, generator = 1 / math.sqrt(inputs), torch.Generator().manual_seed(seed)
         drawn = torch.rand(rank, inputs, generator=generator, dtype=torch.float32) * 2 * bound - bound
@@ -78,22 +145,32 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.ParameterList(
             torch.nn.Parameter(torch.zeros(rows, rank, device=device, dtype=dtype)) for _ in range(halves)
         )
+        if place.is_expert:
+            # Reduced over the ranks that have this expert, as its own weights are.
+            own: Any = getattr(place.parent, target).weight
+            for parameter in self.parameters():
+                setattr(parameter, "allreduce", getattr(own, "allreduce", True))  # noqa: B010 - not one of torch
+            return
         # The norm of gradients counts shared parameters once and divided ones on every rank.
-        for divided in [self.a] if self.by_columns else self.b:
-            set_tensor_model_parallel_attributes(divided, is_parallel=True, dim=int(self.by_columns), stride=1)
+        divided = [] if self.is_whole else [self.a] if self.by_columns else list(self.b)
+        for parameter in divided:
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(self.by_columns), stride=1)
         # Gradients of a part of the tokens, which Megatron sums over the ranks with the others.
-        for partial in self.b if self.by_columns else [self.a]:
-            setattr(partial, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not an attribute of torch
+        partial = list(self.parameters()) if self.is_whole else list(self.b) if self.by_columns else [self.a]
+        for parameter in partial:
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not an attribute of torch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the addition to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
+        rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
+        if self.is_whole:
+            return functional.linear(functional.linear(inputs, self.a), rows) * self.scale
         whole, split = (
             (reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region)
             if self.by_columns
             else (copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region)
         )
         low = (split if self._sequence_parallel else whole)(functional.linear(inputs, self.a))
-        rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
         return functional.linear(low, rows) * self.scale
 
     def weight(self) -> torch.Tensor:
@@ -106,25 +183,25 @@ class Adapter(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return its tensors for `dist_checkpointing`, which any layout can load."""
         axes = {"a": 1} if self.by_columns else {f"b.{half}": 0 for half in range(len(self.b))}
+        if self.is_whole:
+            axes = {}
         own = self.state_dict(prefix="", keep_vars=True)
         return dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
 
 
 def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device: torch.device) -> None:
-    """Freeze a chunk's weights and add adapters to its linear layers."""
+    """Freeze a chunk's weights, routers included, and add adapters to its linear layers."""
     config = chunk.config
     for parameter in chunk.parameters():
         parameter.requires_grad = False
-    for layer in chunk.decoder.layers:
-        for number, (target, place) in enumerate(_PLACES.items()):
-            if target not in model.lora_targets:
-                continue
-            parent = getattr(layer, place)
-            # By the layer's number in the whole model: every layout draws the same values.
-            seed = (model.seed * 1_000_003 + layer.layer_number) * len(_PLACES) + number
-            adapter = Adapter(config, model, target, shard=shard, seed=seed, device=device)
-            setattr(parent, target + ADAPTER[:-1], adapter)
-            getattr(parent, target).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
+    for place in list(places(chunk, model)):
+        # By the layer's number in the whole model: every layout draws the same values.
+        seed = (model.seed * 1_000_003 + place.layer + 1) * len(LORA_TARGETS) + place.seed
+        if place.seed >= len(LORA_TARGETS):
+            seed = seed * 1_000_003 + place.seed
+        adapter = Adapter(config, model, place, shard=shard, seed=seed, device=device)
+        setattr(place.parent, place.linear + ADAPTER[:-1], adapter)
+        getattr(place.parent, place.linear).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
     if chunk.pre_process:
         # Recomputed layers compute gradients only if their input requires one, and the embedding is frozen.
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
@@ -141,21 +218,17 @@ def _adding(adapter: Adapter, epsilon: float) -> Any:
     return add
 
 
-def adapters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:
+def adapters(chunk: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:
     """Yield the name of each adapted weight (layers numbered over the whole model), its layer, and its adapter."""
-    for layer in chunk.decoder.layers:
-        for target, place in _PLACES.items():
-            parent = getattr(layer, place)
-            adapter = getattr(parent, target + ADAPTER[:-1], None)
-            if adapter is not None:
-                name = f"decoder.layers.{layer.layer_number - 1}.{place}.{target}.weight"
-                yield name, getattr(parent, target), adapter
+    for place in places(chunk, model) if model.lora_rank else ():
+        adapter = getattr(place.parent, place.linear + ADAPTER[:-1])
+        yield place.name, getattr(place.parent, place.linear), adapter
 
 
 @torch.no_grad()
-def merge(chunk: GPTModel) -> None:
+def merge(chunk: GPTModel, model: ModelConfig) -> None:
     """Add every adapter to its weight, on a rank that has the whole model; adapters do not change."""
-    for _, layer, adapter in adapters(chunk):
+    for _, layer, adapter in adapters(chunk, model):
         weight: Any = layer.weight
         weight += adapter.weight().to(weight.dtype)
 
@@ -163,13 +236,19 @@ def merge(chunk: GPTModel) -> None:
 def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return adapters by the names of PEFT, on a rank that has the whole model."""
     tensors = {}
-    for name, _, adapter in adapters(chunk):
+    for name, _, adapter in adapters(chunk, model):
         rows = torch.cat(list(adapter.b)).detach()
         for other, part in to_hf(name, rows, model, vocab_size=0).items():
             prefix = f"base_model.model.{other.removesuffix('.weight')}"
             tensors[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
             tensors[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
     return tensors
+
+
+def _hf_modules(model: ModelConfig) -> list[str]:
+    names = [name for target in model.attention_sizes if is_target(target, model) for name in _HF_MODULES[target]]
+    gated, down = (f"linear_fc{number}" in model.lora_targets for number in (1, 2))
+    return names + ["gate_proj", "up_proj"] * gated + ["down_proj"] * down
 
 
 def peft_config(model: ModelConfig) -> dict[str, Any]:
@@ -184,7 +263,7 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [name for target in model.lora_targets for name in _HF_MODULES[target]],
+        "target_modules": _hf_modules(model),
     }
 
 

@@ -47,6 +47,7 @@ class Family:
         norms_span_heads: the queries of all heads are normalized together, and so are the keys.
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
+        norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
@@ -59,6 +60,7 @@ class Family:
     norms_span_heads: bool = False
     has_latents: bool = False
     window_setting: str = "use_sliding_window"
+    norm_epsilon: float | None = None
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}

@@ -41,6 +41,7 @@ FAMILY = Family(
     "OlmoeForCausalLM",
     has_head_norms=True,
     norms_span_heads=True,
+    norm_epsilon=1e-5,
     experts=ExpertNames(),
     read=_read,
     write=_write,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from harness.config import CONFIGS, compose_config
@@ -16,6 +18,7 @@ from harness.settings import to_plain
 
 # GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs of 8,192 tokens, conversations of 1,024.
 EXPECTED = {
+    "deepseek_v3_32nodes": (63.5, 32, 16, 0.245),
     "llama3_8b_1node": (67.2, 4, 16, 0.485),
     "llama3_8b_4nodes": (59.8, 16, 8, 0.48),
     "qwen3_30b_a3b_1node": (67.3, 2, 32, 0.183),
@@ -35,7 +38,7 @@ def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     config = compose_config("sft", SftConfig, [f"experiment={name}"])
     planned = plan_run(to_plain(config), packs=AssumedPacks(100_000, pack_size=8192, sequence_tokens=1024))
     gib, dp_size, microbatches, mfu = EXPECTED[name]
-    assert planned.ranks == (8 if name.endswith("_1node") else 32)
+    assert planned.ranks == 8 * int(re.findall(r"(\d+)nodes?$", name)[0])
     assert planned.memory.total / 2**30 == pytest.approx(gib, abs=0.1)
     assert planned.memory.total < (1 - ROOM) * 80 * 2**30
     assert planned.work is not None

@@ -138,6 +138,9 @@ def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() 
     assert (both.dp_size(2), both.expert_copies(2)) == (1, 1)
 
 
+LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, "num_query_groups": 4}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -149,12 +152,37 @@ def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() 
         ({"expert_bias": True}, "sigmoid router only"),
         ({"experts_per_token": 1}, "would always be 1"),
         ({"router_score": "relu"}, "'relu' is not known"),
-        ({"lora_rank": 2}, "adapters on experts are not supported"),
+        ({"family": "deepseek_v3"}, "deepseek_v3 have latent attention, and kv_lora_rank is 0"),
+        ({"kv_lora_rank": 8}, "llama have no latent attention, and kv_lora_rank is 8"),
+        ({**LATENT, "num_query_groups": 2}, "every head has its own keys and values"),
+        ({**LATENT, "qk_rope_head_dim": 5}, "5 numbers of a head cannot be rotated in pairs"),
+        ({**LATENT, "rope_scaling": "llama3"}, "latent attention has no rope_scaling llama3"),
+        ({**LATENT, "rope_mscale": 0.7}, "rope_mscale is 0.7 and rope_mscale_all_dim 0"),
+        ({"rope_scaling": "yarn"}, "scaled by yarn only in models with latent attention"),
     ],
 )
 def test_experts_that_cannot_exist_are_refused(settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{"num_experts": 4, **settings})
+
+
+def test_latent_attention_and_adapters_of_experts_are_refused_on_layouts_that_cannot_have_them() -> None:
+    tp2 = ParallelConfig(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="latent attention on 2 tensor-parallel ranks needs sequence parallelism"):
+        ModelConfig(**LATENT, num_experts=4).check(tp2)
+    cut = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="adapters on experts cannot be cut into 2 parts"):
+        ModelConfig(num_experts=4, lora_rank=2).check(cut)
+
+
+def test_the_cost_of_latent_attention_counts_its_projections() -> None:
+    sizes = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5, "q_lora_rank": 7, "hidden_size": 16}
+    model = ModelConfig(**LATENT, **sizes, num_layers=2, num_experts=4, expert_ffn_hidden_size=3)
+    # Queries by way of 7 numbers; keys and values of 4 heads by way of 8, beside 2 that all heads share.
+    attention = 16 * 7 + 7 * 4 * 8 + 16 * (8 + 2) + 8 * 4 * (6 + 5) + 4 * 5 * 16
+    cost = sequence_cost(model)
+    assert cost.linear == 2 * 2 * (attention + 16 * (3 * 2 * 3 + 4))
+    assert cost.quadratic == 2 * 4 * (8 + 5)
 
 
 def test_the_cost_of_a_token_counts_the_experts_that_it_is_sent_to() -> None:
