@@ -94,7 +94,7 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
         return model.lora_rank * routed
     attention = 0
     for name, (inputs, outputs) in model.attention_sizes.items():
-        if ("linear_proj" if name == "linear_proj" else "linear_qkv") not in targets:
+        if name not in model.adapted:
             continue
         if name in ON_EVERY_RANK:
             attention += inputs + outputs
@@ -133,7 +133,8 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
         # A norm keeps its output for the gradient of its weight, which is frozen; adapters keep their inner tokens.
         whole -= 8 * model.hidden_size
         divided -= 4 * (query + key) if model.has_head_norms else 0
-        divided += tp * item * model.lora_rank * len(model.lora_targets)
+        divided += tp * item * model.lora_rank * len(model.adapted)
+        whole -= 4 * sum(filter(None, (model.q_lora_rank, model.kv_lora_rank))) if model.kv_lora_rank else 0
     dense = whole / (tp if parallel.sequence_parallel else 1) + divided / tp
     return dense + (expert_activation_bytes(model, parallel) if with_experts else 0.0)
 

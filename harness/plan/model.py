@@ -322,6 +322,16 @@ class ModelConfig:
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         return {**self.attention_sizes, "linear_fc1": (hidden, 2 * ffn), "linear_fc2": (ffn, hidden)}
 
+    @property
+    def adapted(self) -> list[str]:
+        """Linear layers of one Megatron layer that have adapters: `linear_qkv` stands for all that make q, k and v."""
+        made = (
+            [name for name in self.attention_sizes if name != "linear_proj"]
+            if "linear_qkv" in self.lora_targets
+            else []
+        )
+        return made + [name for name in ("linear_proj", "linear_fc1", "linear_fc2") if name in self.lora_targets]
+
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
         return bool(self.num_experts) and layer >= self.dense_layers

@@ -39,6 +39,8 @@ _HF_MODULES = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
 }
 
 
@@ -71,8 +73,8 @@ class Place:
 
 def places(chunk: GPTModel, model: ModelConfig) -> Iterator[Place]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
-    fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.lora_targets]
-    attention = {name: size for name, size in model.attention_sizes.items() if is_target(name, model)}
+    fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
+    attention = {name: size for name, size in model.attention_sizes.items() if name in model.adapted}
     hidden = model.hidden_size
 
     def mlp(layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False) -> Iterator[Place]:
@@ -96,11 +98,6 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[Place]:
         for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
             seed = 10_000 + 10 * index
             yield from mlp(layer, expert, f"mlp.experts.{index}", model.expert_size, seed, is_expert=True)
-
-
-def is_target(name: str, model: ModelConfig) -> bool:
-    """Return True if a linear layer of attention has an adapter; `linear_qkv` stands for all that make q, k and v."""
-    return ("linear_proj" if name == "linear_proj" else "linear_qkv") in model.lora_targets
 
 
 class Adapter(torch.nn.Module):
@@ -245,12 +242,6 @@ def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]
     return tensors
 
 
-def _hf_modules(model: ModelConfig) -> list[str]:
-    names = [name for target in model.attention_sizes if is_target(target, model) for name in _HF_MODULES[target]]
-    gated, down = (f"linear_fc{number}" in model.lora_targets for number in (1, 2))
-    return names + ["gate_proj", "up_proj"] * gated + ["down_proj"] * down
-
-
 def peft_config(model: ModelConfig) -> dict[str, Any]:
     """Return the `adapter_config.json` that PEFT reads."""
     return {
@@ -263,7 +254,7 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": _hf_modules(model),
+        "target_modules": [name for target in model.adapted for name in _HF_MODULES[target]],
     }
 
 

@@ -1,0 +1,84 @@
+"""Routers compute in float32, and are left as they are where settings freeze them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from harness.megatron.job import join, runtime
+from harness.megatron.model.gpt import build_model
+from harness.megatron.model.router import routers
+from harness.megatron.step import MegatronStep
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
+from harness.plan.settings import OptimizerConfig
+from harness.records import SequenceView
+from harness.thd import build_thd_batch
+
+ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_experts": 4,
+    "router_score": "sigmoid",
+    "expert_bias": True,
+    "expert_bias_rate": 0.01,
+}
+
+
+def train_a_step(**settings) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.dtype]]:
+    """Return the routers' weights, biases included, before and after a step, and the dtypes of scores and biases."""
+    with runtime.start("cpu"):
+        layout = join(ONE, 1)
+        chunks = build_model(ModelConfig(**{**SIZES, **settings}), ONE, vocab_size=VOCAB, device=CPU)
+        optimizer = OptimizerConfig(lr=0.01, warmup_steps=0)
+        step = MegatronStep(
+            chunks,
+            optimizer=optimizer,
+            parallel=ONE,
+            layout=layout,
+            device=CPU,
+            vocab_size=VOCAB,
+            decay_steps=9,
+        )
+
+        def state() -> dict[str, torch.Tensor]:
+            found = list(routers(chunks))
+            values = {f"{number} weight": router.weight for number, router in enumerate(found)}
+            values |= {f"{number} bias": router.expert_bias for number, router in enumerate(found)}
+            return {name: value.detach().clone() for name, value in values.items()}
+
+        before, one = state(), next(routers(chunks))
+        scores = one.gating(torch.zeros(3, 1, 32, dtype=one.weight.dtype))
+        dtypes = [scores.dtype, one.expert_bias.dtype]
+        ids = np.arange(65, dtype=np.int32) * 7 % VOCAB
+        row = build_thd_batch([SequenceView(ids, np.ones(65, np.uint8))])
+        for _ in range(2):  # the rate of the first step may be that of the warm-up
+            step.train(SimpleNamespace(rows=[row]))
+        return before, state(), dtypes
+
+
+@pytest.mark.parametrize(
+    ("settings", "moving"),
+    [
+        ({}, {"weight", "bias"}),
+        ({"freeze_router": True}, {"bias"}),
+        ({"expert_bias_rate": 0}, {"weight"}),
+        # Adapters are for a model whose routers are as they were.
+        ({"lora_rank": 2}, set()),
+    ],
+)
+def test_a_router_moves_unless_it_is_frozen(settings, moving) -> None:
+    before, after, _ = train_a_step(**settings)
+    changed = {name.split()[1] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == moving
+
+
+def test_scores_and_biases_are_float32_in_a_bfloat16_model() -> None:
+    """Biases also before the first step, when weights are read into them."""
+    _, _, dtypes = train_a_step(dtype="bfloat16")
+    assert dtypes == [torch.float32, torch.float32]
