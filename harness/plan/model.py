@@ -36,7 +36,7 @@ class ModelConfig:
     Attributes:
         family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key);
             with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
-            and deepseek_v3 (latent attention; Moonlight too).
+            and deepseek_v3 (latent attention; Moonlight too) and glm4_moe_lite (GLM-4.7-Flash).
         init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         head_dim: size of a head; null for hidden_size / num_attention_heads.

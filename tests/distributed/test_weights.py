@@ -98,6 +98,7 @@ MODELS |= {
         "DeepseekV3",
         {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "num_mtp_layers": 0},
     ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 14, "mlp_layer_types": ["dense", "sparse"]}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
@@ -290,6 +291,10 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ),
         ({"model_type": "deepseek_v3", **GROUPED, "norm_topk_prob": False}, "sigmoid scores that are not normalized"),
         ({"model_type": "deepseek_v3", **GROUPED, "rope_interleave": False}, "rope_interleave False is not supported"),
+        (
+            {"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["sparse", "dense"]},
+            "dense layers that are not the first ones are not supported",
+        ),
         ({"model_type": "deepseek_v3", **GROUPED, "moe_layer_freq": 2}, "experts in one of 2 layers"),
         (
             {"model_type": "deepseek_v3", **GROUPED, "rope_parameters": {**YARN, "beta_fast": 16}},

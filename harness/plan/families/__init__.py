@@ -6,7 +6,18 @@ tensors. Models of other families are refused with what they need that is missin
 
 from __future__ import annotations
 
-from harness.plan.families import deepseek_v2, deepseek_v3, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
+from harness.plan.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from harness.plan.families.base import ExpertNames, Family, Refuse
 
 __all__ = ["FAMILIES", "MISSING", "ExpertNames", "Family", "Refuse"]
@@ -23,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         olmoe,
         deepseek_v2,
         deepseek_v3,
+        glm4_moe_lite,
     )
 }
 
@@ -52,9 +64,8 @@ MISSING = {
         _HYBRID,
     ),
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
-    "glm4_moe_lite": "a check of its latent attention against transformers",
-    "kimi_k2": "a twin in transformers to check against (its layers are those of deepseek_v3)",
-    "glm4_moe": "rotary positions in a part of each head",
+    "glm4_moe": "rotary positions in a part of each head, and biases and norms that its models have or not",
+    "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "gpt_oss": "attention sinks, alternating sliding windows and clamped experts with biases",
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",
