@@ -125,8 +125,11 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
         divided = inner + item * (4 * query + model.value_size) + 4 * model.num_attention_heads
         for latent in filter(None, (model.q_lora_rank, model.kv_lora_rank)):
             whole += (8 + item) * latent + 4
+        # In float32 the norm keeps its input, which is a part of what the down-projection gives.
+        whole += 4 * model.qk_rope_head_dim if item == 4 else 0
     if model.recompute == "selective":
         divided -= item * query + 4 * model.num_attention_heads
+        divided -= item * (query - model.value_size) if model.kv_lora_rank else 0  # values, not padded
     if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
