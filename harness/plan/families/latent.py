@@ -1,4 +1,4 @@
-"""What config.json files of models with multi-latent attention and shared experts have in common."""
+"""Settings in config.json files of models with multi-latent attention and shared experts, which several families have."""
 
 from __future__ import annotations
 
