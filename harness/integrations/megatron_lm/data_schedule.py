@@ -46,6 +46,15 @@ from harness.thd import context_parallel_indices, padding_multiple
 
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
 _FAILED = -1  # in place of a row's number of bounds
+# Settings of newer configs, and the values with which rows are what this module makes.
+_NEEDED: dict[str, tuple[object, ...]] = {
+    "dynamic_context_parallel": (False, None),
+    "hybrid_context_parallel": (False, None),  # its earlier name
+    "cp_partition_mode": ("zigzag", None),
+    "linear_cp_layout": ("zigzag", None),
+    "attention_cp_layout": ("zigzag", None),
+    "pad_packed_seq_alignment": (None,),
+}
 
 Groups = Sequence[Sequence[Sequence[int]]]
 Microbatch = tuple[
@@ -458,16 +467,6 @@ def _check_multiple(id_lengths: Sequence[tuple[int, int]], multiple: int) -> Non
             where="the data iterator",
             fix=f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)",
         )
-
-
-# Settings of newer configs, and the values with which rows are what this module makes.
-_NEEDED: dict[str, tuple[object, ...]] = {
-    "dynamic_context_parallel": (False, None),
-    "cp_partition_mode": ("zigzag", None),
-    "linear_cp_layout": ("zigzag", None),
-    "attention_cp_layout": ("zigzag", None),
-    "pad_packed_seq_alignment": (None,),
-}
 
 
 def _check_config(config: Any) -> None:

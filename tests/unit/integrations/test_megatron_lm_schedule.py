@@ -257,6 +257,7 @@ def test_a_row_of_more_sequences_than_are_allowed_is_refused() -> None:
     ("changes", "problem"),
     [
         ({"dynamic_context_parallel": True}, "config.dynamic_context_parallel = True is not supported"),
+        ({"hybrid_context_parallel": True}, "config.hybrid_context_parallel = True is not supported"),
         ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
         ({"sequence_packing_scheduler": "default_dynamic_cp"}, "no packing scheduler 'default_dynamic_cp'"),
         ({"max_seqlen_per_dp_cp_rank": None}, "max_seqlen_per_dp_cp_rank is None"),
