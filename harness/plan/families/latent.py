@@ -1,4 +1,4 @@
-"""Settings in config.json files of models with multi-latent attention and shared experts, which several families have."""
+"""Settings that config.json files of models with latent attention and shared experts have in common."""
 
 from __future__ import annotations
 
