@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -19,8 +16,9 @@ import numpy as np
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
-from harness.prep.tokenize.config import INSTALL_FIX, TokenizerConfig
+from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Masker, Rendered
 from harness.prep.tokenize.offsets import Span, mask_of_encoding
 from harness.prep.tokenize.templates import load_template, template_tokens
@@ -65,7 +63,7 @@ class ChatTokenizer:
         """
         self.name = folder or config.name
         self._config = config
-        self._hf = _load(self.name)
+        self._hf = load_tokenizer(self.name)
         self._backend = self._hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
         self._backend.no_truncation()
@@ -276,48 +274,12 @@ def _compile(text: str, variables: Mapping[str, Any], today: date | None, where:
 
 def tokenizer_hash(name: str) -> str:
     """Return `ChatTokenizer.tokenizer_hash` of a folder or hub id, with or without a chat template."""
-    return _hash_tokens(_load(name))
+    return _hash_tokens(load_tokenizer(name))
 
 
 def _hash_tokens(tokenizer: Any) -> str:
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     return _digest(json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items())]))
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Import transformers without its advice to install PyTorch, which tokenizing does not need."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-def _load(name: str) -> Any:
-    try:
-        with _without_advice():
-            from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(f"tokenizing needs `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX) from error
-    folder = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not folder.is_dir():
-        raise ConfigError("there is no such tokenizer folder", where=name, fix="check tokenizer.name")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
-    except Exception as error:  # the library raises almost anything for a damaged folder
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        fix = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
-        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=fix) from error
-    if not getattr(tokenizer, "is_fast", False):
-        what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
-        raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
-    return tokenizer
 
 
 def _digest(text: str) -> str:

@@ -1,0 +1,119 @@
+"""Load a tokenizer from a folder or from the Hugging Face hub; a name that is neither is refused at once.
+
+transformers retries for many seconds where a hub does not answer, so the hub is asked once before it is loaded from.
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE count as for Hugging Face's own tools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.prep.tokenize.config import INSTALL_FIX
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
+_ANSWER_S = 5.0
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+_FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the fast tokenizer of a folder or hub id.
+
+    Raises:
+        ConfigError: transformers is not installed, the name is neither a folder nor a hub id that can be loaded, or
+            the tokenizer is not a fast one.
+    """
+    try:
+        with _without_advice():
+            from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"tokenizing needs `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX) from error
+    folder = Path(name).expanduser()
+    source = str(folder) if folder.is_dir() else _hub_source(name, folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the library raises almost anything for a damaged folder
+        raise ConfigError(f"the tokenizer cannot be loaded: {_reason(error)}", where=name, fix=_FIX) from error
+    if not getattr(tokenizer, "is_fast", False):
+        what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
+        raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
+    return tokenizer
+
+
+def _hub_source(name: str, folder: Path) -> str:
+    """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
+    if folder.exists():
+        what = "the tokenizer's name is that of a file, not of a folder"
+        raise ConfigError(what, where=name, fix=f"set tokenizer.name={folder.parent}")
+    if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
+        raise ConfigError("there is no such tokenizer folder", where=name, fix=_fix(folder))
+    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
+
+    files = [file for file in (try_to_load_from_cache(name, file) for file in _FILES) if isinstance(file, str)]
+    cached = str(Path(files[0]).parent) if files else ""
+    if constants.HF_HUB_OFFLINE:
+        if cached:
+            return cached
+        what = "there is no such tokenizer folder, and HF_HUB_OFFLINE forbids to look for a hub id"
+        raise ConfigError(what, where=name, fix=_fix(folder))
+    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    try:
+        api.model_info(name, timeout=_ANSWER_S)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        what = "there is no such tokenizer folder, and the hub has no model of this name"
+        fix = f"{_fix(folder)}; a private one needs HF_TOKEN"
+        raise ConfigError(what, where=name, fix=fix) from error
+    except errors.HfHubHTTPError as error:
+        # A mirror may serve files without describing repositories; one that fails is not asked again.
+        is_up = error.response is not None and error.response.status_code < 500
+        if is_up or cached:
+            return name if is_up else cached
+        raise _unreachable(name, folder, error) from error
+    except Exception as error:  # of the network below it, whose library differs between versions
+        if cached:
+            return cached
+        raise _unreachable(name, folder, error) from error
+    return name
+
+
+def _unreachable(name: str, folder: Path, error: Exception) -> ConfigError:
+    what = f"there is no such tokenizer folder, and the hub cannot be reached: {_reason(error)[:200]}"
+    fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and name the folder"
+    return ConfigError(what, where=name, fix=fix)
+
+
+def _fix(folder: Path) -> str:
+    """Return what to do, with the folder whose name is nearest if one is near."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    near = difflib.get_close_matches(folder.name, names, n=1)
+    return f"check tokenizer.name: did you mean {folder.parent / near[0]}?" if near else f"check tokenizer.name: {_FIX}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Import transformers without its advice to install PyTorch, which tokenizing does not need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

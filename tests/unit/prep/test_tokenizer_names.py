@@ -1,0 +1,94 @@
+"""A tokenizer's name is a folder or a repository of the hub; anything else is refused after one request at most."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
+from tests.samples.loopback_hub import LoopbackHub
+
+constants = pytest.importorskip("huggingface_hub.constants")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub without models, and an empty cache."""
+    server = LoopbackHub({})
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.close()
+
+
+def asked(hub):
+    """Return the requests for a model; huggingface_hub makes others of its own, once a process."""
+    return [request for request in hub.requests if "tokeniz" in request]
+
+
+def load(name):
+    return ChatTokenizer(TokenizerConfig(name=name, mask="all"))
+
+
+def refusal(name):
+    with pytest.raises(ConfigError) as error:
+        load(name)
+    assert error.value.where == name
+    return error.value
+
+
+@pytest.mark.parametrize("name", ["data/my/tokenizr", "./tokenizr", "/none/tokenizr", "my tokenizr", "hub@main"])
+def test_a_path_that_cannot_be_a_hub_id_is_refused_without_a_request(hub, name):
+    assert "no such tokenizer folder" in refusal(name).what
+    assert asked(hub) == []
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_after_one_request(hub, tmp_path):
+    (tmp_path / "data" / "tokenizer").mkdir(parents=True)
+    error = refusal("data/tokenizr")
+    assert "the hub has no model" in error.what
+    assert "did you mean data/tokenizer?" in error.fix
+    assert asked(hub) == ["GET /api/models/data/tokenizr"]
+
+
+def test_a_hub_that_fails_is_asked_once(hub):
+    hub.faults = {"": 503}
+    error = refusal("org/tokenizer")
+    assert "the hub cannot be reached" in error.what
+    assert "hf download org/tokenizer" in error.fix
+    assert asked(hub) == ["GET /api/models/org/tokenizer"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://hub.invalid"])
+def test_a_hub_that_cannot_be_reached_is_refused(hub, monkeypatch, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    assert "the hub cannot be reached" in refusal("tokenizer").what
+    assert asked(hub) == []
+
+
+def test_offline_mode_makes_no_request(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refusal("org/tokenizer").what
+    assert asked(hub) == []
+
+
+def test_a_cached_tokenizer_loads_while_the_hub_is_down(hub, tmp_path):
+    hub.faults = {"": 503}
+    train_bpe(["a word", "another word"], tmp_path / "made", vocab_size=270)
+    model, commit = tmp_path / "cache" / "models--org--tokenizer", "0" * 40
+    shutil.copytree(tmp_path / "made", model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    assert load("org/tokenizer").tokenizer_hash == load(str(tmp_path / "made")).tokenizer_hash
+    assert asked(hub) == ["GET /api/models/org/tokenizer"]
+
+
+def test_the_name_of_a_file_is_refused_with_its_folder(hub, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    error = refusal(str(tmp_path / "tokenizer.json"))
+    assert error.fix == f"set tokenizer.name={tmp_path}"
+    assert asked(hub) == []
