@@ -116,7 +116,8 @@ def merge_indexed(
 ) -> IndexedReport:
     """Write the documents of several pairs, in order, as one pair, byte for byte as Megatron's `add_index` would.
 
-    Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32.
+    Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
+    every sequence, and merge only with each other.
 
     Args:
         sources: X, X.bin or X.idx of each.
@@ -126,7 +127,8 @@ def merge_indexed(
 
     Raises:
         ConfigError: there are no sources, or the destination is one of them.
-        FormatError: a source is damaged, multimodal, packed, or has a dtype that cannot hold tokens.
+        FormatError: a source is damaged, packed, has modes and others have none, or has a dtype that cannot hold
+            tokens.
     """
     pairs = [prefix_of(source) for source in sources]
     destination = prefix_of(prefix)
@@ -135,14 +137,17 @@ def merge_indexed(
     if destination.resolve() in {pair.resolve() for pair in pairs}:
         raise ConfigError("the destination is one of the sources", where=prefix, fix="choose another destination")
     # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
-    dtype, total = UINT16, 0
-    for pair in pairs:
+    dtype, total, has_modes = UINT16, 0, False
+    for number, pair in enumerate(pairs):
         index = check_indexed(pair)
         where = str(with_suffix(pair, IDX))
         if with_suffix(pair, LOSS_BIN).is_file():
             raise FormatError("holds packs, whose loss masks would be lost", where=where, fix="use `harness convert`")
-        if index.has_modes:
-            raise FormatError("is multimodal; modes cannot be merged", where=where, fix="use Megatron's tools")
+        if number and index.has_modes != has_modes:
+            what = f"has {'modes' if index.has_modes else 'no modes'}, and the first pair has "
+            what += "modes: one index cannot hold both" if has_modes else "none: one index cannot hold both"
+            raise FormatError(what, where=where, fix="merge multimodal pairs and others apart")
+        has_modes = index.has_modes
         if index.header.dtype not in (UINT16, INT32):
             what = f"holds {index.header.dtype.name}, only uint16 and int32 can be merged"
             raise FormatError(what, where=where, fix="write the pair again from its tokens")
@@ -161,7 +166,7 @@ def merge_indexed(
                     writer.append_tokens(np.frombuffer(block, index.header.dtype))
                     if progress is not None:
                         progress(writer.num_tokens, total)
-            writer.append_ledgers(index.lengths, index.documents[1:])
+            writer.append_ledgers(index.lengths, index.documents[1:], index.modes if has_modes else None)
     return writer.report()
 
 

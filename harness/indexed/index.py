@@ -94,6 +94,7 @@ class MappedIndex:
         pointers: int64 [S].
         documents: int64 [D].
         has_modes: true for a multimodal dataset, with one mode per sequence.
+        modes: int8 [S] of a multimodal dataset, int8 [0] of others.
 
     Raises:
         FormatError: the header is damaged, or the file size does not match its counts.
@@ -116,6 +117,7 @@ class MappedIndex:
         self.lengths: Int32Array = np.frombuffer(data, "<i4", count, at)
         self.pointers: Int64Array = np.frombuffer(data, "<i8", count, at + 4 * count)
         self.documents: Int64Array = np.frombuffer(data, "<i8", header.num_bounds, at + 12 * count)
+        self.modes: npt.NDArray[np.int8] = np.frombuffer(data, "i1", count * self.has_modes, header.num_bytes)
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -78,6 +78,7 @@ class IndexedWriter:
                     self._refuse_existing()
                 self._lengths = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
                 self._bounds = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
+                self._modes = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
                 self._bin = AtomicFile(with_suffix(self.prefix, BIN))
             except (OSError, FormatError):
                 self._marker.release(remove=True)
@@ -118,12 +119,15 @@ class IndexedWriter:
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.num_tokens += len(tokens)
 
-    def append_ledgers(self, lengths: npt.NDArray[Any], document_ends: npt.NDArray[Any]) -> None:
+    def append_ledgers(
+        self, lengths: npt.NDArray[Any], document_ends: npt.NDArray[Any], modes: npt.NDArray[np.int8] | None = None
+    ) -> None:
         """Add sequences and documents alone.
 
         Args:
             lengths: integers [sequences].
             document_ends: integers [documents], past-the-end sequence of each, counted within these sequences.
+            modes: int8 [sequences] of a multimodal dataset, whose every call gives them.
         """
         with self._os_errors_explained():
             for start in range(0, len(lengths), _BLOCK):
@@ -131,6 +135,8 @@ class IndexedWriter:
             for start in range(0, len(document_ends), _BLOCK):
                 ends = document_ends[start : start + _BLOCK] + self.num_sequences
                 self._bounds.write(np.ascontiguousarray(ends, "<i8").data)
+            if modes is not None:
+                self._modes.write(np.ascontiguousarray(modes, "i1").data)
         self.num_sequences += len(lengths)
         self.num_documents += len(document_ends)
 
@@ -164,7 +170,7 @@ class IndexedWriter:
                 with suppress(OSError):
                     for path in self._paths:
                         path.unlink(missing_ok=True)
-            for spool in (self._lengths, self._bounds):
+            for spool in (self._lengths, self._bounds, self._modes):
                 with suppress(OSError):
                     spool.close()
             self._marker.release(remove=True)
@@ -186,6 +192,11 @@ class IndexedWriter:
             index.write(np.zeros(1, "<i8").data)
             self._bounds.seek(0)
             shutil.copyfileobj(self._bounds, cast(BinaryIO, index), 8 * _BLOCK)
+            if self._modes.tell() not in (0, self.num_sequences):
+                what = f"{self._modes.tell():,} of {self.num_sequences:,} sequences have a mode"
+                raise ConfigError(what, where=str(self.prefix), fix="give the modes of all sequences, or of none")
+            self._modes.seek(0)
+            shutil.copyfileobj(self._modes, cast(BinaryIO, index), 8 * _BLOCK)
             if last != self.num_tokens:
                 what = f"lengths add up to {last:,} of {self.num_tokens:,} tokens"
                 raise ConfigError(

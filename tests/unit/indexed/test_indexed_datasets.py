@@ -254,6 +254,39 @@ def test_merged_pairs_have_the_bytes_of_megatrons_add_index(tmp_path: Path) -> N
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
 
+def test_merged_multimodal_pairs_keep_their_modes_as_megatrons_add_index_does(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    prefixes = []
+    for name, documents in (("a", [[[1, 2], [3]], [[4, 5, 6]]]), ("b", [[[7], [8, 9], [10]]])):
+        builder = indexed.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32, multimodal=True)
+        for number, document in enumerate(documents):
+            tokens = torch.tensor([token for sequence in document for token in sequence])
+            modes = [(number + place) % 3 for place in range(len(document))]
+            builder.add_document(tokens, list(map(len, document)), modes)
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+        prefixes.append(str(tmp_path / name))
+    merge_indexed(prefixes, str(tmp_path / "ours"))
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32, multimodal=True)
+    for prefix in prefixes:
+        builder.add_index(prefix)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    merged = indexed.IndexedDataset(str(tmp_path / "ours"), multimodal=True)
+    assert [int(merged[index][1]) for index in range(6)] == [0, 1, 1, 0, 1, 2]
+    assert verify_indexed(tmp_path / "ours") == []
+
+
+def test_a_multimodal_pair_and_a_pair_of_text_are_not_merged(tmp_path: Path) -> None:
+    text, media = write(tmp_path / "a"), write(tmp_path / "b")
+    with Path(f"{media}.idx").open("ab") as file:
+        file.write(bytes([0, 1, 0, 1]))
+    for pairs, words in (([text, media], "has modes, and the first pair has none"), ([media, text], "has no modes")):
+        with pytest.raises(FormatError, match=words):
+            merge_indexed(list(map(str, pairs)), str(tmp_path / "ab"))
+    assert not (tmp_path / "ab.bin").exists()
+
+
 def test_pairs_of_uint16_and_int32_merge_to_int32(tmp_path: Path) -> None:
     write(tmp_path / "a")
     write(tmp_path / "b", dtype=INT32, tokens=[[70_000]], documents=[1])
