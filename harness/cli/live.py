@@ -75,13 +75,15 @@ class LiveSource:
     """The conversations.
 
     Attributes:
-        schema, columns, ignore_fields: of the records, as in `harness prepare`; an empty schema is detected in each.
+        schema, columns, ignore_fields, drop_media: of the records, as in `harness prepare`; an empty schema is
+            detected in each.
         on_bad: conversations that cannot be used: refuse or skip.
     """
 
     schema: str = ""
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
+    drop_media: bool = False
     on_bad: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -135,7 +137,8 @@ def produce(
 
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
-    reader = RecordReader(settings.source.schema, settings.source.columns, settings.source.ignore_fields)
+    of = settings.source
+    reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media)
     if settings.tokenizer.name:
         config, mask_of = as_prepared(settings.tokenizer)
         tokenizer = ChatTokenizer(config)

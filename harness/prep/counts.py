@@ -23,6 +23,8 @@ class Counts:
         truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
         lost_tokens: trained tokens of kept conversations that were cut off or left out.
+        media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
+        placeholders: places of these in their text that were removed.
         user_last: kept conversations that end with a user turn, which is read and never answered.
         examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
     """
@@ -34,6 +36,8 @@ class Counts:
     truncated: int = 0
     split: int = 0
     lost_tokens: int = 0
+    media: int = 0
+    placeholders: int = 0
     user_last: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
 

@@ -32,6 +32,8 @@ _KINDS = {
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
     "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out with them"),
+    "media": ("media left out", "conversations are trained on their text alone"),
+    "placeholders": ("placeholders removed", "places of media were removed from their text"),
     "user_last": ("end with a user turn", "conversations end with a user turn, which nothing answers"),
 }
 
@@ -159,7 +161,10 @@ class PrepareReport(Counts):
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}
-        counts |= {name: getattr(self, name) for name in ("split", "partial", "lost_tokens", "user_last")}
+        counts |= {
+            name: getattr(self, name)
+            for name in ("split", "partial", "lost_tokens", "media", "placeholders", "user_last")
+        }
         counts |= {f"bad_{reason}": number for reason, number in sorted(self.bad.items())}
         return counts | {f"dropped_{reason}": number for reason, number in sorted(self.dropped.items())}
 

@@ -260,10 +260,12 @@ class _ShardWriter:
             counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=fitted.reason)
             return
         counts.lost_tokens += fitted.num_lost
+        counts.placeholders += conversation.dropped_media or 0
         for kind, found in (
             ("partial", fitted.is_partial),
             ("truncated", fitted.is_cut),
             ("split", fitted.is_split),
+            ("media", conversation.dropped_media is not None),
             ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
         ):
             if found:

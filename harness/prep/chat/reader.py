@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
+from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import CALL_ROLES, SCHEMAS
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list, is_media_column
@@ -42,6 +43,7 @@ class RecordReader:
         columns: other names of fields, of a record (`messages`) or of its turns (`role` or `messages.role`): the
             field, and the name that the records have for it.
         ignore_fields: fields of a record, its turns and their parts that are left out on purpose.
+        drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
 
     Raises:
         ConfigError: there is no such schema or field, or a media field is to be ignored.
@@ -50,6 +52,7 @@ class RecordReader:
     schema: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
     ignore_fields: Sequence[str] = ()
+    drop_media: bool = False
 
     def __post_init__(self) -> None:
         # Plain values, so that readers with the same settings are equal and go to workers.
@@ -69,7 +72,8 @@ class RecordReader:
                 raise ConfigError(what, where=f"source.columns.{name}", fix="write the name that the records have")
         if media := sorted(MEDIA_FIELDS.intersection(self.ignore_fields)):
             what = f"{media[0]} cannot be ignored: the text of such records is about what it shows"
-            raise ConfigError(what, where="source.ignore_fields", fix="leave such records out of the source")
+            fix = "leave such records out of the source, or train on their text alone with source.drop_media=true"
+            raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
     def parse(self, record: object, where: str) -> Conversation | BadRecord:
         """Parse one decoded JSON object.
@@ -83,12 +87,18 @@ class RecordReader:
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
             if self._is_rewriting:
                 record = self._rewritten(record)
+            dropped = None
+            if self.drop_media:
+                kept, removed = without_media(record, _LISTS_OF_TURNS)
+                dropped = None if kept is record else removed
+                record = kept
             if not _UNREAD_FIELDS.isdisjoint(record):
                 _refuse_unread(record)
             if any(key not in _FIELDS and isinstance(key, str) and is_media_column(key) for key in record):
                 self._refuse_media_columns(record)
             schema = SCHEMAS[self.schema or _detect(record)]
-            return schema.parse(record, where)
+            conversation = schema.parse(record, where)
+            return conversation if dropped is None else replace(conversation, dropped_media=dropped)
         except BadRecordError as bad:
             return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))
         except RecursionError:
@@ -100,7 +110,8 @@ class RecordReader:
             if name in _FIELDS or not is_media_column(name) or is_empty(value) or isinstance(value, bool | int | float):
                 continue
             detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
-            raise BadRecordError(BadReason.MEDIA, detail + f"to leave out: source.ignore_fields=[{name}]")
+            fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
+            raise BadRecordError(BadReason.MEDIA, detail + fix)
 
     def parse_row(self, row: Mapping[str, Any], where: str) -> Conversation | BadRecord:
         """Parse one decoded row of Parquet or Arrow, as `record_of_row` changes it."""
@@ -144,7 +155,7 @@ class RecordReader:
 
     @cached_property
     def _is_rewriting(self) -> bool:
-        return bool(self.columns or self.ignore_fields)
+        return bool(self.columns or self.ignore_fields or self.drop_media)
 
     @cached_property
     def _record_columns(self) -> dict[str, str]:
@@ -157,7 +168,7 @@ class RecordReader:
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record with the names of our fields, and without those that are ignored."""
         record = self._renamed(record, self._record_columns)
-        if not self._turn_columns and not self.ignore_fields:
+        if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
         lists = {name: self._turns(record[name]) for name in _LISTS_OF_TURNS if not is_empty(record.get(name))}
         return {**record, **lists}
@@ -324,7 +335,7 @@ def _detect(record: Mapping[str, Any]) -> str:
 def _refuse_unread(record: Mapping[str, Any]) -> None:
     held = sorted(name for name in _UNREAD_FIELDS if not is_empty(record.get(name)))
     if media := [name for name in held if name in MEDIA_FIELDS]:
-        detail = f"the record has `{media[0]}`; only text can be trained on"
+        detail = f"the record has `{media[0]}`; only text can be trained on (source.drop_media=true)"
         raise BadRecordError(BadReason.MEDIA, detail)
     if held:
         detail = (

@@ -119,6 +119,8 @@ class Conversation:
         tools: descriptions of the tools that the assistant may call, in the form that chat templates take.
         template_kwargs: variables for the chat template, such as `enable_thinking`.
         text: plain text to continue training on, all of it trained, without a template; None for a chat.
+        dropped_media: placeholders that were removed because the record's media are left out; None for a record
+            without media.
     """
 
     messages: tuple[Message, ...]
@@ -126,6 +128,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
+    dropped_media: int | None = None
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the turns in the form that chat templates take."""

@@ -55,6 +55,15 @@ def is_media_column(name: str) -> bool:
     return _MEDIA_COLUMN.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()) is not None
 
 
+def is_media_part(part: Mapping[str, Any]) -> bool:
+    """Return whether a part of a turn holds media: by its type, or by the fields of a part without text."""
+    kind = part.get("type")
+    if isinstance(kind, str) and _MEDIA_PART.search(kind):
+        return True
+    others = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
+    return is_empty(part.get("text")) and any(_MEDIA_PART.search(str(key)) for key in others)
+
+
 def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conversation:
     """Return the conversation of some turns, with the record's system prompt, tools and template variables."""
     messages = [parse_turn(turn, number) for number, turn in enumerate(turns, start=1)]

@@ -25,6 +25,8 @@ class SourceConfig:
         schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records.
         columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
         ignore_fields: fields that are left out on purpose although they change what the model would see or write.
+        drop_media: leave images, audio and videos out with their placeholders in the text, and count both, instead of
+            refusing records that have them. The text is then about what the model does not see.
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
         shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
@@ -38,6 +40,7 @@ class SourceConfig:
     schema: str = ""
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
+    drop_media: bool = False
     on_bad: str = "refuse"
     limit: int = bounded(0, highest=10**15)
     shard_bytes: int = bounded(16 << 20, lowest=1, highest=2**40)

@@ -46,7 +46,7 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
             cannot be read.
         ConfigError: the schema or a field of the settings is not known.
     """
-    reader = RecordReader(source.schema, source.columns, source.ignore_fields)
+    reader = RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media)
     found: dict[str, str] = {}
     unused: dict[str, None] = {}
     for place, schema, records, names in for_each_file(lambda file: _sample(file, reader), files):
@@ -91,7 +91,7 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
 
 def holds_chats(file: Place, source: SourceConfig) -> bool:
     """Return whether a `.json` file of a folder seems to hold chats: its first record has a field of some schema."""
-    reader = RecordReader(source.schema, source.columns, source.ignore_fields)
+    reader = RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media)
     try:
         first = next(_first_chunks(file, reader, 1), None)
     except PrepError as error:

@@ -310,7 +310,7 @@ def test_a_system_prompt_of_the_record_comes_first(name):
 def test_media_are_refused_by_name_and_cannot_be_ignored(name):
     assert refusal({"messages": [ASK, ANSWER], name: ["x"]}) == (
         BadReason.MEDIA,
-        f"the record has `{name}`; only text can be trained on",
+        f"the record has `{name}`; only text can be trained on (source.drop_media=true)",
     )
     assert refusal(answer_with(**{name: "x"}))[0] == BadReason.MEDIA
     assert turns_of({"messages": [ASK, ANSWER], name: []}) == PLAIN
