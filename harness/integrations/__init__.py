@@ -4,7 +4,8 @@
 `FixedRows` yields its rows one by one, for trainers that fix the number of microbatches. `MegatronRow` and
 `HuggingFaceRow` are one row in the two dialects of training code. Each trainer has a module of its own, which is a door
 too: `torch` (plain loops, torchdata, Lightning, accelerate), `huggingface`, `megatron_lm`, `megatron_bridge` and
-`torchtitan`. `INTEGRATIONS` lists them with the packages that each needs.
+`torchtitan`. `INTEGRATIONS` lists them with the packages that each needs. `packed_sft` has the names of the RFC for
+packed SFT data.
 
 Importing this package imports no training framework.
 """
