@@ -1,6 +1,7 @@
 """`jsonl`: closed folders of chunks, `chunk_00000.jsonl`, one pack a line.
 
-A line is an object with input_ids, labels, position_ids, lengths, pack_length and num_samples. `labels` is aligned
+A line is an object with input_ids, labels, position_ids, lengths, pack_length and num_samples; a line of other tools
+may have either `lengths` or `position_ids` alone, and a sequence begins where a position is 0. `labels` is aligned
 with the tokens: labels[j] is input_ids[j] where token j is trained, and -100 elsewhere; the first token of a
 sequence is never trained. Packs are label-aligned (`harness.records`), so masks move by one position both ways.
 """
@@ -35,8 +36,8 @@ _OWN_LINE = re.compile(
     rb'"pack_length":\d+,"num_samples":\d+\}\n'
 )
 _PACK_FIRST = (
-    "a packed line has the lists input_ids, labels and lengths; `harness prepare source.path=FILE data.path=DIR` packs "
-    "conversations"
+    "a packed line has the lists input_ids, labels, and lengths or position_ids; "
+    "`harness prepare source.path=FILE data.path=DIR` packs conversations"
 )
 _SMALLER = "pack again with a smaller data.pack_size: a pack is one line"
 
@@ -81,8 +82,16 @@ def pack_of_line(line: bytes) -> Pack:
         raise FormatError(f"is not JSON: {str(error)[:200]}", fix=_PACK_FIRST) from None
     if not isinstance(fields, dict):
         raise FormatError("is not a JSON object", fix=_PACK_FIRST)
-    ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
+    ids, labels = whole_numbers(fields, "input_ids"), whole_numbers(fields, "labels")
     n = ids.shape[0]
+    if "lengths" in fields or "position_ids" not in fields:
+        lengths = whole_numbers(fields, "lengths")
+    else:
+        positions = whole_numbers(fields, "position_ids")
+        if positions.shape[0] != n:
+            raise FormatError(f"has {n:,} input_ids but {positions.shape[0]:,} position_ids")
+        # A position before the first 0 leaves lengths that do not sum to n.
+        lengths = np.diff(np.flatnonzero(positions == 0), append=n)
     # Each against n first: a sum of huge lengths wraps around.
     if lengths.shape[0] == 0 or (lengths <= 0).any() or (lengths > n).any() or lengths.sum() != n:
         raise FormatError(f"has {n:,} input_ids but lengths that sum to {int(lengths.sum()):,}, or are not positive")

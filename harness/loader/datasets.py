@@ -66,6 +66,10 @@ class LiveConfig:
         require_ready: accept only chunks with a ready record. Otherwise, for producers that write none, a chunk counts
             as whole when the next one exists, or when it was not written to for `settle_s` seconds.
         settle_s: see `require_ready`.
+        completed: when a chunk is marked as completed, so that its producer deletes it. `trained`: when every
+            checkpoint that is kept holds all of its rows, so that a crash loses none. `read`: as soon as its rows are
+            in batches, which keeps fewer chunks; rows after the newest checkpoint whose chunks were deleted are not
+            trained again after a crash, and the resumed run logs how many chunks these are.
     """
 
     path: str = ""
@@ -77,9 +81,11 @@ class LiveConfig:
     timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     require_ready: bool = True
     settle_s: float = bounded(5.0, lowest=0, highest=LONGEST_S)
+    completed: str = "trained"
 
     def __post_init__(self) -> None:
         check_numbers(self, "data.live")
+        require_choice(self.completed, ("trained", "read"), setting="data.live.completed")
         require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
         require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
 

@@ -25,6 +25,8 @@ from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
 # Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
+# Steps after which a rate that does not decay would have decayed: Megatron asks for a number.
+_NO_DECAY = 1 << 31
 ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
 
 
@@ -45,7 +47,8 @@ class MegatronStep:
     Args:
         chunks: from `build_model`.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        decay_steps: step at which the learning rate reaches `min_lr`.
+        decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
+            a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
     """
 
@@ -58,7 +61,7 @@ class MegatronStep:
         layout: RankLayout,
         device: torch.device,
         vocab_size: int,
-        decay_steps: int,
+        decay_steps: int | None,
         pad_rows_to: int | None = None,
     ) -> None:
         self.chunks, self.layout, self.device = chunks, layout, device
@@ -80,7 +83,9 @@ class MegatronStep:
             ),
             chunks,
         )
-        decay_steps = optimizer.decay_steps or decay_steps
+        decay_steps, decay = optimizer.decay_steps or decay_steps, optimizer.decay
+        if decay_steps is None:
+            decay_steps, decay = _NO_DECAY, decay if decay == "inverse-square-root" else "constant"
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -89,7 +94,7 @@ class MegatronStep:
             # Megatron requires a warm-up that ends before the decay does.
             lr_warmup_steps=min(optimizer.warmup_steps, decay_steps - 1),
             lr_decay_steps=decay_steps,
-            lr_decay_style=optimizer.decay,
+            lr_decay_style=decay,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
             wd_incr_steps=decay_steps,

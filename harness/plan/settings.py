@@ -8,7 +8,7 @@ Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
@@ -17,6 +17,7 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig
 
+_USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
@@ -27,7 +28,8 @@ class OptimizerConfig:
     Attributes:
         lr, min_lr: largest and final learning rate.
         warmup_steps: steps of the linear warm-up from 0 to lr.
-        decay_steps: step at which the schedule reaches min_lr; null for the run's number of steps.
+        decay_steps: step at which the schedule reaches min_lr; null for the run's number of steps, or where that is
+            not known, for a rate that stays at lr.
         decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
         weight_decay: of AdamW.
         beta1, beta2, eps: of AdamW's moments.
@@ -57,7 +59,8 @@ class TrainerConfig:
     """Length of the training, validation, checkpoints and records.
 
     Attributes:
-        steps: optimizer steps of the whole run, those before a resume included.
+        steps: optimizer steps of the whole run, those before a resume included; null for 60, and on live data until
+            the stream ends.
         eval_interval: steps between validations, 0 for none; the last step is always validated.
         eval_batches: global batches of one validation; null for the whole validation set.
         early_stop: stop after this many validations in a row without a new lowest loss; 0 for never.
@@ -77,7 +80,7 @@ class TrainerConfig:
         sample_tokens: longest answer, in tokens.
     """
 
-    steps: int = bounded(60, lowest=1)
+    steps: int | None = bounded(None, lowest=1)
     eval_interval: int = bounded(20)
     eval_batches: int | None = bounded(None, lowest=1)
     early_stop: int = bounded(0)
@@ -98,6 +101,11 @@ class TrainerConfig:
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             fix = f"[] or some of {', '.join(TRACKERS)}, each once"
             raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)
+
+    @property
+    def last_step(self) -> int:
+        """The last step; one that no run reaches where only the end of a stream ends it."""
+        return self.steps if self.steps is not None else _NO_LAST_STEP
 
     @property
     def patience_s(self) -> float:
@@ -129,15 +137,22 @@ class RunConfig(ABC):
 
     def __post_init__(self) -> None:
         self.resume = str(self.resume).lower()
+        if self.trainer.steps is None and not self.ends_with_data:
+            self.trainer = replace(self.trainer, steps=_USUAL_STEPS)
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
+
+    @property
+    def ends_with_data(self) -> bool:
+        """True where the data has an end of its own, so that a run without a number of steps ends there."""
+        return False
 
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
         optimizer = self.optimizer
         steps, of = optimizer.decay_steps, "optimizer.decay_steps"
         if steps is None:
-            steps, of = self.trainer.steps, "trainer.steps"
+            steps, of = self.trainer.last_step, "trainer.steps"
         if 0 < optimizer.warmup_steps < steps or optimizer.warmup_steps == 0:
             return []
         return [
@@ -165,6 +180,25 @@ class SftConfig(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     name: str = "sft"
+
+    @property
+    def ends_with_data(self) -> bool:
+        return bool(self.data.live.path)
+
+    def warnings(self) -> list[str]:
+        warnings, trainer, live = super().warnings(), self.trainer, self.data.live
+        decays = self.optimizer.decay not in ("constant", "inverse-square-root")
+        if trainer.steps is None and self.optimizer.decay_steps is None and decays:
+            warnings.append(
+                "trainer.steps and optimizer.decay_steps are null, and the stream's length is not known: "
+                "the learning rate stays at optimizer.lr after the warm-up"
+            )
+        if live.path and live.completed == "trained" and trainer.checkpoint_interval == 0:
+            warnings.append(
+                "live.completed=trained and trainer.checkpoint_interval=0: no chunk is freed before the run ends, and "
+                "the producer pauses when chunks.max_waiting are unread"
+            )
+        return warnings
 
     def check_layout(self, world_size: int) -> None:
         self.model.check(self.parallel)

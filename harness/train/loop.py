@@ -116,7 +116,7 @@ def train(
     first_step: int = 1,
     validated: Iterable[float] = (),
 ) -> str | None:
-    """Train from `first_step` to `config.steps`.
+    """Train from `first_step` to `config.steps`, or until the batches end.
 
     Args:
         batches: global batches in order, starting with that of `first_step`. If they end before `config.steps`, the
@@ -138,7 +138,7 @@ def train(
     """
     unsaved: LoaderState | None = None
     losses = list(validated)
-    for number in range(first_step, config.steps + 1):
+    for number in range(first_step, config.last_step + 1):
         at(number, "reading data")
         began = time.perf_counter()
         batch = next(batches, None)
@@ -159,7 +159,7 @@ def train(
             )
         took = time.perf_counter() - began
         evaluations = {}
-        if is_due(number, config.eval_interval, config.steps):
+        if is_due(number, config.eval_interval, config.last_step):
 
             def watched(each: Iterable[RankBatch], number: int = number) -> Iterator[RankBatch]:
                 for batch in each:
@@ -170,14 +170,14 @@ def train(
         own = evaluations.pop(OWN_VALIDATION, None)
         record(StepRecord(number, batch, result, own, took, waited, evaluations))
         losses += [] if own is None else [own.loss]
-        is_over = own is not None and number < config.steps and _has_stalled(losses, config.early_stop)
+        is_over = own is not None and number < config.last_step and _has_stalled(losses, config.early_stop)
         reason = stop()
-        saves = reason is not None or is_over or is_due(number, config.checkpoint_interval, config.steps)
+        saves = reason is not None or is_over or is_due(number, config.checkpoint_interval, config.last_step)
         if saves:
             at(number, "writing a checkpoint")
             save(number, batch.state)
         unsaved = None if saves else batch.state
-        if reason is not None and number < config.steps:
+        if reason is not None and number < config.last_step:
             return reason
         if is_over:
             log(f"stopped early after step {number}: {config.early_stop} validations without a lower loss")

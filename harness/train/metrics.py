@@ -22,6 +22,7 @@ from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.md"
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     }
     lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    path = folder / "report.md"
+    path = folder / REPORT_FILE
     with _report_may_fail(path):
         write_atomically(path, ("\n".join(lines) + "\n").encode())
     return path

@@ -16,6 +16,8 @@ from harness.train.metrics import StepMetrics
 
 # A run prints about this many lines between validations.
 LOG_LINES = 12
+# Steps between lines of a run whose length is not known.
+_LOG_STEPS = 20
 
 
 class RunProgress:
@@ -24,12 +26,12 @@ class RunProgress:
     Numbers come from `StepMetrics`, which are on the host already: nothing here waits for a device.
 
     Args:
-        steps: of the whole run.
+        steps: of the whole run; None where only the end of its data ends it.
         done: steps that an earlier part of the run has completed.
         quiet: print nothing (ranks other than 0).
     """
 
-    def __init__(self, steps: int, *, done: int = 0, quiet: bool = False) -> None:
+    def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
         is_terminal = sys.stdout.isatty()
         # Not Rich's own judgment: FORCE_COLOR, which schedulers pass on, would draw a bar into a log file.
@@ -75,7 +77,10 @@ class RunProgress:
         if self._quiet:
             return
         each = (time.perf_counter() - self._began) / max(1, metrics.step - self._done_before)
-        left = f"about {duration(each * (self._steps - metrics.step))} left"
+        of, every, left = "", _LOG_STEPS, f"{each:.2g} s a step"
+        if self._steps is not None:
+            of, every = f" of {self._steps}", max(1, self._steps // LOG_LINES)
+            left = f"about {duration(each * (self._steps - metrics.step))} left"
         # Short, so that the bar fits into 80 columns; the lines have the other numbers.
         shown = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s"
         self._progress.update(self._task, completed=metrics.step, description=shown, left=left)
@@ -87,8 +92,8 @@ class RunProgress:
         validations = "".join(f", {name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
         if validations:
             self.log(f"step {metrics.step}: loss {metrics.loss:.4f}{validations}, {numbers}")
-        elif metrics.step % max(1, self._steps // LOG_LINES) == 0 or metrics.step == 1:
-            self.log(f"step {metrics.step} of {self._steps}: loss {metrics.loss:.4f}, {numbers}")
+        elif metrics.step % every == 0 or metrics.step == 1:
+            self.log(f"step {metrics.step}{of}: loss {metrics.loss:.4f}, {numbers}")
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from harness.errors import ConfigError, FormatError
 from harness.train.attempts import STOPPED_FILE, read_attempts
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import whole_lines
-from harness.train.metrics import METRICS_FILE
+from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
 # The speed of a run is the median of so many newest steps.
 _RECENT = 20
@@ -27,7 +27,8 @@ class RunStatus:
     """State of a run as its files show it.
 
     Attributes:
-        steps: number of steps that the run is to make; None if it has not begun.
+        steps: number of steps that the run is to make; None if it has not begun, or ends with its data.
+        reported: the report of a finished run is there.
         step, loss: of the newest step; 0 and None before the first.
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
@@ -38,6 +39,7 @@ class RunStatus:
 
     folder: str
     steps: int | None
+    reported: bool
     step: int
     loss: float | None
     step_s: float | None
@@ -48,7 +50,9 @@ class RunStatus:
 
     @property
     def is_finished(self) -> bool:
-        return self.steps is not None and self.step >= self.steps == self.checkpoint
+        if self.steps is None:
+            return self.reported and self.step == self.checkpoint
+        return self.step >= self.steps == self.checkpoint
 
     @property
     def left_s(self) -> float | None:
@@ -79,6 +83,7 @@ def read_status(folder: Path) -> RunStatus:
     return RunStatus(
         folder=str(folder),
         steps=steps,
+        reported=(folder / REPORT_FILE).exists(),
         step=newest[-1]["step"] if newest else 0,
         loss=newest[-1]["loss"] if newest else None,
         step_s=statistics.median(line["step_s"] for line in newest) if newest else None,

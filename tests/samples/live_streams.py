@@ -93,10 +93,13 @@ def wait_until(condition: Callable[[], bool], *, deadline_s: float = 60.0) -> No
 
 @dataclass
 class Trained:
-    """The batches of all ranks by step, the lines that were logged, and the numbers of steps that were reported."""
+    """The batches of all ranks by step, the lines that were logged (those of loaded chunks apart), and the numbers of
+    steps that were reported.
+    """
 
     steps: list[list[RankBatch]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
     reported: list[int] = field(default_factory=list)
 
     @property
@@ -144,6 +147,9 @@ def train(
 
         return exchange
 
+    def log(line: str) -> None:
+        (trained.loaded if ": Loaded chunk " in line else trained.log).append(line)
+
     def share(packs: list[LivePack] | None) -> list[LivePack]:
         assert packs is not None
         return packs
@@ -163,7 +169,7 @@ def train(
             share=share,
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
-            log=trained.log.append if rank == 0 else lambda line: None,
+            log=log if rank == 0 else lambda line: None,
             report=lambda position, offers: trained.reported.append(position.steps) if rank == 0 else None,
         )
         try:

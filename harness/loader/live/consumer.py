@@ -80,6 +80,9 @@ class LiveLoader:
         while True:
             offers = self._exchange(ahead.result() if ahead is not None else None)
             self._raise_together(offers)
+            for offer in offers:
+                for index, rows, name in offer.opened:
+                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({rows} samples from {name})")
             after = self._position.after([offer.position for offer in offers])
             # The steps whose batches were handed out, not the one that is read.
             self._report(replace(after, steps=self._position.steps), offers)
@@ -146,6 +149,7 @@ class LiveLoader:
     def _check_end(self, after: LivePosition, offers: Sequence[Offer]) -> None:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._left_out.items()))
         left_out = f"; left out: {counts}" if counts else ""
+        left_out += f"; {after.lost:,} chunks were deleted before all of their rows were trained" if after.lost else ""
         expected = next((offer.rows_expected for offer in offers if offer.rows_expected is not None), None)
         if after.steps == 1:
             raise _shared(
@@ -153,7 +157,7 @@ class LiveLoader:
                 where="data.live",
                 fix="check the input of its producer, and data.live.pack_size",
             )
-        if expected is not None and after.rows != expected:
+        if expected is not None and after.rows != expected and not after.lost:
             raise _shared(
                 f"the stream ended after {expected:,} rows, and {after.rows:,} were read",
                 where="data.live",

@@ -2,7 +2,7 @@
 
 chunk_00000.jsonl             rows: conversations or packs; Parquet chunks end in .parquet
 chunk_00000.jsonl.ready       written after it: counts and hash (`ReadyRecord`)
-chunk_00000.jsonl.completed   a checkpoint covers all of its rows: it may be deleted
+chunk_00000.jsonl.completed   its rows are trained, or read (`data.live.completed`): it may be deleted
 END.json                      the stream is complete; totals of all chunks (`EndRecord`)
 _producer, _consumer          locked by the producer and by the training run, with their status; touched every second
 """
@@ -183,7 +183,7 @@ class LiveFolder:
         write_atomically(self.path / name, json.dumps(asdict(record)).encode() + b"\n")
 
     def complete(self, indices: Iterable[int]) -> None:
-        """Mark chunks of which a checkpoint covers every row, except those that are already deleted.
+        """Mark chunks that a producer may delete, except those that are already deleted.
 
         Raises:
             FormatError: the folder cannot be written to.
@@ -200,6 +200,23 @@ class LiveFolder:
                 path.with_name(path.name + COMPLETED).touch()
             if new:
                 sync_folder(self.path)
+
+    def keep_again(self, indices: Iterable[int]) -> None:
+        """Remove the marks of chunks that are read again.
+
+        Raises:
+            FormatError: the folder cannot be written to.
+        """
+        with os_errors_as(
+            FormatError,
+            "chunks to read again cannot be kept",
+            where=self.path,
+            fix="give the training ranks write access to this folder",
+        ):
+            completed = self.look().completed
+            for index in indices:
+                if index in completed:
+                    completed[index].unlink(missing_ok=True)
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
         """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""

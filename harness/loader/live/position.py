@@ -25,6 +25,7 @@ class LivePosition:
         open_packs: sequences that are read but wait in packs for more, pack by pack.
         rows: rows read so far, including those that were left out.
         steps: global batches so far.
+        lost: chunks that were deleted before all of their rows were trained (`data.live.completed=read`).
     """
 
     done_below: int = 0
@@ -34,6 +35,7 @@ class LivePosition:
     open_packs: tuple[tuple[Place, ...], ...] = ()
     rows: int = 0
     steps: int = 0
+    lost: int = 0
 
     @property
     def first_unread(self) -> int:
@@ -64,6 +66,23 @@ class LivePosition:
             open_packs=tuple(pack for part in parts for pack in part.open_packs),
             rows=self.rows + sum(part.rows for part in parts),
             steps=self.steps + 1,
+            lost=self.lost,
+        )
+
+    def without(self, chunks: Iterable[int]) -> LivePosition:
+        """Return the position that continues after chunks which are lost, with nothing of them waiting."""
+        lost = frozenset(chunks)
+        finished = self.finished | {chunk for chunk in lost if chunk >= self.done_below}
+        packs = (tuple(place for place in pack if place[0] not in lost) for pack in self.open_packs)
+        done_below = replace(self, finished=finished).first_unread
+        return replace(
+            self,
+            done_below=done_below,
+            finished=frozenset(chunk for chunk in finished if chunk > done_below),
+            taken={chunk: rows for chunk, rows in self.taken.items() if chunk not in lost},
+            begun={chunk: sequences for chunk, sequences in self.begun.items() if chunk not in lost},
+            open_packs=tuple(pack for pack in packs if pack),
+            lost=self.lost + len(lost),
         )
 
     def to_json(self) -> str:
@@ -84,6 +103,7 @@ class LivePosition:
                 open_packs=tuple(tuple(map(_place, pack)) for pack in values["open_packs"]),
                 rows=int(values["rows"]),
                 steps=int(values["steps"]),
+                lost=int(values.get("lost", 0)),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise LoaderError(

@@ -83,6 +83,7 @@ class Offer:
         reading: the open chunk; None between chunks.
         rows_expected: rows of the whole stream, once its end is read and records their number.
         left_out: conversations left out since the step before, by reason.
+        opened: chunks that were opened since the last offer: number, rows and file name.
     """
 
     dp_rank: int
@@ -95,6 +96,7 @@ class Offer:
     reading: int | None
     rows_expected: int | None
     left_out: Counter[str] = field(default_factory=Counter)
+    opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 class RankStream:
@@ -124,6 +126,7 @@ class RankStream:
         self._pad_to_multiple = plan.layout.pad_to_multiple
         self._tokenizer = tokenizer
         self._left_out: Counter[str] = Counter()
+        self._opened: list[tuple[int, int, str]] = []
         start = position or LivePosition()
         self._done_below = start.done_below
         self._finished = {chunk for chunk in start.finished if self._is_mine(chunk)}
@@ -152,6 +155,8 @@ class RankStream:
         except OSError as raised:
             what, fix = f"chunks cannot be read: {raised}", "check permissions and mounts"
             error = LoaderError(what, where=self._config.path, fix=fix)
+        # Every offer reaches all ranks, so each chunk is in one of them.
+        opened, self._opened = self._opened, []
         return Offer(
             dp_rank=self._dp_rank,
             sequence_ids=[live.sequence_ids for live in self._packs],
@@ -169,6 +174,7 @@ class RankStream:
             reading=self._index if self._chunk is not None else None,
             rows_expected=self._rows_expected,
             left_out=self._left_out.copy(),
+            opened=opened,
         )
 
     def take(self, *, done_below: int) -> list[LivePack]:
@@ -232,6 +238,7 @@ class RankStream:
                 where=str(chunk.path),
                 fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
+        self._opened.append((index, chunk.num_rows, chunk.path.name))
         return True
 
     def _read_sequence(self) -> None:

@@ -85,8 +85,11 @@ class LiveFeed:
             resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
             state = replace(resumed, live=state.live)
         self._mark = Marker(self._folder.path / CONSUMER_FILE)
+        self._marks_read = config.completed == "read"
         position = LivePosition.from_json(state.live) if state is not None else None
-        runtime.on_rank_0(lambda: self._lock(position))
+        position = runtime.on_rank_0(lambda: self._lock(position))
+        if state is not None and position is not None:
+            state = replace(state, live=position.to_json())
         self._everyone, copy, reader = _groups(plan.layout.dp_rank, timeout_s)
         reads = reader == torch.distributed.get_rank()
         self._loader = LiveLoader(
@@ -105,7 +108,10 @@ class LiveFeed:
         self._written_at, self._written_waits = 0.0, [-1]
 
     def __iter__(self) -> Iterator[RankBatch]:
-        return iter(self._loader)
+        for batch in self._loader:
+            if self._marks_read:
+                self.trained(batch.state)
+            yield batch
 
     def call_while_waiting(self, call: Callable[[], str | None]) -> None:
         """Set the function that is called at each look for a missing chunk (`LiveLoader.while_waiting`)."""
@@ -127,7 +133,8 @@ class LiveFeed:
             self._write_status(state="ended")
         self._mark.release(remove=False)
 
-    def _lock(self, position: LivePosition | None) -> None:
+    def _lock(self, position: LivePosition | None) -> LivePosition | None:
+        """Make this run the only one of the folder; return the position without the chunks that it has lost."""
         # Training may start before the producer.
         self._folder.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -137,10 +144,30 @@ class LiveFeed:
             what = f"another run trains on these chunks: {self._mark.holder}"
             raise LoaderError(what, where=str(self._folder.path), fix=fix) from None
         try:
-            self._require_chunks(position or LivePosition())
+            if position is None or not self._marks_read:
+                self._require_chunks(position or LivePosition())
+                return position
+            return self._without_lost(position)
         except HarnessError:
             self._mark.release(remove=False)
             raise
+
+    def _without_lost(self, position: LivePosition) -> LivePosition:
+        """Return the position without the chunks that were deleted before a checkpoint held all of their rows."""
+        # First the marks, so that the producer deletes no chunk that is found here.
+        completed = self._folder.look().completed
+        self._folder.keep_again(set(completed).difference(position.trained_chunks(completed)))
+        contents, end = self._folder.look(), self._folder.end()
+        above = max((*contents.chunks, *contents.ready, *completed, end.chunks if end is not None else 0))
+        needed = {place[0] for pack in position.open_packs for place in pack}
+        needed |= set(range(position.done_below, above)) - position.finished
+        if lost := needed - set(contents.chunks):
+            _log(
+                f"warning: {len(lost):,} chunks were deleted after the checkpoint ({chunk_name(min(lost), '')} to "
+                f"{chunk_name(max(lost), '')}): those of their rows that it does not hold are not trained "
+                "(data.live.completed=read)"
+            )
+        return position.without(lost)
 
     def _require_chunks(self, position: LivePosition) -> None:
         """Raise LoaderError if the first chunk to read is missing although later ones exist."""
@@ -152,7 +179,7 @@ class LiveFeed:
                 f"{chunk_name(first, '')} was deleted, and later chunks exist",
                 where=str(self._folder.path),
                 fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
-                "folder",
+                "folder; a run that marks chunks as soon as they are read continues with data.live.completed=read",
             )
 
     def _exchange(self, offer: Offer | None) -> list[Offer]:

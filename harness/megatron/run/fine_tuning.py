@@ -86,7 +86,7 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
     check_trackers(config.trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     if isinstance(data, RunData) and data.blend is not None:
-        data.blend.check_lasts(config.trainer.steps * config.loader.global_batch_size)
+        data.blend.check_lasts(config.trainer.last_step * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(

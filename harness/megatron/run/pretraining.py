@@ -67,7 +67,7 @@ def _check_samples(config: PretrainConfig) -> None:
     trainer, size = config.trainer, config.loader.global_batch_size
     asked = {
         "data.num_samples": config.data.num_samples or 0,
-        "trainer.steps * loader.global_batch_size": trainer.steps * size,
+        "trainer.steps * loader.global_batch_size": trainer.last_step * size,
         "trainer.eval_batches * loader.global_batch_size": (trainer.eval_batches or 0) * size,
     }
     for name, samples in asked.items():
@@ -94,7 +94,7 @@ def make_feeds(
     done, state = (progress.step, progress.loader) if progress is not None else (0, None)
     consumed = state.packs_consumed if state is not None else 0
     # Earlier steps may have had another batch size.
-    wanted = consumed + max(0, config.trainer.steps - done) * size
+    wanted = consumed + max(0, config.trainer.last_step - done) * size
     corpus = open_corpus(
         data,
         seed=config.loader.seed,

@@ -79,7 +79,7 @@ class RunRecords:
         if self._metrics is not None:
             self._metrics.write(metrics)
         self.progress.step(metrics)
-        if self._sampler is not None and is_due(record.step, self._trainer.eval_interval, self._trainer.steps):
+        if self._sampler is not None and is_due(record.step, self._trainer.eval_interval, self._trainer.last_step):
             with self.progress.doing("answering prompts"):
                 for prompt, answer in self._sampler.answer(record.step):
                     self.progress.log(f"  {prompt!r}: {answer!r}")

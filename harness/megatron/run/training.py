@@ -316,7 +316,7 @@ def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # no readable settings, no reason
         before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
         check_same_adapters(config.model, before, str(folder))
-    if progress.step > config.trainer.steps:
+    if progress.step > config.trainer.last_step:
         raise ConfigError(
             f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}",
             where=str(newest),

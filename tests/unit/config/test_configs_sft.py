@@ -37,6 +37,13 @@ def test_overrides_reach_the_config_and_its_yaml():
     assert yaml.safe_load(to_yaml(config))["trainer"]["steps"] == 7
 
 
+def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
+    live = ["data=live", "schedule=as_packed"]
+    assert compose_config("sft", SftConfig, []).trainer.steps == 60
+    assert compose_config("sft", SftConfig, live).trainer.steps is None
+    assert compose_config("sft", SftConfig, [*live, "trainer.steps=7"]).trainer.steps == 7
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -45,7 +52,7 @@ def test_overrides_reach_the_config_and_its_yaml():
         ("loader.path=x", "path"),
         ("model=huge", "the group model has no file 'huge'"),
         ("trainer.steps=soon", "'soon' is not of type int"),
-        ("trainer.steps=null", "trainer.steps cannot be null"),
+        ("trainer.eval_interval=null", "trainer.eval_interval cannot be null"),
         ("trainer.steps=[1", "the value '[1' cannot be read"),
         ("data.path=a,b", "the value 'a,b' can be read in several ways"),
         ("data.blend=3", "data.blend is a list"),

@@ -214,9 +214,24 @@ def test_a_trained_last_position_cannot_be_written_as_labels(tmp_path: Path) -> 
 LINE = json.loads(line_of_pack(PACKS[0]))
 
 
+def test_sequences_begin_where_positions_restart_if_a_line_has_no_lengths() -> None:
+    for pack in PACKS:
+        fields = json.loads(line_of_pack(pack))
+        del fields["lengths"]
+        assert pack_of_line(json.dumps(fields).encode()) == pack
+
+
+NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"}
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
+        (json.dumps({**NO_LENGTHS, "position_ids": [1, 2, 3, 0, 1]}).encode(), "lengths that sum to 2"),
+        (json.dumps({**NO_LENGTHS, "position_ids": [0, 1, 3, 0, 1]}).encode(), "do not restart"),
+        (json.dumps({**NO_LENGTHS, "position_ids": [0, 1, 2]}).encode(), "3 position_ids"),
+        (json.dumps({**NO_LENGTHS, "input_ids": [], "position_ids": []}).encode(), "lengths that sum to 0"),
+        (json.dumps({"input_ids": [1], "labels": [-100]}).encode(), "has no lengths"),
         (b"", "not JSON"),
         (b"[1]", "not a JSON object"),
         (b"[" * 100_000, "not JSON"),

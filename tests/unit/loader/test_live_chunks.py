@@ -80,6 +80,13 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
         )
 
 
+def test_the_log_names_every_chunk_and_the_rank_that_loads_it(packs: Path) -> None:
+    assert sorted(train(packs, dp_size=3).loaded) == sorted(
+        f"Rank {chunk % 3}: Loaded chunk {chunk} ({size} samples from chunk_0000{chunk}.jsonl)"
+        for chunk, size in enumerate(SIZES)
+    )
+
+
 def test_rank_r_reads_the_chunks_of_its_number(packs: Path) -> None:
     for step in train(packs, dp_size=3, size=6).steps:
         for rank, batch in enumerate(step):

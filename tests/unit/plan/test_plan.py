@@ -244,6 +244,23 @@ def test_a_warm_up_longer_than_the_run_is_named(overrides, warning):
     assert compose_config("sft", SftConfig, overrides).warnings() == warning
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["the learning rate stays at optimizer.lr"]),
+        (["optimizer.decay_steps=100"], []),
+        (["optimizer.decay=constant"], []),
+        (["trainer.steps=10", "optimizer.warmup_steps=2"], []),
+        (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0"], ["no chunk is freed"]),
+        (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0", "data.live.completed=read"], []),
+    ],
+)
+def test_a_live_run_warns_of_a_rate_that_stays_and_of_chunks_that_stay(overrides, words):
+    warnings = compose_config("sft", SftConfig, ["data=live", "schedule=as_packed", *overrides]).warnings()
+    assert len(warnings) == len(words)
+    assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_that_the_shuffle_of_megatron_cannot_take_is_refused(seed):
     with pytest.raises(ConfigError, match="seed is") as error:

@@ -86,6 +86,20 @@ def test_a_stream_that_ends_before_the_last_step_is_saved_once_and_returns_the_r
     assert (saved, reason) == (saves, "SIGTERM")
 
 
+def test_a_run_without_a_number_of_steps_trains_until_the_batches_end():
+    saved: list[int] = []
+    step = LinearLoss()
+    train(
+        itertools.islice(batches(), 65),
+        step,
+        TrainerConfig(eval_interval=0, checkpoint_interval=20),
+        validation={},
+        save=lambda number, state: saved.append(number),
+        record=lambda record: None,
+    )
+    assert (len(step.trained), saved) == (65, [20, 40, 60, 65])
+
+
 def test_without_a_validation_set_nothing_is_validated():
     _, records = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation=None)
     assert [record.validation for record in records] == [None, None]
