@@ -145,12 +145,6 @@ class CorpusConfig:
                     where="data.path_to_cache",
                     fix="name it, and train once without this setting to build them",
                 )
-        if self.fast_cache_load and not self.is_per_split:
-            raise ConfigError(
-                "Megatron-Core cannot divide sources by a split with fast_cache_load=true",
-                where="data.fast_cache_load",
-                fix="name the sources of each split in data.blend_per_split or data.per_split_data_args_path",
-            )
 
     @property
     def is_per_split(self) -> bool:

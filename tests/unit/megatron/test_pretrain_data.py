@@ -73,6 +73,27 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
     assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
 
 
+def test_fast_options_give_the_same_samples_of_a_split_blend(tmp_path: Path, corpus: Path, other: Path) -> None:
+    save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
+    blend = [CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)]
+    plain = settings(blend=blend, split="80,20", path_to_cache=str(tmp_path / "cache"))
+    fast = replace(
+        plain,
+        fast_cache_load=True,
+        defer_npy_index_mmap=True,
+        per_dataset_sequences_path=str(tmp_path / "counts.json"),
+    )
+    with pytest.raises(LoaderError, match="a built index is missing"):
+        opened(replace(fast, defer_npy_index_mmap=False))
+    one, two = opened(plain), opened(fast)
+    assert two.train.dataset_index is None
+    for name in ("train", "validation"):
+        for index in range(8):
+            mine, theirs = getattr(one, name)[index], getattr(two, name)[index]
+            torch.testing.assert_close(mine["tokens"], theirs["tokens"])
+    assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
+
+
 def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Path, corpus: Path) -> None:
     save_counts(count_sequences([str(corpus)]), tmp_path / "counts.json")
     config = settings(corpus, per_dataset_sequences_path=str(tmp_path / "counts.json"))
@@ -87,7 +108,6 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"path": ""}, "no source is named"),
         ({"split": "0,1"}, "split is"),
         ({"reset_attention_mask": True}, "requires the token that ends"),
-        ({"fast_cache_load": True, "path_to_cache": "c"}, "cannot divide"),
         ({"defer_npy_index_mmap": True}, "folder of the built indices"),
         ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),
         ({"blend": [CorpusSource("a", -1.0)]}, "weight is -1.0"),
