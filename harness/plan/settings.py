@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
@@ -137,8 +138,6 @@ class RunConfig(ABC):
 
     def __post_init__(self) -> None:
         self.resume = str(self.resume).lower()
-        if self.trainer.steps is None and not self.ends_with_data:
-            self.trainer = replace(self.trainer, steps=_USUAL_STEPS)
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
@@ -147,12 +146,18 @@ class RunConfig(ABC):
         """True where the data has an end of its own, so that a run without a number of steps ends there."""
         return False
 
+    def with_steps(self) -> Self:
+        """Return these settings with the number of steps that null stands for."""
+        if self.trainer.steps is not None or self.ends_with_data:
+            return self
+        return replace(self, trainer=replace(self.trainer, steps=_USUAL_STEPS))
+
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
         optimizer = self.optimizer
         steps, of = optimizer.decay_steps, "optimizer.decay_steps"
         if steps is None:
-            steps, of = self.trainer.last_step, "trainer.steps"
+            steps, of = self.with_steps().trainer.last_step, "trainer.steps"
         if 0 < optimizer.warmup_steps < steps or optimizer.warmup_steps == 0:
             return []
         return [
@@ -210,12 +215,6 @@ class SftConfig(RunConfig):
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
-        if self.data.live.path and self.schedule.name != "as_packed":
-            raise ConfigError(
-                f"the schedule {self.schedule.name} plans with lengths, which are not known in advance for live chunks",
-                where="schedule.name",
-                fix="schedule=as_packed trains packs as they come",
-            )
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S COLLECTIVE_S`: a rank
 without a model.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's; LIVE_SCHEDULE is the schedule, and LIVE_COPIES the
+number of ranks that train the same rows. Rank 0 writes a line a step of what all ranks trained,
 and every few steps a checkpoint to resume from.
 """
 
@@ -33,6 +34,7 @@ def main(
     folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float, collective_s: float
 ) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    copies = int(os.environ.get("LIVE_COPIES", "1"))
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=collective_s))
     checkpoint, log = out / "checkpoint.json", out / "trained.jsonl"
     step, state = 0, None
@@ -50,7 +52,13 @@ def main(
 
     with LiveFeed(
         LiveConfig(path=folder, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
-        BatchPlan(RankLayout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost()),
+        BatchPlan(
+            RankLayout(dp_rank=rank // copies, dp_size=world // copies),
+            SIZE,
+            CAPACITY,
+            SequenceCost(),
+            os.environ.get("LIVE_SCHEDULE", "as_packed"),
+        ),
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,
         timeout_s=collective_s,

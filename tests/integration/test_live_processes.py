@@ -83,11 +83,12 @@ class Stream:
         tokenizer: str = "",
         timeout_s: float = 60.0,
         collective_s: float = 60.0,
+        **variables: str,
     ) -> Side:
         module = [sys.executable, "-m", "tests.integration.live_rank"]
         settings = (interval, step_s, tokenizer, timeout_s, collective_s)
         command = [*module, str(self.folder), str(self.out), *map(str, settings)]
-        places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+        places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", **variables}
         return Side([(command, {**places, "RANK": str(rank)}) for rank in range(count)], self.out / "ranks.log")
 
     def trained(self) -> list[dict[str, Any]]:
@@ -150,6 +151,18 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     assert 0 not in contents.chunks
     assert set(contents.chunks) == set(contents.completed)
     assert sorted(contents.chunks)[-1] == 13
+
+
+def test_tokens_of_a_balanced_step_reach_the_processes_that_train_them(stream: Stream) -> None:
+    write_stream(stream.folder, some_packs(31), [5, 1, 7, 3, 4, 2, 6, 3])
+    expected = train(stream.folder, dp_size=2, size=SIZE, schedule="cost_balanced")
+    # Two data-parallel ranks of two processes each, of which one reads.
+    ranks = stream.ranks(4, LIVE_SCHEDULE="cost_balanced", LIVE_COPIES="2")
+    ranks.start()
+    assert ranks.wait() == [0, 0, 0, 0], ranks.output()
+    assert [step["digests"] for step in stream.trained()] == [
+        [digest for digest in step for _ in range(2)] for step in expected.digests
+    ]
 
 
 def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from harness.loader.live import (
     RankStream,
 )
 from harness.prep import ChatTokenizer
-from harness.records import Pack
+from harness.records import Pack, UInt8Array
 from harness.schedule import SequenceCost
 
 CAPACITY = 256
@@ -126,6 +126,7 @@ def train(
     state: LoaderState | None = None,
     tokenizer: ChatTokenizer | None = None,
     layout: dict[str, int] | None = None,
+    schedule: str = "as_packed",
     into: Trained | None = None,
     before_step: Callable[[int, int], None] = lambda rank, step: None,
     **settings: Any,
@@ -134,6 +135,7 @@ def train(
     config = LiveConfig(**{"path": str(folder), "pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
     barrier = threading.Barrier(dp_size)
     slots: list[Offer | None] = [None] * dp_size
+    sent: list[list[UInt8Array]] = [[] for _ in range(dp_size)]
     trained = into if into is not None else Trained()
     batches: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
@@ -147,15 +149,27 @@ def train(
 
         return exchange
 
+    def swap_of(rank: int) -> Callable[[list[UInt8Array], list[int]], list[UInt8Array]]:
+        def swap(outgoing: list[UInt8Array], expected: list[int]) -> list[UInt8Array]:
+            sent[rank] = outgoing
+            barrier.wait(30)
+            arrived = [parts[rank] for parts in sent]
+            barrier.wait(30)
+            assert [part.shape[0] for part in arrived] == expected
+            return arrived
+
+        return swap
+
     def log(line: str) -> None:
         (trained.loaded if ": Loaded chunk " in line else trained.log).append(line)
 
-    def share(packs: list[LivePack] | None) -> list[LivePack]:
-        assert packs is not None
-        return packs
+    def share(rows: list[LivePack | None] | None) -> list[LivePack | None]:
+        assert rows is not None
+        return rows
 
     def run(rank: int) -> None:
-        plan = BatchPlan(RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {})), size, CAPACITY, SequenceCost())
+        place = RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {}))
+        plan = BatchPlan(place, size, CAPACITY, SequenceCost(), schedule)
         loader = LiveLoader(
             RankStream(
                 config,
@@ -167,6 +181,7 @@ def train(
             plan,
             exchange=exchange_of(rank),
             share=share,
+            swap=swap_of(rank),
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
             log=log if rank == 0 else lambda line: None,

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from harness.errors import HarnessError, LoaderError
+from harness.loader.live.balance import Placement, Swap, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
@@ -27,7 +28,8 @@ _POLL_S = 0.5
 _FIRST_LOG_S, _LOG_EVERY_S = 2.0, 60.0
 
 Exchange = Callable[[Offer | None], list[Offer]]
-Share = Callable[[list[LivePack] | None], list[LivePack]]
+Rows = list[LivePack | None]
+Share = Callable[[Rows | None], Rows]
 
 
 class LiveLoader:
@@ -37,7 +39,8 @@ class LiveLoader:
         stream: reader of this rank; None where it gets its rows from another rank.
         plan: the division of a step into rows.
         exchange: gives the offers of all reading ranks, by data-parallel rank, to every rank; all call it together.
-        share: hands the packs of a step to the ranks that train the same rows; all of these call it together.
+        share: hands the rows of a step to the ranks that train the same; all of these call it together.
+        swap: sends tokens between the ranks that read, which call it together; only for schedules that balance.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
         log: called with lines for the log.
@@ -58,6 +61,7 @@ class LiveLoader:
         *,
         exchange: Exchange,
         share: Share,
+        swap: Swap = lambda outgoing, expected: outgoing,
         state: LoaderState,
         timeout_s: float,
         log: Callable[[str], None] = lambda line: None,
@@ -65,7 +69,7 @@ class LiveLoader:
     ) -> None:
         self._stream = stream
         self._plan = plan
-        self._exchange, self._share = exchange, share
+        self._exchange, self._share, self._swap = exchange, share, swap
         self._state = state
         self._position = LivePosition.from_json(state.live) if state.live else LivePosition()
         self._timeout_s = timeout_s
@@ -81,8 +85,8 @@ class LiveLoader:
             offers = self._exchange(ahead.result() if ahead is not None else None)
             self._raise_together(offers)
             for offer in offers:
-                for index, rows, name in offer.opened:
-                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({rows} samples from {name})")
+                for index, num_rows, name in offer.opened:
+                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name})")
             after = self._position.after([offer.position for offer in offers])
             # The steps whose batches were handed out, not the one that is read.
             self._report(replace(after, steps=self._position.steps), offers)
@@ -114,7 +118,14 @@ class LiveLoader:
                 return
             mine = self._stream.take(done_below=after.done_below) if self._stream is not None else None
             ahead = self._read()
-            yield self._batch(self._share(mine), offers, after)
+            placement = self._place(offers)
+            rows: Rows | None = None
+            if mine is not None:
+                rows = [*mine]
+                if self._plan.schedule != "as_packed":
+                    rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
+                rows += [None] * (placement.placed.num_microbatches - len(rows))
+            yield self._batch(self._share(rows), placement, offers, after)
 
     @property
     def steps(self) -> int:
@@ -165,21 +176,29 @@ class LiveLoader:
             )
         self._log(f"the stream ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}")
 
-    def _batch(self, packs: list[LivePack], offers: Sequence[Offer], after: LivePosition) -> RankBatch:
-        layout = self._plan.layout
-        most = max(len(offer.lengths) for offer in offers)
-        num_microbatches = -(-most // layout.group_size) * layout.group_size
-        missing = num_microbatches - len(packs)
-        rows = [build_thd_batch(live.pack.sequences(), pad_to_multiple=layout.pad_to_multiple) for live in packs]
-        no_tokens = np.zeros(0, np.int64)
-        by_row = [
-            offer.lengths[row] if row < len(offer.lengths) else no_tokens
+    def _place(self, offers: Sequence[Offer]) -> Placement:
+        """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""
+        if self._plan.schedule != "as_packed":
+            return place(offers, self._plan)
+        group = self._plan.layout.group_size
+        num_microbatches = -(-max(len(offer.lengths) for offer in offers) // group) * group
+        nothing = np.zeros(0, np.int64)
+        rows = [
+            (offer.dp_rank, offer.lengths[row], offer.sequence_ids[row])
+            if row < len(offer.lengths)
+            else (offer.dp_rank, nothing, nothing)
             for row in range(num_microbatches)
             for offer in offers
         ]
-        lengths = np.concatenate(by_row)
-        bounds = np.cumsum([0, *(row.shape[0] for row in by_row)], dtype=np.int64)
+        lengths = np.concatenate([lengths for _, lengths, _ in rows])
+        bounds = np.cumsum([0, *(lengths.shape[0] for _, lengths, _ in rows)], dtype=np.int64)
+        readers = np.repeat(np.array([rank for rank, _, _ in rows], np.int64), np.diff(bounds))
         placed = Schedule(len(offers), np.arange(lengths.shape[0], dtype=np.int64), bounds)
+        return Placement(placed, np.concatenate([ids for _, _, ids in rows]), lengths, readers, readers)
+
+    def _batch(self, rows: Rows, placement: Placement, offers: Sequence[Offer], after: LivePosition) -> RankBatch:
+        layout, lengths = self._plan.layout, placement.lengths
+        most = max(len(offer.lengths) for offer in offers)
         order = [(row, offer) for row in range(most) for offer in offers if row < len(offer.lengths)]
         self._position = after
         self._state = replace(
@@ -192,12 +211,17 @@ class LiveLoader:
             epoch=0,
             step_in_epoch=after.steps - 1,
             pack_ids=np.array([offer.sequence_ids[row][0] for row, offer in order], np.int64),
-            rows=rows + [zero_loss_row(layout.pad_to_multiple)] * missing,
-            sequence_ids=[live.sequence_ids for live in packs] + [no_tokens] * missing,
+            rows=[
+                zero_loss_row(layout.pad_to_multiple)
+                if live is None
+                else build_thd_batch(live.pack.sequences(), pad_to_multiple=layout.pad_to_multiple)
+                for live in rows
+            ],
+            sequence_ids=[np.zeros(0, np.int64) if live is None else live.sequence_ids for live in rows],
             num_sequences=int(lengths.shape[0]),
             num_tokens=int((lengths - 1).sum()),
             imbalance=measure_imbalance(
-                placed,
+                placement.placed,
                 padded_lengths(lengths, layout.pad_to_multiple),
                 max_tokens_per_row=self._plan.max_tokens_per_row,
                 cost=self._plan.cost,

@@ -38,12 +38,15 @@ class BatchPlan:
         global_batch_size: packs of a step; where they do not divide evenly, the first ranks take one more.
         max_tokens_per_row: tokens that one row holds.
         cost: of training a sequence.
+        schedule: a key of `SCHEDULERS`. `as_packed` trains a pack where it is read; the others place the sequences of
+            all ranks' packs, and tokens go to the rank that trains them.
     """
 
     layout: RankLayout
     global_batch_size: int
     max_tokens_per_row: int
     cost: SequenceCost
+    schedule: str = "as_packed"
 
     @property
     def share(self) -> int:
@@ -281,10 +284,13 @@ class RankStream:
                 where=chunk.where(row),
                 fix="drop such sequences where packs are made",
             )
-        tokens = int(padded_lengths(lengths, self._pad_to_multiple).sum())
+        padded = padded_lengths(lengths, self._pad_to_multiple)
+        is_whole = self._plan.schedule == "as_packed"
+        tokens = int(padded.sum() if is_whole else padded.max())
         if tokens > self._plan.max_tokens_per_row:
+            what = "the pack takes" if is_whole else "a sequence of the pack takes"
             raise ScheduleError(
-                f"the pack takes {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
+                f"{what} {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
                 f"{self._plan.max_tokens_per_row:,} of a row",
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",

@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
@@ -34,6 +35,7 @@ from harness.loader.live import (
 )
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
+from harness.records import UInt8Array
 from harness.storage import Marker
 
 T = TypeVar("T")
@@ -90,12 +92,13 @@ class LiveFeed:
         position = runtime.on_rank_0(lambda: self._lock(position))
         if state is not None and position is not None:
             state = replace(state, live=position.to_json())
-        self._everyone, copy, reader = _groups(plan.layout.dp_rank, timeout_s)
+        self._everyone, copy, self._readers, reader = _groups(plan.layout.dp_rank, timeout_s)
         reads = reader == torch.distributed.get_rank()
         self._loader = LiveLoader(
             RankStream(config, plan, tokenizer=tokenizer, position=position, stream=stream) if reads else None,
             plan,
             exchange=self._exchange,
+            swap=lambda outgoing, expected: _swap(outgoing, expected, self._readers),
             share=lambda packs: cast(Any, packs) if copy is None else _broadcast(packs, reader, copy),
             state=state or fresh,
             timeout_s=config.timeout_s,
@@ -232,22 +235,36 @@ def _log(line: str) -> None:
         print(line, flush=True)
 
 
-def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, int]:
-    """Make a gloo group of all ranks, and one of those that train the same rows (None for this rank alone).
+def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, Any, int]:
+    """Make gloo groups of all ranks, of those that train the same rows, and of those that read.
 
-    Also returns the rank that reads for the second group.
+    A group is None for this rank alone, and the last one for a rank that does not read. Also returns the rank that
+    reads for the second group.
     """
     if torch.distributed.get_world_size() == 1:
-        return None, None, 0
+        return None, None, None, 0
     timeout = timedelta(seconds=timeout_s)
     everyone = torch.distributed.new_group(backend="gloo", timeout=timeout)
     places = _gather(dp_rank, everyone)
     copies = {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
+    # Every rank takes part in the making of every group; all places have the same number of ranks.
+    reading = [ranks[0] for ranks in copies.values()]
+    readers = torch.distributed.new_group(reading, timeout, "gloo") if len(reading) > 1 else None
+    reads = torch.distributed.get_rank() in reading
     if len(copies[dp_rank]) == 1:
-        return everyone, None, copies[dp_rank][0]
-    # Every rank takes part in the making of every group.
+        return everyone, None, readers, copies[dp_rank][0]
     groups = {place: torch.distributed.new_group(ranks, timeout, "gloo") for place, ranks in copies.items()}
-    return everyone, groups[dp_rank], copies[dp_rank][0]
+    return everyone, groups[dp_rank], readers if reads else None, copies[dp_rank][0]
+
+
+def _swap(outgoing: list[UInt8Array], expected: list[int], readers: Any) -> list[UInt8Array]:
+    """Send bytes to each reading rank, by data-parallel rank, and return what each of them sent."""
+    if readers is None:
+        return outgoing
+    sent = torch.from_numpy(np.concatenate(outgoing))
+    arrived = torch.empty(sum(expected), dtype=torch.uint8)
+    torch.distributed.all_to_all_single(arrived, sent, expected, [part.shape[0] for part in outgoing], group=readers)
+    return np.split(arrived.numpy(), np.cumsum(expected)[:-1])
 
 
 def _gather(value: T, group: Any) -> list[T]:

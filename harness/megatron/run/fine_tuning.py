@@ -38,6 +38,7 @@ def fine_tune(config: SftConfig) -> int:
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
     """
+    config = config.with_steps()
     return run_training(config, partial(open_task, config))
 
 
@@ -86,7 +87,7 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
     check_trackers(config.trainer.trackers)
     use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     if isinstance(data, RunData) and data.blend is not None:
-        data.blend.check_lasts(config.trainer.last_step * config.loader.global_batch_size)
+        data.blend.check_lasts(config.with_steps().trainer.last_step * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(
@@ -178,7 +179,7 @@ def make_feeds(
         max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
         training = LiveFeed(
             data.train,
-            BatchPlan(layout, config.loader.global_batch_size, max_tokens_per_row, cost),
+            BatchPlan(layout, config.loader.global_batch_size, max_tokens_per_row, cost, config.schedule.name),
             tokenizer=data.tokenizer,
             state=state,
             seed=config.loader.seed,

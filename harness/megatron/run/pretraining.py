@@ -31,6 +31,7 @@ def pretrain(config: PretrainConfig) -> int:
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
     """
+    config = config.with_steps()
     return run_training(config, partial(open_task, config))
 
 
@@ -67,7 +68,7 @@ def _check_samples(config: PretrainConfig) -> None:
     trainer, size = config.trainer, config.loader.global_batch_size
     asked = {
         "data.num_samples": config.data.num_samples or 0,
-        "trainer.steps * loader.global_batch_size": trainer.last_step * size,
+        "trainer.steps * loader.global_batch_size": config.with_steps().trainer.last_step * size,
         "trainer.eval_batches * loader.global_batch_size": (trainer.eval_batches or 0) * size,
     }
     for name, samples in asked.items():

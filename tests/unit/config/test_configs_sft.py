@@ -39,9 +39,9 @@ def test_overrides_reach_the_config_and_its_yaml():
 
 def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
     live = ["data=live", "schedule=as_packed"]
-    assert compose_config("sft", SftConfig, []).trainer.steps == 60
-    assert compose_config("sft", SftConfig, live).trainer.steps is None
-    assert compose_config("sft", SftConfig, [*live, "trainer.steps=7"]).trainer.steps == 7
+    assert compose_config("sft", SftConfig, []).with_steps().trainer.steps == 60
+    assert compose_config("sft", SftConfig, live).with_steps().trainer.steps is None
+    assert compose_config("sft", SftConfig, [*live, "trainer.steps=7"]).with_steps().trainer.steps == 7
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     for create in (create_sft_dataset, GPTSFTPackedMemmapDataset):
         with pytest.raises(ConfigError, match="no argument chat, prompt_template"):
             create(path, chat=True, prompt_template="{input}")
-    with pytest.raises(ConfigError, match="packed_storage is"):
+    with pytest.raises(ConfigError, match="'pickle' is not known"):
         open_packed_writer(tmp_path / "out", packed_storage="pickle", pack_size=8)
 
 

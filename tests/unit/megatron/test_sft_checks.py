@@ -153,10 +153,6 @@ def test_a_new_run_on_chunks_that_another_run_used_up_is_refused_and_does_not_wa
 
 
 def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path):
-    made = live_config(tmp_path)
-    made.schedule.name = "dp_balanced"
-    with pytest.raises(ConfigError, match="plans with lengths, which are not known in advance"):
-        main(made)
     with pytest.raises(ConfigError, match="live chunks cannot be blended"):
         DataConfig(live=LiveConfig(path="somewhere"), blend=[BlendSource("a", 1.0)])
     write_stream(tmp_path / "live", some_chats(3), [3])

@@ -67,7 +67,7 @@ def test_a_preparation_counts_conversations_and_placeholders(tmp_path):
     chats = [turns("<image>\n<image>\nWhat is this?", images=["a", "b"]), turns("What?", images=["c"]), turns("Hi")]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 4))
     source = SourceConfig(path=str(tmp_path / "chats.jsonl"), drop_media=True)
-    report = prepare(source, None, tmp_path / "data", pack_size=256)
+    report = prepare(source, None, tmp_path / "data", pack_size=256, validation_fraction=0.0)
     assert (report.records, report.media, report.placeholders) == (12, 8, 8)
     assert "8 conversations are trained on their text alone" in (tmp_path / "data" / "report.md").read_text()
     counts = open_dataset(tmp_path / "data" / "train").manifest.provenance.counts
