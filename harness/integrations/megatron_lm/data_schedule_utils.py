@@ -322,6 +322,8 @@ def broadcast_to_pp_group(
     rows = new_samples or []
     header = [len(rows), seqlen_sum_this_global_batch or 0.0, seqlen_squared_sum_this_global_batch or 0.0]
     count, total, squared = broadcast_scalars(header, pp_group, dev)
+    if not count:  # the end of the streams
+        return ours
     sizes = torch.tensor(
         [[row["cu_seqlens"].shape[0], int(row["max_seqlen"]), int(row["padding_mask"].all())] for row in rows],
         dtype=torch.int64,
