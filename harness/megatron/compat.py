@@ -23,11 +23,13 @@ from unittest import mock
 import megatron.core
 import torch
 import xxhash
+from megatron.core import optimizer, utils
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -38,6 +40,8 @@ from harness.errors import ConfigError
 from harness.storage import StoredFile
 
 MEGATRON_VERSION: str = megatron.core.__version__
+# False for newer versions, which keep these values of a checkpoint among its objects.
+COMMON_VALUES_HAVE_A_FILE = not hasattr(serialization, "_legacy_common_state_exists")
 
 
 @dataclasses.dataclass
@@ -143,29 +147,55 @@ def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[N
 
 
 @contextmanager
-def experts_without_kernels(*, on_cpu: bool) -> Iterator[None]:
-    """Let Megatron's mixture of experts run without Transformer Engine, and on a CPU, inside the block.
+def without_kernels(*, on_cpu: bool) -> Iterator[None]:
+    """Let Megatron run without Transformer Engine, and on a CPU even where it is installed, inside the block.
 
-    Megatron 0.16 reads a name of Transformer Engine that exists only with it. The dispatcher expects counts of tokens
-    as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream for good.
+    Megatron takes its optimizer and norms of gradients where it can be imported, which a machine without a GPU can do
+    too: a CPU gets PyTorch's AdamW and Megatron's own functions.
+
+    Megatron 0.16 reads a name of Transformer Engine that exists only with it. The dispatcher of experts expects counts
+    of tokens as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream for good.
     """
 
     def as_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     with ExitStack() as stack:
-        if importlib.util.find_spec("transformer_engine") is None:
+        if on_cpu or importlib.util.find_spec("transformer_engine") is None:
             # Its names are there without it, and are no classes.
             stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
-        if not hasattr(moe_utils, "te_general_gemm"):
+        if on_cpu or not hasattr(moe_utils, "te_general_gemm"):
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         if on_cpu:
+            for module, values in _OF_A_CPU.items():
+                there = {name: value for name, value in values.items() if hasattr(module, name)}
+                stack.enter_context(mock.patch.multiple(module, **there))
             stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", as_lists))
             dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
             stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", None))
             # Only fused kernels read these tables, which are cut for context parallelism by way of pinned memory.
             stack.enter_context(mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache", return_value=None))
         yield
+
+
+_NORMS = {
+    "multi_tensor_applier": utils.local_multi_tensor_applier,
+    "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+    "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+    "multi_tensor_scale_tensor_impl": None,
+}
+# Names that modules of Megatron have from Transformer Engine (or Apex) where it is installed.
+_OF_A_CPU: dict[Any, dict[str, Any]] = {
+    optimizer: {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+    distrib_optimizer: {
+        "Adam": torch.optim.Adam,
+        "HAVE_APEX_OR_TE": False,
+        "USING_TE_OPTIMIZER": False,
+        "USING_APEX_OPTIMIZER": False,
+    },
+    clip_grads: _NORMS,
+    optimizer.optimizer: _NORMS,
+}
 
 
 def with_router(layer: Any, router: type[TopKRouter]) -> Any:

@@ -71,6 +71,15 @@ class ParallelConfig:
         )
 
     @property
+    def padding_setting(self) -> str | None:
+        """Name of the setting that pads sequences of a row or divides them; None if rows are what sequences are."""
+        if self.context_parallel_size > 1:
+            return "parallel.context_parallel_size"
+        if self.static_rows:
+            return "parallel.static_rows"
+        return "parallel.sequence_parallel" if self.pad_to_multiple > 1 else None
+
+    @property
     def group_size(self) -> int:
         """Divisor of the number of microbatches; interleaved pipelines need whole rounds of stages."""
         return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1

@@ -165,6 +165,25 @@ class RunConfig(ABC):
             f"the warm-up ends at step {steps - 1:,}"
         ]
 
+    def check_attention(self) -> None:
+        """Raise ConfigError for layers of Transformer Engine where it cannot run them."""
+        if self.model.attention != "transformer_engine":
+            return
+        if self.trainer.device == "cpu":
+            raise ConfigError(
+                "model.attention is transformer_engine, and trainer.device is cpu: Transformer Engine needs a GPU",
+                where="model.attention, trainer.device",
+                fix="model.attention=auto, which takes PyTorch's attention on a CPU",
+            )
+        pads = self.parallel.padding_setting
+        if self.model.dtype == "float32" and pads is not None:
+            raise ConfigError(
+                f"model.dtype is float32, and {pads} is set: Transformer Engine has no float32 attention for rows "
+                "whose sequences are padded or divided",
+                where="model.dtype, model.attention",
+                fix="model.dtype=bfloat16, or model.attention=torch",
+            )
+
     @abstractmethod
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
@@ -215,6 +234,7 @@ class SftConfig(RunConfig):
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
+        self.check_attention()
 
 
 @dataclass
@@ -244,6 +264,7 @@ class PretrainConfig(RunConfig):
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
+        self.check_attention()
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
         if size % (data.micro_batch_size * dp_size * group):

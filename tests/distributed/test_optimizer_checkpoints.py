@@ -51,3 +51,15 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
             assert [step[column] for step in changed] == pytest.approx(
                 [step[column] for step in expected], rel=nearness * (10 if column == "grad_norm" else 1)
             ), (dtype, column)
+
+
+def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:
+    """Whether the distributed optimizer or the plain one saved it, and without a gather of what others own."""
+    code, output = run_command([*launcher(2), "tests.distributed.checkpoint_ranks", str(tmp_path)])
+    assert code == 0, output
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for dtype in ("float32", "bfloat16"):
+        for found in (rank[dtype] for rank in ranks):
+            assert found["same"] == [True, True], dtype
+            assert found["made"] <= 1.3 * found["own"]
+            assert 0.7 * found["own"] <= found["written"] <= 1.3 * found["own"]

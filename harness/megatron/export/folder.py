@@ -21,7 +21,7 @@ from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
-from harness.megatron.state import find_damage, find_newest, load_tree
+from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import INDEX_FILE, expert_names, global_parameters, to_hf
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
@@ -86,7 +86,8 @@ def export_checkpoint(
     path, settings = _find_checkpoint(source)
     progress = read_progress(path)
     data = find_data(settings, progress.loader, data_paths)
-    model = ModelConfig(**settings["model"])
+    # PyTorch's layers have the weights of all others, and a CPU runs them.
+    model = ModelConfig(**{**settings["model"], "attention": "torch"})
     vocab_size = model.vocab_size
     if vocab_size is None:
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
@@ -103,17 +104,17 @@ def export_checkpoint(
         device = torch.device("cpu")
         (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=device)
         try:
-            state = load_tree({"model": chunk.sharded_state_dict()}, path)
+            state = load_tree({"model": sharded_weights(chunk)}, path)
         except CheckpointError:
             raise
         # Megatron and torch raise many kinds, one of which is not an Exception.
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"the checkpoint cannot be read: {type(error).__name__}: {error}".splitlines()[0],
+                f"the checkpoint cannot be read: {reason_of(error)}",
                 where=str(path),
                 fix="export an older checkpoint: name its folder",
             ) from error
-        chunk.load_state_dict(state["model"])
+        put_weights(chunk, state["model"])
         if adapters_only:
             num_weights, num_bytes = _write_adapters(chunk, model, writing)
         else:

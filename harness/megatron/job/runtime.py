@@ -107,7 +107,7 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
         )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext(), _experts_without_kernels(chosen):
+    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext(), _without_kernels(chosen):
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
@@ -292,10 +292,10 @@ def _names_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
 
 
-def _experts_without_kernels(device: torch.device) -> AbstractContextManager[None]:
+def _without_kernels(device: torch.device) -> AbstractContextManager[None]:
     from harness.megatron import compat  # Megatron-Core is imported when a job starts
 
-    return compat.experts_without_kernels(on_cpu=device.type == "cpu")
+    return compat.without_kernels(on_cpu=device.type == "cpu")
 
 
 @contextmanager

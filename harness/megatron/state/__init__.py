@@ -7,6 +7,15 @@ the optimizer's state one form on disk.
 from __future__ import annotations
 
 from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, find_newest, load_checkpoint
-from harness.megatron.state.loading import load_tree
+from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 
-__all__ = ["CheckpointWriter", "find_damage", "find_newest", "load_checkpoint", "load_tree"]
+__all__ = [
+    "CheckpointWriter",
+    "find_damage",
+    "find_newest",
+    "load_checkpoint",
+    "load_tree",
+    "put_weights",
+    "reason_of",
+    "sharded_weights",
+]

@@ -4,9 +4,11 @@ A checkpoint has the model, the optimizer, the learning-rate schedule, and in `r
 state. There is no random state: nothing draws from a generator after the weights are made (dropout is not supported).
 `checksums.json` has the hash of every file, taken while it was written, and is checked before anything is loaded.
 
-Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs, and writes in a forked process of each
-rank; on a CPU the fork itself is the copy. A checkpoint is written beside its final name and renamed once every rank
-has written its part, so a folder `step-...` is whole, and older ones are removed only then.
+Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs to pinned memory, and writes in a
+forked process of each rank. A rank copies and writes its own share alone: its part of the distributed optimizer's
+state, and of the weights that the ranks of a data-parallel group have in common, an equal part. A checkpoint is
+written beside its final name and renamed once every rank has written its part, so a folder `step-...` is whole, and
+older ones are removed only then.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
-from harness.megatron.state.loading import load_tree
+from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.step import MegatronStep
 from harness.storage import StoredFile, list_hash_problems, share_of, sync_path
 from harness.train import (
@@ -54,7 +58,7 @@ def _run_state(
     step: MegatronStep, *, is_loading: bool
 ) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
     """Return the tree that `dist_checkpointing` saves or loads, and the optimizer's share of it."""
-    weights = {name: model.sharded_state_dict() for name, model in _models(step).items()}
+    weights = {name: sharded_weights(model) for name, model in _models(step).items()}
     parts = optimizer_state.parts_of(step.optimizer)
     tensors = [
         optimizer_state.sharded_tensors(
@@ -150,12 +154,12 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
             what = f"the checkpoint cannot be read: {unread}"
             raise LoaderError(what, where=str(path), fix="look at the file system of that node") from error
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {type(error).__name__}: {error}".splitlines()[0],
+            f"the checkpoint does not fit this run: {reason_of(error)}",
             where=str(path),
             fix="resume with the model settings of the run that wrote it (its config.yaml)",
         ) from error
     for name, model in _models(step).items():
-        model.load_state_dict(state[name])
+        put_weights(model, state[name])
     parts = optimizer_state.parts_of(step.optimizer)
     for number, (part, asked) in enumerate(zip(parts, tensors, strict=True)):
         optimizer_state.put_back(part, asked, state["optimizer"][str(number)], state["optimizer_steps"])
@@ -188,6 +192,12 @@ class CheckpointWriter:
         compat.keep_checkpoint_results_in_a_file()
         self._hashes = hashes or compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
+        # Every rank of a data-parallel group writes a share of what they all have. Who writes what does not change.
+        self._strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            do_cache_distribution=True,
+        )
         self._writing: Progress | None = None
         self._unfinished = folder
 
@@ -205,6 +215,7 @@ class CheckpointWriter:
             request = dist_checkpointing.save(
                 _run_state(self._step, is_loading=False)[0],
                 str(self._unfinished),
+                self._strategy,
                 validate_access_integrity=False,
                 async_sharded_save=True,
                 **compat.async_checkpoint_arguments(dist_checkpointing.save),

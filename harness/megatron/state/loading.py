@@ -27,6 +27,7 @@ from harness.errors import CheckpointError, HarnessError
 from harness.megatron import compat
 
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
+_EXTRA_STATE = "_extra_state"
 _FIX = "it was not written by training, or is damaged: do not load it with another tool; use an older checkpoint"
 # All that `.metadata` consists of, in any supported version of torch; dtypes of torch besides.
 _CLASSES = {
@@ -55,7 +56,8 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
 
     Raises:
-        CheckpointError: a file holds anything but tensors and plain values; the error names it.
+        CheckpointError: a file holds anything but tensors and plain values; the error names it. Or a newer
+            Megatron-Core wrote the checkpoint, in a form that this version cannot read.
     """
     try:
         # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.
@@ -70,6 +72,31 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
             if isinstance(cause, HarnessError):
                 raise cause from error
         raise
+
+
+def sharded_weights(model: Any) -> dict[str, Any]:
+    """Return the sharded weights of a chunk of the model, under the same names for every layer specification.
+
+    Modules of Transformer Engine add an extra state, which is empty without FP8: with it, a checkpoint of PyTorch's
+    layers would lack something, and one of Transformer Engine's would have something that the others do not know.
+    """
+    return {name: value for name, value in model.sharded_state_dict().items() if not name.endswith(_EXTRA_STATE)}
+
+
+def put_weights(model: Any, weights: dict[str, Any]) -> None:
+    """Put the loaded tensors of `sharded_weights` into a chunk of the model."""
+    names = model.load_state_dict(weights, strict=False)
+    wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not name.endswith(_EXTRA_STATE)]
+    if wrong:
+        raise RuntimeError(f"weights that the model or the checkpoint lacks: {', '.join(wrong[:3])}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line about why a checkpoint could not be loaded: the first rank's reason, not that there is one."""
+    causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
+    cause = causes[0] if causes else error
+    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
 def read_metadata(file: IO[bytes], where: Path) -> Metadata:
@@ -167,7 +194,7 @@ class _CheckedObjects:
         file = self._storage[item.storage_index].relative_path
         objects = _load(value, file, self._folder)
         # Transformer Engine unpickles what an extra state holds; without FP8, which is not supported, it is empty.
-        if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
+        if _EXTRA_STATE in item.dest_index.fqn and not all(map(_is_empty, objects)):
             raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
@@ -181,6 +208,13 @@ def _check_common(path: Path) -> None:
     file = path / COMMON_FILE
     if file.exists():
         _load(file, COMMON_FILE, path)
+    elif compat.COMMON_VALUES_HAVE_A_FILE:
+        raise CheckpointError(
+            f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later keep its values elsewhere, where "
+            f"{compat.MEGATRON_VERSION} cannot read them",
+            where=str(path),
+            fix="load it with the megatron_core of its run.json; checkpoints of 0.16 load in every version",
+        )
 
 
 def _load(file: Path | IO[bytes], name: str, folder: Path) -> Any:

@@ -4,18 +4,27 @@ Megatron's plain and distributed optimizers store the same numbers under differe
 other's. Here a checkpoint has, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W` and,
 for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (in a float32 model that is `W` itself), and
 the number of steps taken. Learning rates and weight decay come from the configuration and the schedule.
+
+A rank of the distributed optimizer owns a range of the elements of each weight in its buffers. Megatron either saves
+ranges of its buffers, which fit one tensor and pipeline parallelism only, or gathers the whole state on the host of
+every rank. Here a range is described as boxes of its weight, at most `2 * dimensions - 1` of them: they are views of
+what the rank owns, nothing is gathered or copied, and any layout finds the parts that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from harness.errors import CheckpointError
 
 # Name that the distributed optimizer has for the float32 weights that it trains.
 _MAIN = "param"
@@ -27,13 +36,11 @@ class OptimizerTensors:
 
     Attributes:
         by_number: sharded tensors for `dist_checkpointing`, under keys that mean nothing.
-        values: their local tensors, in the same order.
-        places: number of the weight and name of the state under which the distributed optimizer expects each.
+        values: their local tensors, views of the optimizer's own state, in the same order.
     """
 
     by_number: dict[str, ShardedBase]
     values: list[torch.Tensor]
-    places: list[tuple[int, str]]
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -42,7 +49,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_loading: bool) -> OptimizerTensors:
-    """Return the state of one optimizer as sharded tensors; every rank takes part.
+    """Return the state of one optimizer as sharded tensors that hold no copies.
 
     Args:
         part: one of `parts_of`.
@@ -50,47 +57,24 @@ def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_
         is_float32: True if the model's weights are.
     """
     if is_loading:
-        _make_empty_state(part.optimizer)
-    state = part.sharded_state_dict(
-        weights, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-    )
-    placed: list[tuple[tuple[int, str], ShardedBase]] = []
+        _make_empty_state(part)
     if isinstance(part, DistributedOptimizer):
-        for number, tensors in state["param_state"].items():
-            for name, tensor in tensors.items():
-                if is_float32 and name == _MAIN:
-                    continue  # the model's own weights, which the model saves and loads
-                key = tensor.key.replace(f"optimizer.state.{_MAIN}.", "optimizer.state.fp32_param.", 1)
-                placed.append(((number, name), replace(tensor, key=key)))
+        tensors = list(_shards_of(part, weights, is_float32=is_float32))
     else:
-        placed = [((0, ""), tensor) for tensor in _sharded_in(state)]
+        tensors = list(_sharded_in(part.sharded_state_dict(weights, is_loading=is_loading)))
     return OptimizerTensors(
-        by_number={str(number): tensor for number, (_, tensor) in enumerate(placed)},
-        values=[tensor.data for _, tensor in placed],
-        places=[place for place, _ in placed],
+        by_number={str(number): tensor for number, tensor in enumerate(tensors)},
+        values=[tensor.data for tensor in tensors],
     )
 
 
 @torch.no_grad()
 def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Copy into an optimizer the `loaded` tensors of its `sharded_tensors`, and the number of steps taken.
-
-    The model's weights must be loaded already.
-    """
+    """Copy into an optimizer the `loaded` tensors of its `sharded_tensors`, and the number of steps taken."""
     inner = part.optimizer
-    if isinstance(part, DistributedOptimizer):
-        for state in inner.state.values():
-            state.pop("step", None)  # Megatron expects every entry to have the weight's shape
-        by_weight: dict[int, dict[str, torch.Tensor]] = {}
-        for number, (weight, name) in enumerate(tensors.places):
-            by_weight.setdefault(weight, {})[name] = loaded[str(number)]
-        # In the order in which the optimizer numbers them.
-        for weight, parameter in enumerate(chain.from_iterable(buffer.param_index_map for buffer in part.buffers)):
-            by_weight[weight].setdefault(_MAIN, parameter)
-        part.load_parameter_state_from_fully_reshardable(by_weight)
-    else:
-        for number, value in enumerate(tensors.values):
-            value.copy_(loaded[str(number)])
+    for number, value in enumerate(tensors.values):
+        if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # mostly they are loaded in place
+            value.copy_(source)
     if _counts_by_weight(inner):
         for state in inner.state.values():
             state["step"] = torch.tensor(float(steps))
@@ -111,14 +95,118 @@ def _counts_by_weight(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _make_empty_state(inner: torch.optim.Optimizer) -> None:
-    """Create the state that PyTorch's Adam creates in its first step; Megatron needs it before loading."""
+def _make_empty_state(part: Any) -> None:
+    """Create the state that the first step creates; Megatron needs it before loading."""
+    inner = part.optimizer
     if not _counts_by_weight(inner):
+        if isinstance(part, DistributedOptimizer):
+            part.load_state_dict(part.state_dict())
         return
     for weight in chain.from_iterable(group["params"] for group in inner.param_groups):
         if not inner.state[weight]:
             moments = {name: torch.zeros_like(weight.data) for name in ("exp_avg", "exp_avg_sq")}
             inner.state[weight] = {"step": torch.tensor(0.0), **moments}
+
+
+def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Iterator[ShardedTensor]:
+    """Yield what a rank of the distributed optimizer owns, as boxes of the tensors on disk."""
+    by_weight = {id(sharded.data): sharded for sharded in nested_values(weights) if hasattr(sharded, "data")}
+    buckets = chain.from_iterable(chain.from_iterable(buffer.values()) for buffer in part.gbuf_ranges)
+    for weight, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
+        owned = range(ranges["param"].start, ranges["param"].end)
+        pieces = _pieces(by_weight[id(weight)])
+        for name, state in part._get_main_param_and_optimizer_states(weight).items():
+            # A float32 main weight is a view of the model's own weight, which the model saves and loads.
+            if name == "step" or (is_float32 and name == _MAIN):
+                continue
+            prefix = f"optimizer.state.{'fp32_param' if name == _MAIN else name}"
+            for at, piece in pieces:
+                yield from _cut(piece, at, f"{prefix}.{piece.key}", state.detach(), owned, _instance_of(part))
+
+
+def _instance_of(part: Any) -> int:
+    """Return the number of the replica of the state to which a rank belongs; 0 is the one that is saved."""
+    return int(getattr(part, "distributed_optimizer_instance_id", 0))
+
+
+def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
+    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins.
+
+    A gated feed-forward's first weight is two tensors on disk, for instance.
+    """
+    if not isinstance(sharded, ShardedTensorFactory):
+        return [(0, sharded)]
+    # Without data, so that the parts are views of which only the places matter.
+    whole = torch.empty(sharded.data.shape, device="meta")
+    pieces = [(piece.data.storage_offset(), piece) for piece in nested_values(replace(sharded, data=whole).build())]
+    end = 0
+    for at, piece in sorted(pieces, key=lambda one: one[0]):
+        if at != end or not piece.data.is_contiguous():
+            raise CheckpointError(
+                f"the optimizer's state of {sharded.key} cannot be cut into the tensors of a checkpoint",
+                where="parallel.distributed_optimizer",
+                fix="set parallel.distributed_optimizer=false for this model",
+            )
+        end += piece.data.numel()
+    return pieces
+
+
+def _cut(
+    piece: ShardedTensor, at: int, key: str, state: torch.Tensor, owned: range, instance: int
+) -> Iterator[ShardedTensor]:
+    """Yield the boxes of one tensor on disk that a rank owns.
+
+    Args:
+        piece: this tensor-parallel rank's part of the tensor.
+        at: element of the weight at which `piece` begins.
+        key: name on disk.
+        state: the elements `owned.start` to `owned.stop` of the weight.
+        instance: from `_instance_of`.
+    """
+    prefix = (1,) * piece.prepend_axis_num
+    first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))
+    for offset, size in boxes(piece.local_shape, first - at, last - at):
+        num_elements = math.prod(size)
+        begin = first - owned.start
+        first += num_elements
+        origin = piece.global_offset[len(prefix) :]
+        yield replace(
+            piece,
+            key=key,
+            data=state[begin : begin + num_elements].view(*prefix, *size),
+            dtype=state.dtype,
+            local_shape=(*prefix, *size),
+            global_offset=(*piece.global_offset[: len(prefix)], *(a + b for a, b in zip(origin, offset, strict=True))),
+            axis_fragmentations=None,  # the parts of a tensor differ in size
+            prepend_axis_num=0,
+            # Ranks of a data-parallel group own different elements.
+            replica_id=(*piece.replica_id[:2], instance),
+        )
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offset, size) of the fewest boxes of a tensor that hold its elements `start` to `stop`, in order.
+
+    >>> list(boxes((4, 10), 7, 33))
+    [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 3))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, skipped = divmod(start, row)
+        if skipped == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for offset, size in boxes(shape[1:], skipped, end - index * row):
+                yield (index, *offset), (1, *size)
+            start = end
 
 
 def _sharded_in(state: Any) -> Iterator[ShardedBase]:

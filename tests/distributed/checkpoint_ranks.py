@@ -1,0 +1,86 @@
+"""Save and load checkpoints on the ranks of a job: torchrun ... -m tests.distributed.checkpoint_ranks FOLDER."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bench.checkpoint_rank import HeldBytes, make_step
+from harness.loader import LoaderState
+from harness.megatron import MegatronStep
+from harness.megatron.job import join, runtime
+from harness.megatron.state import CheckpointWriter, load_checkpoint
+from harness.plan import ParallelConfig
+from harness.train import Progress
+
+
+def tensors_of(step: MegatronStep) -> list[torch.Tensor]:
+    """Return the weights and what this rank has of the optimizer's state."""
+    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
+    mains = [main for group in part.optimizer.param_groups for main in group["params"]]
+    states = [part.optimizer.state[main][name] for main in mains for name in ("exp_avg", "exp_avg_sq")]
+    return [
+        *(weight.data for chunk in step.chunks for weight in chunk.parameters()),
+        *(one.data for one in mains),
+        *states,
+    ]
+
+
+def forget(step: MegatronStep) -> None:
+    for tensor in tensors_of(step):
+        tensor.fill_(-1)
+
+
+def save(folder: Path, step: MegatronStep) -> tuple[Path, int]:
+    """Return the checkpoint, and the bytes of tensors that saving made on this rank."""
+    writer = CheckpointWriter(folder, step, keep=1)
+    with HeldBytes() as held:
+        writer.start(Progress(1, LoaderState(0)))
+    writer.finish()
+    return folder / "step-00000001", held.most
+
+
+def main(folder: Path) -> None:
+    found: dict[str, Any] = {}
+    with runtime.start("cpu") as job:
+        split, plain = ParallelConfig(distributed_optimizer=True), ParallelConfig()
+        layout = join(split, job.world_size)
+        for dtype in ("float32", "bfloat16"):
+            step = make_step(1, 64, split, layout, job.device, dtype=dtype)
+            # Ranks have different parts of the state, and the same weights.
+            torch.manual_seed(job.rank)
+            weights = sum(1 for chunk in step.chunks for _ in chunk.parameters())
+            for tensor in tensors_of(step)[weights:]:
+                tensor.copy_(torch.randn_like(tensor))
+            kept = [tensor.clone() for tensor in tensors_of(step)]
+            if dtype == "float32":  # its main weights are the model's own, which are the same on all ranks
+                for chunk in step.chunks:
+                    for weight in chunk.parameters():
+                        torch.distributed.broadcast(weight.data, 0)
+                kept = [tensor.clone() for tensor in tensors_of(step)]
+            path, made = save(folder / f"{dtype}-split", step)
+            own = sum(tensor.nbytes for tensor in kept[weights:])
+            shared = sum(tensor.nbytes for tensor in kept[:weights]) // job.world_size
+            if dtype == "float32":  # the main weights are counted as weights
+                own -= shared
+            forget(step)
+            load_checkpoint(path, step)
+            same = all(map(torch.equal, tensors_of(step), kept))
+            other = make_step(1, 64, plain, layout, job.device, dtype=dtype)
+            forget(other)
+            load_checkpoint(path, other)
+            path, _ = save(folder / f"{dtype}-plain", other)
+            forget(step)
+            load_checkpoint(path, step)
+            same_again = all(map(torch.equal, tensors_of(step), kept))
+            written = sum(file.stat().st_size for file in (folder / f"{dtype}-split").rglob(f"__{job.rank}_*"))
+            found[dtype] = {"own": own + shared, "made": made, "written": written, "same": [same, same_again]}
+    (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
