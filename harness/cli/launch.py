@@ -130,7 +130,7 @@ def submit(
     )
     # A layout that so many ranks cannot hold is refused here, and not after hours in a queue.
     run.config.check_layout(job_settings.nodes * cluster.ranks_per_node)
-    run.config.check_attention()
+    run.config.check_dtypes()
     failed = read_excluded(Path(job.run_dir))
     if failed:
         print(f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,57 @@ class RowTensors:
     padding_mask: torch.Tensor
     packed_seq_params: PackedSeqParams
 
+    def all(self) -> list[torch.Tensor]:
+        """Return every tensor, those of the boundaries included."""
+        values = [*vars(self).values(), *vars(self.packed_seq_params).values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+class RowsAhead(Iterator[ThdBatch]):
+    """Rows of a step, each copied to the device while the one before it is computed.
+
+    Copies go from pinned memory through a stream of their own, so that neither the host nor the kernels of a row wait
+    for those of the next. On a CPU they are made at the same points.
+
+    Args:
+        rows: of one step.
+        copy: makes the tensors of a row.
+        stream: of the copies; None on a CPU.
+    """
+
+    def __init__(
+        self, rows: Iterable[ThdBatch], copy: Callable[[ThdBatch], RowTensors], stream: torch.cuda.Stream | None
+    ) -> None:
+        self._rows, self._copy, self._stream = iter(rows), copy, stream
+        self._begun: tuple[ThdBatch, RowTensors] | None = None
+
+    def __next__(self) -> ThdBatch:
+        """Return the next row for someone who makes tensors of it by other means."""
+        assert self._begun is None, "a row that is being copied is taken with its tensors"
+        return next(self._rows)
+
+    def take(self) -> tuple[ThdBatch, RowTensors]:
+        """Return the next row with its tensors, and begin to copy the one after it."""
+        row, tensors = self._begun or self._begin(next(self._rows))
+        if self._stream is not None:
+            computing = torch.cuda.current_stream()
+            computing.wait_stream(self._stream)
+            for tensor in tensors.all():
+                # Its memory comes from the stream of the copies, which must not take it back while it is read.
+                tensor.record_stream(computing)
+        after = next(self._rows, None)
+        self._begun = None if after is None else self._begin(after)
+        return row, tensors
+
+    def _begin(self, row: ThdBatch) -> tuple[ThdBatch, RowTensors]:
+        if self._stream is None:
+            return row, self._copy(row)
+        with torch.cuda.stream(self._stream):
+            return row, self._copy(row)
+
 
 def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0) -> RowTensors:
-    """Copy this rank's context-parallel slice of a row to `device`."""
+    """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait."""
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     positions = np.arange(len(row), dtype=np.int64) - np.repeat(
         row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens_padded)
@@ -53,7 +102,7 @@ def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
         fields = [field[keep] for field in fields]
     tokens, labels, position_ids, loss_mask, padding_mask, counted = (
-        torch.from_numpy(np.ascontiguousarray(field)).unsqueeze(0).to(device, non_blocking=True) for field in fields
+        _copied(np.ascontiguousarray(field), device).unsqueeze(0) for field in fields
     )
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     padded = None if np.array_equal(row.cu_seqlens, row.cu_seqlens_padded) else row.cu_seqlens_padded
@@ -64,12 +113,18 @@ def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank:
         loss_mask,
         padding_mask,
         packed_seq_params(
-            cu_seqlens=torch.from_numpy(row.cu_seqlens).to(device, non_blocking=True),
-            cu_seqlens_padded=None if padded is None else torch.from_numpy(padded).to(device, non_blocking=True),
+            cu_seqlens=_copied(row.cu_seqlens, device),
+            cu_seqlens_padded=None if padded is None else _copied(padded, device),
             max_seqlen=row.max_seqlen,
             positions=counted[0],
         ),
     )
+
+
+def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    # From memory that is not pinned, a copy to a GPU waits for all work before it.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:

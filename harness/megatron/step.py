@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,16 @@ from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
-from harness.megatron.batch import run_row, to_device
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.model import expert_metrics, weigh_tokens
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
 # Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
+ForwardStep = Callable[[RowsAhead, Any], tuple[torch.Tensor, Any]]
 # Steps after which a rate that does not decay would have decayed: Megatron asks for a number.
 _NO_DECAY = 1 << 31
-ForwardStep = Callable[[Iterator[ThdBatch], Any], tuple[torch.Tensor, Any]]
 
 
 def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,6 +106,7 @@ class MegatronStep:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
         self._forward_backward = get_forward_backward_func()
+        self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def train(self, batch: RankBatch) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
@@ -162,7 +163,7 @@ class MegatronStep:
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function."""
-        iterators = [iter(rows) for _ in self.chunks]
+        iterators = [RowsAhead(rows, self._copy_row, self._copies) for _ in self.chunks]
         reports: list[Any] = self._forward_backward(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -174,9 +175,12 @@ class MegatronStep:
         )
         return reports
 
-    def forward_row(self, rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+    def _copy_row(self, row: ThdBatch) -> RowTensors:
+        return to_device(row, self.device, cp_size=self.layout.cp_size, cp_rank=self.layout.cp_rank)
+
+    def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
-        arrays = next(rows)
+        arrays, row = rows.take()
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
             raise ConfigError(
                 f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
@@ -184,7 +188,6 @@ class MegatronStep:
                 where="model.vocab_size",
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
-        row = to_device(arrays, self.device, cp_size=self.layout.cp_size, cp_rank=self.layout.cp_rank)
         return run_row(model, row), partial(sum_loss, row.loss_mask)
 
     def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:

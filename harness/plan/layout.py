@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.checks import bounded, check_numbers
+from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
@@ -25,6 +25,9 @@ class ParallelConfig:
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
+        gradient_dtype: float32, or bfloat16 for half the memory and traffic of a bfloat16 model's gradients, which are
+            then added in bfloat16.
+        overlap_gradients: on GPUs, reduce gradients while the backward pass goes on.
         ranks: number of ranks that memory and batch are planned for: `harness train` starts them on this machine, and
             any other number is refused; null for any.
     """
@@ -38,10 +41,13 @@ class ParallelConfig:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
+    gradient_dtype: str = "float32"
+    overlap_gradients: bool = True
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     def __post_init__(self) -> None:
         check_numbers(self, "parallel")
+        require_choice(self.gradient_dtype, ("float32", "bfloat16"), setting="parallel.gradient_dtype")
         chunks = self.virtual_pipeline_parallel_size
         if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
             raise ConfigError(

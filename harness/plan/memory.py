@@ -213,7 +213,7 @@ def plan_memory(
             Memory(
                 stage=stage,
                 weights=item * (weights + adapters),
-                gradients=4 * trained,
+                gradients=(2 if parallel.gradient_dtype == "bfloat16" else 4) * trained,
                 optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
                 activations=math.ceil(kept * max_tokens_per_rank),
             )

@@ -25,6 +25,9 @@ _CHOICES = {
     "dtype": tuple(DTYPE_BYTES),
     "recompute": ("none", "selective", "full"),
     "attention": ("auto", "transformer_engine", "torch"),
+    "fuse_swiglu": ("auto", "on", "off"),
+    "fuse_cross_entropy": ("auto", "on", "off"),
+    "fuse_weight_gradient": ("auto", "on", "off"),
     "router_score": ("softmax", "sigmoid"),
 }
 
@@ -58,6 +61,10 @@ class ModelConfig:
         recompute: activations computed again in the backward pass: `none`, `selective` (attention) or `full` (whole
             layers).
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
+        fuse_swiglu, fuse_cross_entropy: one kernel for the activation of the feed-forward, and for the loss, whose
+            logits are then not kept twice; `auto` (on GPUs), `on` or `off`.
+        fuse_weight_gradient: add a weight's gradient where it is computed, which needs an extension of Apex; `auto` (on
+            GPUs that have it), `on` or `off`.
         seed: of the initial weights.
         lora_rank: rank of LoRA adapters, which alone are trained; 0 trains all weights.
         lora_alpha: adapter outputs are scaled by lora_alpha / lora_rank.
@@ -108,6 +115,9 @@ class ModelConfig:
     dtype: str = "float32"
     recompute: str = "none"
     attention: str = "auto"
+    fuse_swiglu: str = "auto"
+    fuse_cross_entropy: str = "auto"
+    fuse_weight_gradient: str = "auto"
     seed: int = bounded(1234)
     lora_rank: int = bounded(0, highest=100_000)
     lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)

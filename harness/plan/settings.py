@@ -69,6 +69,7 @@ class TrainerConfig:
         keep_checkpoints: number of newest checkpoints to keep.
         background_checkpoints: continue training while a checkpoint is written; the next checkpoint waits for it.
         device: auto, cpu or cuda.
+        deterministic: take only kernels that give the same bits each time, slower ones where there is a choice.
         timeout_s: a rank without progress for this long ends the job, with a message that names it.
         startup_timeout_s: the same limit for each part of the startup: meeting the ranks, opening the data, building
             indices, loading weights.
@@ -89,6 +90,7 @@ class TrainerConfig:
     keep_checkpoints: int = bounded(2, lowest=1)
     background_checkpoints: bool = True
     device: str = "auto"
+    deterministic: bool = False
     timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
     startup_timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     record_digests: bool = False
@@ -165,8 +167,14 @@ class RunConfig(ABC):
             f"the warm-up ends at step {steps - 1:,}"
         ]
 
-    def check_attention(self) -> None:
-        """Raise ConfigError for layers of Transformer Engine where it cannot run them."""
+    def check_dtypes(self) -> None:
+        """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
+        if self.parallel.gradient_dtype == "bfloat16" and self.model.dtype != "bfloat16":
+            raise ConfigError(
+                f"parallel.gradient_dtype is bfloat16, and model.dtype {self.model.dtype}",
+                where="parallel.gradient_dtype",
+                fix="model.dtype=bfloat16, or parallel.gradient_dtype=float32",
+            )
         if self.model.attention != "transformer_engine":
             return
         if self.trainer.device == "cpu":
@@ -234,7 +242,7 @@ class SftConfig(RunConfig):
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
-        self.check_attention()
+        self.check_dtypes()
 
 
 @dataclass
@@ -264,7 +272,7 @@ class PretrainConfig(RunConfig):
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
-        self.check_attention()
+        self.check_dtypes()
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
         if size % (data.micro_batch_size * dp_size * group):

@@ -83,7 +83,13 @@ def place_in_job(name: str) -> int:
 
 
 @contextmanager
-def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None) -> Iterator[Runtime]:
+def start(
+    device: str = "auto",
+    *,
+    timeout_s: float = 600.0,
+    meet_timeout_s: float | None = None,
+    deterministic: bool = False,
+) -> Iterator[Runtime]:
     """Join the job that the environment describes (torchrun, or a lone process), and leave it at the end.
 
     Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
@@ -91,6 +97,7 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
     Args:
         timeout_s: of a collective.
         meet_timeout_s: wait for missing ranks at the start; None for `timeout_s`.
+        deterministic: take only kernels that give the same bits each time, until the job ends.
 
     Raises:
         ConfigError: no such device, or an incomplete launcher environment.
@@ -107,12 +114,19 @@ def start(device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: flo
         )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    with _cpu_as_cuda() if chosen.type == "cpu" else nullcontext(), _without_kernels(chosen):
+    shim = _cpu_as_cuda() if chosen.type == "cpu" else nullcontext()
+    with shim, _without_kernels(chosen), _same_bits() if deterministic else nullcontext():
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
         torch.distributed.init_process_group(
-            backend, store=PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
+            backend,
+            store=PrefixStore("job", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            # NCCL then connects at once, on this device, and not in the first step.
+            device_id=chosen if chosen.type == "cuda" else None,
         )
         try:
             yield Runtime(chosen, rank, world_size, local_rank)
@@ -296,6 +310,23 @@ def _without_kernels(device: torch.device) -> AbstractContextManager[None]:
     from harness.megatron import compat  # Megatron-Core is imported when a job starts
 
     return compat.without_kernels(on_cpu=device.type == "cpu")
+
+
+@contextmanager
+def _same_bits() -> Iterator[None]:
+    """Let PyTorch, cuBLAS, NCCL and Transformer Engine take deterministic kernels alone inside the block."""
+    wanted = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    was = torch.are_deterministic_algorithms_enabled()
+    with mock.patch.dict(os.environ, wanted):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from harness.megatron.model import lora
-from harness.megatron.model.gpt import build_chunks, build_model, use_transformer_engine
+from harness.megatron.model.fusions import slow_parts
+from harness.megatron.model.gpt import build_chunks, build_model, engine_layers, use_transformer_engine
 from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.model.rotary import RowSelfAttention
 from harness.megatron.model.router import expert_metrics, weigh_tokens
@@ -13,8 +14,10 @@ __all__ = [
     "build_chunks",
     "build_model",
     "check_same_adapters",
+    "engine_layers",
     "expert_metrics",
     "lora",
+    "slow_parts",
     "use_transformer_engine",
     "weigh_tokens",
 ]

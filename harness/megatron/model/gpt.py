@@ -23,6 +23,7 @@ from torch.nn import functional
 from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.model.attention import JointKeyNorm, JointQueryNorm, LatentNorm, RMSNorm, VarlenAttention
+from harness.megatron.model.fusions import choose_fusions
 from harness.megatron.model.lora import add_adapters
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
@@ -47,9 +48,20 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
     return True
 
 
+def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> bool:
+    """Return True if this model's layers come from Transformer Engine, as `use_transformer_engine` does.
+
+    It has no float32 attention for rows with padding: `auto` does without then, and settings that name it are refused.
+    """
+    if model.attention == "auto" and model.dtype == "float32" and parallel.padding_setting is not None:
+        return False
+    return use_transformer_engine(model.attention, device)
+
+
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
     """Return Megatron's config for this model on this layout."""
     dtype: torch.dtype = getattr(torch, model.dtype)
+    fusions = choose_fusions(model, device)
     pipelined = parallel.pipeline_parallel_size > 1
     interleaved = parallel.virtual_pipeline_parallel_size is not None
     kind = MLATransformerConfig if model.kv_lora_rank else TransformerConfig
@@ -69,13 +81,16 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         activation_func=functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fusions.swiglu,
+        cross_entropy_loss_fusion=fusions.cross_entropy,
+        cross_entropy_fusion_impl="native",
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         bias_dropout_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fusions.weight_gradient,
         persist_layer_norm=False,
         # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
         # each shard is drawn in place, which large models need.
@@ -90,7 +105,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        **_experts(model, device),
+        **_experts(model, parallel, device),
         **_latents(model),
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
@@ -129,7 +144,7 @@ def _latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
     """Return the settings of Megatron's mixture of experts; none for a dense model."""
     if not model.num_experts:
         return {}
@@ -152,7 +167,7 @@ def _experts(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
         # An adapter stands beside the matrices of one expert.
-        "moe_grouped_gemm": use_transformer_engine(model.attention, device)
+        "moe_grouped_gemm": engine_layers(model, parallel, device)
         and not (model.lora_rank and {"linear_fc1", "linear_fc2"} & set(model.lora_targets)),
     }
 
@@ -215,7 +230,7 @@ def build_chunks(
     num_chunks = parallel.virtual_pipeline_parallel_size or 1
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
-        with_engine = use_transformer_engine(model.attention, device)
+        with_engine = engine_layers(model, parallel, device)
         chunks.append(
             GPTModel(
                 config=config,
@@ -292,9 +307,9 @@ def build_model(
         fill(chunks)
     config = chunks[0].config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=device.type == "cuda",
+        overlap_grad_reduce=device.type == "cuda" and parallel.overlap_gradients,
         average_in_collective=False,
     )
     wrapped = [

@@ -23,7 +23,7 @@ from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import StopSignals, Watchdog, join, runtime
-from harness.megatron.model import build_model, check_same_adapters
+from harness.megatron.model import build_model, check_same_adapters, engine_layers, slow_parts
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint
@@ -159,7 +159,7 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
     trainer = config.trainer
     with ExitStack() as stack:
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
-        ranks = stack.enter_context(runtime.start(trainer.device, **limits))
+        ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
         signals = stack.enter_context(StopSignals())
 
         folder = _slurm_folder(config)
@@ -172,8 +172,10 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
             records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
             log = stack.enter_context(records.progress).log
+            has_engine = engine_layers(config.model, config.parallel, ranks.device)
+            slow = slow_parts(config.model, config.parallel, ranks.device, has_engine=has_engine)
             pretrained = run.task.pretrained.warnings if run.task.pretrained is not None else []
-            for warning in [*config.warnings(), *run.task.warnings, *pretrained]:
+            for warning in [*config.warnings(), *run.task.warnings, *pretrained, *slow]:
                 log(f"warning: {warning}")
             if run.newest is not None:
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")

@@ -1,0 +1,90 @@
+"""Which operations are one kernel, and a word about everything on a GPU that is slower than it could be."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from harness.errors import ConfigError
+from harness.plan import ModelConfig, ParallelConfig
+
+# Megatron-Core's linear layers call this extension of Apex to add a weight's gradient inside the product.
+_ADDING_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Fused operations of a model on a device.
+
+    Attributes:
+        swiglu: the gate and its product.
+        cross_entropy: the loss over a divided vocabulary, without a second copy of the logits in float32.
+        weight_gradient: a weight's gradient is added to its buffer where it is computed.
+    """
+
+    swiglu: bool
+    cross_entropy: bool
+    weight_gradient: bool
+
+
+def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
+    """Return the fusions of a model: what is `on`, and on a GPU what is `auto` and there.
+
+    Raises:
+        ConfigError: one that is `on` cannot be had.
+    """
+    is_gpu = device.type == "cuda"
+    if model.fuse_weight_gradient == "on" and (missing := _why_not_added(device)):
+        raise ConfigError(
+            f"model.fuse_weight_gradient is on, and {missing}",
+            where="model.fuse_weight_gradient",
+            fix="set it to auto, which does without",
+        )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if model.fuse_cross_entropy == "on" and deterministic:
+        raise ConfigError(
+            "model.fuse_cross_entropy is on, and trainer.deterministic too: the fused loss adds in any order",
+            where="model.fuse_cross_entropy, trainer.deterministic",
+            fix="model.fuse_cross_entropy=auto",
+        )
+    return Fusions(
+        swiglu=_is_on(model.fuse_swiglu, is_gpu),
+        cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic,
+        weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and _why_not_added(device) is None,
+    )
+
+
+def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, has_engine: bool) -> list[str]:
+    """Return a sentence about everything that makes a run on a GPU slower than another setting or package would."""
+    if device.type != "cuda":
+        return []
+    found = []
+    if model.attention == "auto" and not has_engine:
+        why = "Transformer Engine cannot be imported"
+        if model.dtype == "float32" and parallel.padding_setting is not None:
+            why = f"Transformer Engine has no float32 attention with {parallel.padding_setting}"
+        found.append(
+            f"model.attention is auto, and {why}: PyTorch's attention launches kernels for every sequence of a row, "
+            "and with context parallelism gathers keys and values"
+        )
+    if model.dtype == "float32":
+        found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
+    if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
+        found.append(f"model.fuse_weight_gradient is auto, and {missing}: weights' gradients take a kernel more each")
+    if model.fuse_cross_entropy == "auto" and torch.are_deterministic_algorithms_enabled():
+        found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")
+    return found
+
+
+def _is_on(choice: str, is_gpu: bool) -> bool:
+    return choice == "on" or (choice == "auto" and is_gpu)
+
+
+def _why_not_added(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "there is no GPU"
+    if importlib.util.find_spec(_ADDING_KERNEL) is None:
+        return f"Apex's extension {_ADDING_KERNEL} is not installed"
+    return None
