@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness.bench.checkpoint_rank import HeldBytes, make_step
+from harness.bench.checkpoints import HeldBytes, make_step
 from harness.loader import LoaderState
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime

@@ -54,7 +54,7 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
 
 
 def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:
-    """Whether the distributed optimizer or the plain one saved it, and without a gather of what others own."""
+    """It gathers nothing that others own, and either optimizer may have saved it."""
     code, output = run_command([*launcher(2), "tests.distributed.checkpoint_ranks", str(tmp_path)])
     assert code == 0, output
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]

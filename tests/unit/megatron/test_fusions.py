@@ -1,4 +1,4 @@
-"""What is fused where, and what a run on a GPU is told about what is not."""
+"""Fusions by device and setting, and the warnings of a run on a GPU that does without."""
 
 from __future__ import annotations
 
