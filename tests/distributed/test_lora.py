@@ -212,7 +212,6 @@ def test_every_layout_trains_the_same_adapters_of_experts(
     for step, other in zip(found, expected, strict=False):
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 0.2
     merged = tensors(exported(tmp_path / "one", tmp_path / "merged"))
     before = tensors(base)
     # Weights of every linear layer change; routers, their biases, norms and embeddings do not.

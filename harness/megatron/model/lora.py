@@ -129,7 +129,8 @@ class Adapter(torch.nn.Module):
         rank, halves, dtype = model.lora_rank, 2 if target == "linear_fc1" else 1, config.params_dtype
         self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
         # A layer that a rank has all of, and its tokens too, needs no other rank.
-        self.is_whole = place.is_expert or target in ON_EVERY_RANK
+        self.is_expert = place.is_expert
+        self.is_whole = self.is_expert or target in ON_EVERY_RANK
         if self.is_whole:
             shard = TensorShard()
         self._sequence_parallel = config.sequence_parallel
@@ -183,7 +184,12 @@ class Adapter(torch.nn.Module):
         if self.is_whole:
             axes = {}
         own = self.state_dict(prefix="", keep_vars=True)
-        return dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
+        made = dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
+        if self.is_expert:
+            # Tensor-parallel ranks have other experts, not copies of this one; Megatron numbers the copies.
+            for tensor in made.values():
+                tensor.replica_id = (tensor.replica_id[0], 0, *tensor.replica_id[2:])
+        return made
 
 
 def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device: torch.device) -> None:
