@@ -148,6 +148,8 @@ class Adapter(torch.nn.Module):
             own: Any = getattr(place.parent, target).weight
             for parameter in self.parameters():
                 setattr(parameter, "allreduce", getattr(own, "allreduce", True))  # noqa: B010 - not one of torch
+                # Each rank's experts are its own, and count in the norm of gradients.
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
             return
         # The norm of gradients counts shared parameters once and divided ones on every rank.
         divided = [] if self.is_whole else [self.a] if self.by_columns else list(self.b)
