@@ -173,6 +173,9 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
     for name in ("path", "overwrite", "num_workers"):
         del data[name]
     del source["shard_bytes"]
+    if not source["drop_media"]:
+        # Earlier versions had no such setting, and the folders that they prepared are those of today.
+        del source["drop_media"]
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version

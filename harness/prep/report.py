@@ -130,6 +130,8 @@ class PrepareReport(Counts):
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: Path) -> PrepareReport:
         """Return the report of an earlier run; raises PrepError if it is damaged."""
+        # Reports of earlier versions do not count these.
+        values = {"media": 0, "placeholders": 0, **values}
         try:
             kept = {entry.name: values[entry.name] for entry in fields(cls) if entry.name != "reused"}
             kept |= {name: Counter(values[name]) for name in ("bad", "dropped")}

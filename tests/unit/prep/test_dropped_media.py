@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.prep import SourceConfig, prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
@@ -72,6 +73,23 @@ def test_a_preparation_counts_conversations_and_placeholders(tmp_path):
     assert "8 conversations are trained on their text alone" in (tmp_path / "data" / "report.md").read_text()
     counts = open_dataset(tmp_path / "data" / "train").manifest.provenance.counts
     assert (counts["media"], counts["placeholders"]) == (8, 8)
+
+
+def test_a_folder_that_was_prepared_before_there_was_the_setting_is_still_prepared(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(turns("Hi")) + "\n" for _ in range(4)))
+
+    def prepared(**source):
+        settings = SourceConfig(path=str(tmp_path / "chats.jsonl"), **source)
+        return prepare(settings, None, tmp_path / "data", pack_size=256, validation_fraction=0.0)
+
+    assert not prepared().reused
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert "drop_media" not in report["settings"]["source"]
+    del report["media"], report["placeholders"]
+    (tmp_path / "data" / "report.json").write_text(json.dumps(report))
+    assert prepared().reused
+    with pytest.raises(ConfigError, match="drop_media was None and is True"):
+        prepared(drop_media=True)
 
 
 def test_the_setting_is_named_where_media_are_refused():
