@@ -1,0 +1,89 @@
+"""Checkpoints between the layers of PyTorch and Transformer Engine: -m tests.distributed.engine_ranks FOLDER TP."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.megatron import prepare_process
+
+prepare_process()
+
+import torch  # noqa: E402
+import transformer_engine.pytorch as engine  # noqa: E402
+
+from harness.loader import LoaderState  # noqa: E402
+from harness.megatron import MegatronStep  # noqa: E402
+from harness.megatron.job import join, runtime  # noqa: E402
+from harness.megatron.model import build_model  # noqa: E402
+from harness.megatron.state import CheckpointWriter, load_checkpoint  # noqa: E402
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig  # noqa: E402
+from harness.train import Progress  # noqa: E402
+
+from .checkpoint_ranks import forget, tensors_of  # noqa: E402
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "max_sequence_length": 256}
+MODELS = {
+    "llama": ModelConfig(**SIZES, tie_embeddings=False),
+    "qwen2": ModelConfig(**SIZES, family="qwen2"),
+    "qwen3": ModelConfig(**SIZES, family="qwen3", head_dim=32),
+}
+
+
+def main(folder: Path, tp_size: int) -> None:
+    found: dict[str, Any] = {}
+    with runtime.start("cpu") as job:
+        parallel = ParallelConfig(
+            tensor_parallel_size=tp_size, sequence_parallel=tp_size > 1, distributed_optimizer=True
+        )
+        layout = join(parallel, job.world_size)
+
+        def make(model: ModelConfig, attention: str) -> MegatronStep:
+            step = MegatronStep(
+                build_model(replace(model, attention=attention), parallel, vocab_size=300, device=job.device),
+                optimizer=OptimizerConfig(),
+                parallel=parallel,
+                layout=layout,
+                device=job.device,
+                vocab_size=300,
+                decay_steps=10,
+            )
+            for chunk in step.chunks:
+                chunk.zero_grad_buffer()
+            step.optimizer.step()
+            return step
+
+        def save(step: MegatronStep, name: str) -> Path:
+            writer = CheckpointWriter(folder / name, step, keep=1)
+            writer.start(Progress(1, LoaderState(0)))
+            writer.finish()
+            return folder / name / "step-00000001"
+
+        for name, model in MODELS.items():
+            ours, theirs = make(model, "torch"), make(model, "transformer_engine")
+            torch.manual_seed(job.rank)
+            for tensor in tensors_of(ours)[len(list(ours.chunks[0].parameters())) :]:
+                tensor.copy_(torch.randn_like(tensor))
+            path = save(ours, f"{name}-ours")
+            kept = [tensor.clone() for tensor in tensors_of(ours)]
+            forget(theirs)
+            load_checkpoint(path, theirs)
+            forget(ours)
+            load_checkpoint(save(theirs, f"{name}-theirs"), ours)
+            modules = [module for chunk in theirs.chunks for module in chunk.modules()]
+            (part,) = getattr(theirs.optimizer, "chained_optimizers", [theirs.optimizer])
+            found[name] = {
+                "attentions": sum(isinstance(module, engine.DotProductAttention) for module in modules),
+                "forgotten": sum(int((tensor == -1).all()) for tensor in tensors_of(theirs)),
+                "same": all(map(torch.equal, tensors_of(ours), kept)),
+                "optimizer": type(part.optimizer).__name__,
+            }
+    if job.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,32 @@
+"""Checkpoints on a machine where Transformer Engine can be imported and has no kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from . import conftest
+from .conftest import ROOT, launcher, run_command
+
+
+@pytest.fixture
+def engine(monkeypatch) -> None:
+    """Give the processes of this test the stub of Transformer Engine."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "engine_stub")])
+    before = conftest.environment()
+    monkeypatch.setattr(conftest, "environment", lambda: {**before, "PYTHONPATH": path})
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine_and_back(
+    tmp_path, engine, tp_size
+) -> None:
+    program = [*launcher(tp_size), "tests.distributed.engine_ranks", str(tmp_path), str(tp_size)]
+    code, output = run_command(program)
+    assert code == 0, output
+    found = json.loads((tmp_path / "found.json").read_text())
+    for family in ("llama", "qwen2", "qwen3"):
+        expected = {"attentions": 2, "forgotten": 0, "same": True, "optimizer": "AdamW"}
+        assert found[family] == expected, family
