@@ -29,6 +29,12 @@ from harness.storage import name_bus_errors
 
 T = TypeVar("T")
 
+# Exit code of a worker without memory for the copy of a batch that it sends.
+_EXIT_UNSENT = 76
+_FIX_MEMORY = (
+    "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the memory limit of the job"
+)
+
 
 class BatchStream(Generic[T]):
     """Reads batches in `config.num_workers` processes, ahead of training, and yields them in order.
@@ -154,7 +160,8 @@ class BatchStream(Generic[T]):
     def _lost(self, error: RuntimeError) -> LoaderError:
         """Return torch's error about a dead or silent worker as one with a fix, and end the other workers."""
         alive, owing = self.worker_pids(), self._owing_worker()
-        is_unreadable = -signal.SIGBUS in {worker.exitcode for worker in getattr(self._workers, "_workers", ())}
+        exit_codes = {worker.exitcode for worker in getattr(self._workers, "_workers", ())}
+        is_unreadable = -signal.SIGBUS in exit_codes
         self._end_workers(at_once=True)
         if "timed out" in str(error):
             return LoaderError(
@@ -172,6 +179,10 @@ class BatchStream(Generic[T]):
                 "while it was read",
                 where=f"{self._where}{self._data and f', {self._data}'}; the worker's message above has the file",
                 fix=f"run `harness verify {self._data or 'DATASET'}`, copy what is damaged again, then resume",
+            )
+        if _EXIT_UNSENT in exit_codes:
+            return LoaderError(
+                f"process {pids} ran out of memory while it sent a step", where=self._where, fix=_FIX_MEMORY
             )
         return LoaderError(
             f"loader worker with process id {pids} died" + (f" ({reason[1].strip()})" if reason else ""),
@@ -212,8 +223,7 @@ class _Batches(Generic[T]):
             return LoaderError(
                 f"process {os.getpid()} ran out of memory while it read a step: {error or 'no details are known'}",
                 where=where,
-                fix="lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the "
-                "memory limit of the job",
+                fix=_FIX_MEMORY,
             )
         except OSError as error:
             return LoaderError(
@@ -272,7 +282,7 @@ def _end_unsent(error: BaseException, item: object) -> None:
     Python prints the error and drops the batch; training would wait for it until the timeout and blame storage.
     """
     print(f"process {os.getpid()} could not send a batch to training: {error!r}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(_EXIT_UNSENT if isinstance(error, MemoryError) else 1)
 
 
 def _kill(workers: list[Any]) -> None:
