@@ -252,6 +252,7 @@ run_ranks() {
   "${@step@[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
     --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@@number@.out" bash -c "$start_@what@" @what@ "${program[@]}" &
   step=$!
+  [[ ! $warned && ! $ended ]] || stop "a signal before the start"
   echo "rank 0 writes to $logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@0.out"
   # A trap interrupts wait; the last one returns the exit code of the step.
   while kill -0 "$step" 2>/dev/null; do wait "$step"; done
@@ -306,7 +307,11 @@ while :; do
     run_again
   fi
   ((decided == 0)) || end_run "$code"
-  [[ $here == true && ! $warned && ! $ended ]] || run_again
+  if [[ $here == false || $warned || $ended ]]; then
+    # A signal came since.
+    [[ $here == false ]] || sed -i '$ s/"again": "in the job"/"again": "through Slurm"/' "$run_dir/attempts.jsonl"
+    run_again
+  fi
   restarted=$((restarted + 1))
   echo "restart $restarted of @restarts@ in this job at $(date +%T)"
 done"""

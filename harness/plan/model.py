@@ -62,7 +62,7 @@ class ModelConfig:
             layers).
         attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
         fuse_swiglu, fuse_cross_entropy: one kernel for the activation of the feed-forward, and for the loss, whose
-            logits are then not kept twice; `auto` (on GPUs), `on` or `off`.
+            logits are then not kept twice (in bfloat16 alone); `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: add a weight's gradient where it is computed, which needs an extension of Apex; `auto` (on
             GPUs that have it), `on` or `off`.
         seed: of the initial weights.

@@ -99,8 +99,9 @@ def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequen
     now = time.time()
     attempts = _lines(folder)
     if attempts and "lost_s" not in attempts[-1]:
-        attempts[-1]["lost_s"] = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
-        _write(folder, attempts)
+        with suppress(OSError):  # a checkpoint that has just gone; it is looked for later
+            attempts[-1]["lost_s"] = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
+            _write(folder, attempts)
     line = {
         "time": now,
         "after_step": step,
@@ -190,7 +191,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
     if restarts <= recorded:
         done = steps_done(folder)
         own = [line["step"] for line in lines if line.get("job") == predecessor]
-        follows = predecessor is not None and restarts == recorded == 0
+        follows = predecessor is not None and restarts == 0 and not any(line.get("job") == job for line in lines)
         if newest is None and follows and (not own or own[-1] < done):
             newest = Stop(done, "lost", "Slurm ended the job, and nobody was left to report")
         if newest is not None:  # of another job

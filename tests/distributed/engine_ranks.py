@@ -30,6 +30,20 @@ MODELS = {
     "llama": ModelConfig(**SIZES, tie_embeddings=False),
     "qwen2": ModelConfig(**SIZES, family="qwen2"),
     "qwen3": ModelConfig(**SIZES, family="qwen3", head_dim=32),
+    "qwen3_moe": ModelConfig(**SIZES, family="qwen3_moe", head_dim=32, num_experts=4, expert_ffn_hidden_size=32),
+    "deepseek_v3": ModelConfig(
+        **SIZES,
+        family="deepseek_v3",
+        num_experts=4,
+        expert_ffn_hidden_size=32,
+        dense_layers=1,
+        kv_lora_rank=32,
+        num_query_groups=4,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        router_score="sigmoid",
+    ),
 }
 
 

@@ -27,6 +27,6 @@ def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine
     code, output = run_command(program)
     assert code == 0, output
     found = json.loads((tmp_path / "found.json").read_text())
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
         expected = {"attentions": 2, "forgotten": 0, "same": True, "optimizer": "AdamW"}
         assert found[family] == expected, family

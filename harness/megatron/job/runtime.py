@@ -312,13 +312,20 @@ def _without_kernels(device: torch.device) -> AbstractContextManager[None]:
     return compat.without_kernels(on_cpu=device.type == "cpu")
 
 
+# What makes kernels deterministic, and the other values that do.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
 @contextmanager
 def _same_bits() -> Iterator[None]:
     """Let PyTorch, cuBLAS, NCCL and Transformer Engine take deterministic kernels alone inside the block."""
     wanted = {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "NCCL_ALGO": "Ring",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        name: now if (now := os.environ.get(name)) in choices else choices[0]  # a site's own choice stays
+        for name, choices in _DETERMINISTIC.items()
     }
     was = torch.are_deterministic_algorithms_enabled()
     with mock.patch.dict(os.environ, wanted):

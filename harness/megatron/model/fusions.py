@@ -49,9 +49,16 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
             where="model.fuse_cross_entropy, trainer.deterministic",
             fix="model.fuse_cross_entropy=auto",
         )
+    if model.fuse_cross_entropy == "on" and model.dtype != "bfloat16":
+        raise ConfigError(
+            "model.fuse_cross_entropy is on, and model.dtype is float32: the fused loss rounds gradients to bfloat16",
+            where="model.fuse_cross_entropy, model.dtype",
+            fix="model.fuse_cross_entropy=auto, or model.dtype=bfloat16",
+        )
     return Fusions(
         swiglu=_is_on(model.fuse_swiglu, is_gpu),
-        cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic,
+        # Megatron's fused loss rounds the gradients of the logits to bfloat16.
+        cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16",
         weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and _why_not_added(device) is None,
     )
 
@@ -73,7 +80,8 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
         found.append(f"model.fuse_weight_gradient is auto, and {missing}: weights' gradients take a kernel more each")
-    if model.fuse_cross_entropy == "auto" and torch.are_deterministic_algorithms_enabled():
+    is_fused = model.fuse_cross_entropy == "auto" and model.dtype == "bfloat16"
+    if is_fused and torch.are_deterministic_algorithms_enabled():
         found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")
     return found
 

@@ -199,6 +199,16 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
     )
 
 
+# By whether attention is latent, whose layers Megatron names in another way.
+_NORM_NAMES = {
+    False: {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    },
+    True: {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."},
+}
+
+
 def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     """Return a layer with this project's rotary embedding; without Transformer Engine, also its kernel and norms."""
     parts: dict[str, Any] = {} if transformer_engine else {"core_attention": VarlenAttention}
@@ -211,7 +221,12 @@ def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine
     attention = layer.submodules.self_attention
     module = RowLatentAttention if model.kv_lora_rank else RowSelfAttention
     attention = replace(attention, module=module, submodules=replace(attention.submodules, **parts))
-    norms = {} if transformer_engine else {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+    norms: dict[str, Any] = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+    if transformer_engine and model.num_experts:
+        # Under the names that PyTorch's layers have in a checkpoint.
+        norms = {"sharded_state_dict_keys_map": _NORM_NAMES[bool(model.kv_lora_rank)]}
+    elif transformer_engine:
+        norms = {}
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention, **norms))
 
 

@@ -203,7 +203,7 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device
         # By the layer's number in the whole model: every layout draws the same values.
         seed = (model.seed * 1_000_003 + place.layer + 1) * len(LORA_TARGETS) + place.seed
         if place.seed >= len(LORA_TARGETS):
-            seed = seed * 1_000_003 + place.seed
+            seed = (seed * 1_000_003 + place.seed) % (1 << 63)  # a generator takes no more
         adapter = Adapter(config, model, place, shard=shard, seed=seed, device=device)
         setattr(place.parent, place.linear + ADAPTER[:-1], adapter)
         getattr(place.parent, place.linear).register_forward_hook(_adding(adapter, config.layernorm_epsilon))

@@ -152,7 +152,7 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         if experts.shared_experts is not None:
             experts.shared_experts.register_forward_hook(_noting(experts.router))
         experts.router.weight.requires_grad = not model.freeze_router
-        if device.type == "cpu":
+        if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
                 _draw(expert, chunk.config, (model.seed * 10_007 + layer.layer_number) * 100_003 + index)
 

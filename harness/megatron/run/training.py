@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from harness.checks import memory_bytes
-from harness.errors import CheckpointError, ConfigError, HarnessError
+from harness.errors import CheckpointError, ConfigError, FormatError, HarnessError
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
@@ -179,10 +179,10 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 log(f"warning: {warning}")
             if run.newest is not None:
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
-                if ranks.rank == 0:
-                    if not read_checkpoint(run.newest)[1]:
-                        log("this checkpoint was written before there were checksums; only file sizes were checked")
-                    record_resume(run.folder, run.first_step - 1, run.newest, run.passed_over)
+                if ranks.rank == 0 and not read_checkpoint(run.newest)[1]:
+                    log("this checkpoint was written before there were checksums; only file sizes were checked")
+                resumed = partial(record_resume, run.folder, run.first_step - 1, run.newest, run.passed_over)
+                runtime.on_rank_0(resumed)
             reason = _train(config, run, records, signals, watchdog)
         records.close("finished" if reason is None else "stopped")
         if reason is not None:
@@ -191,7 +191,9 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
             log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume=true")
             return EXIT_STOPPED
-        ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), start=1)}
+        ended: dict[str, str] = {}
+        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
+            ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
         records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,8 @@ from harness.errors import CheckpointError, HarnessError
 from harness.megatron import compat
 
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
-_EXTRA_STATE = "_extra_state"
+# Layers that group experts number those of their experts.
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")
 _FIX = "it was not written by training, or is damaged: do not load it with another tool; use an older checkpoint"
 # All that `.metadata` consists of, in any supported version of torch; dtypes of torch besides.
 _CLASSES = {
@@ -80,13 +82,13 @@ def sharded_weights(model: Any) -> dict[str, Any]:
     Modules of Transformer Engine add an extra state, which is empty without FP8: with it, a checkpoint of PyTorch's
     layers would lack something, and one of Transformer Engine's would have something that the others do not know.
     """
-    return {name: value for name, value in model.sharded_state_dict().items() if not name.endswith(_EXTRA_STATE)}
+    return {name: value for name, value in model.sharded_state_dict().items() if not _EXTRA_STATE.search(name)}
 
 
 def put_weights(model: Any, weights: dict[str, Any]) -> None:
     """Put the loaded tensors of `sharded_weights` into a chunk of the model."""
     names = model.load_state_dict(weights, strict=False)
-    wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not name.endswith(_EXTRA_STATE)]
+    wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not _EXTRA_STATE.search(name)]
     if wrong:
         raise RuntimeError(f"weights that the model or the checkpoint lacks: {', '.join(wrong[:3])}")
 

@@ -44,6 +44,7 @@ class Linear(_WithExtraState):
         **unused: Any,
     ) -> None:
         super().__init__()
+        self.parallel_mode, self.use_bias = parallel_mode, bias
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
         columns = in_features // (tp_size if parallel_mode == "row" else 1)
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=params_dtype, device=device))
@@ -61,9 +62,15 @@ class LayerNormLinear(Linear):
 class GroupedLinear(_WithExtraState):
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__()
+        self.num_gemms, self.use_bias = num_gemms, False
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         for number in range(num_gemms):
             one = Linear(in_features, out_features, **options)
             setattr(self, f"weight{number}", one.weight)
+
+    def init_fp8_metadata(self, **unused: Any) -> None:
+        pass
 
 
 class RMSNorm(_WithExtraState):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,8 +19,12 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
     assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False)
-    assert choose_fusions(ModelConfig(), GPU) == Fusions(True, True, False)
-    assert choose_fusions(ModelConfig(fuse_swiglu="on", fuse_cross_entropy="on"), CPU) == Fusions(True, True, False)
+    half = ModelConfig(dtype="bfloat16")
+    assert choose_fusions(half, GPU) == Fusions(True, True, False)
+    # Megatron's fused loss rounds gradients to bfloat16.
+    assert choose_fusions(ModelConfig(), GPU) == Fusions(True, False, False)
+    both = replace(half, fuse_swiglu="on", fuse_cross_entropy="on")
+    assert choose_fusions(both, CPU) == Fusions(True, True, False)
     assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(False, False, False)
     made = transformer_config(ModelConfig(dtype="bfloat16"), ParallelConfig(), GPU)
     assert (made.bias_activation_fusion, made.cross_entropy_loss_fusion) == (True, True)
@@ -29,8 +35,10 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), CPU)
     with pytest.raises(ConfigError, match="fuse_weight_gradient is on, and Apex"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), GPU)
+    with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):
+        choose_fusions(ModelConfig(fuse_cross_entropy="on"), GPU)
     with start("cpu", deterministic=True):
-        assert choose_fusions(ModelConfig(), GPU).cross_entropy is False
+        assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU).cross_entropy is False
         assert transformer_config(ModelConfig(), ParallelConfig(), CPU).deterministic_mode
         with pytest.raises(ConfigError, match="adds in any order"):
             choose_fusions(ModelConfig(fuse_cross_entropy="on"), GPU)

@@ -134,6 +134,18 @@ def test_a_restart_in_the_job_is_none_by_slurm(tmp_path: Path, monkeypatch) -> N
     assert [line["reason"] for line in read_attempts(tmp_path)] == ["hang", "lost"]
 
 
+def test_a_successor_that_starts_its_ranks_again_records_its_predecessor_once(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    note_lost(tmp_path, job="13", restarts=0, predecessor="12")
+    for step in (2, 3):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        assert decide(tmp_path, exit_code=1, in_job=True).requeue
+        note_lost(tmp_path, job="13", restarts=0, predecessor="12")
+    assert [(line["job"], line["step"]) for line in read_attempts(tmp_path)] == [("12", 1), ("13", 2), ("13", 3)]
+
+
 def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
     assert not decide(tmp_path / "not yet there", exit_code=2).requeue
     write_stop(tmp_path, Stop(3, "ConfigError", "x", requeue=False))
