@@ -88,6 +88,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     same = [key for key in names if key.rpartition(".")[2] == part]
     if same:
         return difflib.get_close_matches(name, same, n=1, cutoff=0)[0]
+    begun = [key for key in names if key.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     if not close:
         last = {key.rpartition(".")[2]: key for key in reversed(names)}

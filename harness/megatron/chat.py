@@ -32,6 +32,7 @@ class Chat:
 
     def __init__(self, folder: Path, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
         import transformers
+        from safetensors import SafetensorError
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -55,11 +56,12 @@ class Chat:
             self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, trust_remote_code=False, weights_only=True
             ).eval()
-        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
             raise ConfigError(
                 f"the model cannot be loaded: {str(error).strip().splitlines()[0]}",
                 where=str(folder),
-                fix="name a model that transformers knows, with weights in safetensors; code in the folder is not run",
+                fix="run `harness verify` on the folder; name a model that transformers knows, whose weights have the "
+                "shapes of its config.json, in safetensors; code in the folder is not run",
             ) from None
         self._ends = self._find_ends(folder)
         self._room = int(self._model.config.max_position_embeddings) - max_tokens

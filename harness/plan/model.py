@@ -251,6 +251,27 @@ class ModelConfig:
                     where="model.router_groups, model.router_top_groups",
                     fix="fewer groups, or more top groups",
                 )
+            # Megatron-Core ranks a group by as many of its experts as a token takes of each.
+            ranked_by = FAMILIES[self.family].ranks_groups_by
+            if not ranked_by:
+                raise ConfigError(
+                    f"models of the family {self.family} have no groups of experts, and could not be exported",
+                    where="model.router_groups, model.family",
+                    fix="model.router_groups=null model.router_top_groups=null",
+                )
+            if self.experts_per_token // top != ranked_by:
+                raise ConfigError(
+                    f"models of the family {self.family} rank a group by the sum of its best {ranked_by} experts, and "
+                    f"Megatron-Core by that of its best {self.experts_per_token // top}",
+                    where="model.experts_per_token, model.router_top_groups",
+                    fix=f"model.experts_per_token={ranked_by * top}, or no groups",
+                )
+        if FAMILIES[self.family].has_latents and self.shared_ffn_hidden_size % self.expert_size:
+            raise ConfigError(
+                f"shared experts of {self.shared_ffn_hidden_size} are no whole number of experts of {self.expert_size}",
+                where="model.shared_ffn_hidden_size, model.expert_ffn_hidden_size",
+                fix=f"a multiple of {self.expert_size}",
+            )
         if self.expert_bias and self.router_score != "sigmoid":
             raise ConfigError(
                 "Megatron-Core adds a bias to the scores of a sigmoid router only",

@@ -211,7 +211,18 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         raise CheckpointError(
             "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
         )
-    return path, yaml.safe_load(config.read_text())
+    try:
+        settings = yaml.safe_load(config.read_text())
+        if isinstance(settings, dict):
+            return path, settings
+        reason = "it holds no settings"
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"the run's settings cannot be read: {reason}",
+        where=str(config),
+        fix="copy config.yaml of the run again; `harness verify RUN` lists all damage",
+    )
 
 
 def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:

@@ -189,7 +189,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             done = watchdog.step
             # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
             write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
-            log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume=true")
+            again = "true" if done else "auto"  # before the first step there is nothing to resume from
+            log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
             return EXIT_STOPPED
         ended: dict[str, str] = {}
         with suppress(FormatError):  # of a record that is damaged by now; the run is finished

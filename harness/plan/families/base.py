@@ -46,6 +46,7 @@ class Family:
         has_head_norms: queries and keys are normalized, those of each head by themselves.
         norms_span_heads: the queries of all heads are normalized together, and so are the keys.
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
+        ranks_groups_by: experts by whose sum the family's models rank a group of experts; 0 for no groups.
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
         norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
@@ -59,6 +60,7 @@ class Family:
     has_head_norms: bool = False
     norms_span_heads: bool = False
     has_latents: bool = False
+    ranks_groups_by: int = 0
     window_setting: str = "use_sliding_window"
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None

@@ -20,7 +20,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         raise refuse("sigmoid scores that are not normalized are not supported: Megatron-Core always normalizes them")
     groups, top = int(values.get("n_group") or 1), int(values.get("topk_group") or 1)
     chosen = int(values["num_experts_per_tok"])
-    if groups > top and chosen // top != 2:
+    if groups > top and chosen // top != FAMILY.ranks_groups_by:
         raise refuse(
             f"{chosen} experts a token of {top} of {groups} groups are not supported: the model ranks a group by the "
             f"sum of its best 2 experts, and Megatron-Core by that of its best {chosen // top}"
@@ -52,6 +52,7 @@ FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     has_latents=True,
+    ranks_groups_by=2,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
     read=_read,
     write=_write,

@@ -33,6 +33,7 @@ FAMILY = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     has_latents=True,
+    ranks_groups_by=2,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
     read=_read,
     write=_write,

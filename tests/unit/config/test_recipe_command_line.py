@@ -88,6 +88,7 @@ def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
         ("model.num_layer=2", "model.num_layers"),
         ("steps=4", "trainer.steps"),
         ("model=qwen3_0_6", "model=qwen3_0_6b"),
+        ("model=qwen3_30b", "model=qwen3_30b_a3b"),
         ("modell=tiny", "model"),
         ("trainer.lr=1", "optimizer.lr"),
     ],

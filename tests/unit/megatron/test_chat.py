@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -97,3 +98,12 @@ def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> 
         Chat(tmp_path)
     with pytest.raises(ConfigError, match="not a run"), exported(tmp_path / "nothing"):
         pass
+
+
+def test_weights_that_are_cut_short_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    os.truncate(folder / "model.safetensors", 500)
+    with pytest.raises(ConfigError, match="the model cannot be loaded") as caught:
+        Chat(folder)
+    assert "harness verify" in caught.value.fix

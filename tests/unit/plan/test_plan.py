@@ -72,7 +72,7 @@ def model_of(**settings) -> ModelConfig:
         {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
         {**LATENT, "recompute": "selective"},
         LATENT,
-        {**LATENT, "lora_rank": 4, "q_lora_rank": 40, "shared_ffn_hidden_size": 64},
+        {**LATENT, "lora_rank": 4, "q_lora_rank": 40, "shared_ffn_hidden_size": 160},
         {"lora_rank": 4},
         {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
     ],
