@@ -1,4 +1,4 @@
-"""Checkpoints between the layers of PyTorch and Transformer Engine: -m tests.distributed.engine_ranks FOLDER TP."""
+"""Checkpoints of PyTorch and Transformer Engine layers: -m tests.distributed.engine_ranks FOLDER TP FAMILY..."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS = {
 }
 
 
-def main(folder: Path, tp_size: int) -> None:
+def main(folder: Path, tp_size: int, families: list[str]) -> None:
     found: dict[str, Any] = {}
     with runtime.start("cpu") as job:
         parallel = ParallelConfig(
@@ -76,7 +76,8 @@ def main(folder: Path, tp_size: int) -> None:
             writer.finish()
             return folder / name / "step-00000001"
 
-        for name, model in MODELS.items():
+        for name in families:
+            model = MODELS[name]
             ours, theirs = make(model, "torch"), make(model, "transformer_engine")
             torch.manual_seed(0)  # replicas of tensor-parallel ranks are equal
             for tensor in tensors_of(ours)[len(list(ours.chunks[0].parameters())) :]:
@@ -100,4 +101,4 @@ def main(folder: Path, tp_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -12,6 +12,7 @@ from .conftest import overrides_of, read_metrics, run_here
 RUN = ("trainer.steps=3", "trainer.eval_interval=0", "trainer.checkpoint_interval=0", "loader.num_workers=0")
 
 
+@pytest.mark.nightly  # half a minute
 def test_fused_operations_and_deterministic_kernels_give_the_same_losses_and_bfloat16_gradients_near_ones(
     dataset, tmp_path
 ) -> None:

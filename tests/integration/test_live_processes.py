@@ -153,6 +153,7 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     assert sorted(contents.chunks)[-1] == 13
 
 
+@pytest.mark.nightly  # half a minute; threads do the same in tests/unit/loader/test_live_balance.py
 def test_tokens_of_a_balanced_step_reach_the_processes_that_train_them(stream: Stream) -> None:
     write_stream(stream.folder, some_packs(31), [5, 1, 7, 3, 4, 2, 6, 3])
     expected = train(stream.folder, dp_size=2, size=SIZE, schedule="cost_balanced")
