@@ -175,7 +175,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(dataset, tmp_path) -> None:
 def test_a_checkpoint_without_disk_space_ends_the_run_and_keeps_earlier_ones(dataset, tmp_path) -> None:
     folder = tmp_path / "run"
     arguments = command(dataset, folder, *SETTINGS, ranks=2)
-    code, output = run_command(["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", *arguments])
+    code, output = run_command(["bash", "-c", 'ulimit -f 60; exec "$@"', "bash", *arguments])
     assert code != 0
     assert "the checkpoint of step 4 cannot be written: rank 0: " in output
     assert "File too large" in output
