@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import functional
 
@@ -25,6 +26,16 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
     """Megatron's self-attention, with the rotary embedding of a packed row applied to the row as a whole."""
 
     _rotary: tuple[PackedRow, torch.Tensor] | None = None
+
+    def __init__(self, config: Any, submodules: Any, *arguments: Any, **options: Any) -> None:
+        # Megatron-Core 0.19 builds norms of a specification only with this setting, which also has gradients of norms
+        # summed over tensor-parallel ranks: wrong for those that are divided among them.
+        setting = config.qk_layernorm
+        config.qk_layernorm = setting or submodules.q_layernorm not in (None, IdentityOp)
+        try:
+            super().__init__(config, submodules, *arguments, **options)
+        finally:
+            config.qk_layernorm = setting
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **kw: Any) -> Any:
         """Attend as Megatron does; it rotates itself where rows are no `PackedRow`, and where its fused kernel does.
@@ -65,6 +76,11 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
             projection = getattr(self, name, None)
             if isinstance(projection, ColumnParallelLinear):
                 setattr(self, name, WholeLinear(config, projection.input_size, projection.output_size))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the parts of the specification as they are; Megatron-Core 0.19 allows fewer combinations."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kw: Any

@@ -196,7 +196,7 @@ class _CheckedObjects:
         file = self._storage[item.storage_index].relative_path
         objects = _load(value, file, self._folder)
         # Transformer Engine unpickles what an extra state holds; without FP8, which is not supported, it is empty.
-        if _EXTRA_STATE in item.dest_index.fqn and not all(map(_is_empty, objects)):
+        if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
             raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
