@@ -308,7 +308,8 @@ def _choose_folder(config: RunConfig) -> Path:
     """Return the run's folder."""
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    if job is not None and config.run_dir is not None and restarts.isdecimal():
+    # The jobs of a sweep have a folder only once they train.
+    if job is not None and config.run_dir is not None and restarts.isdecimal() and folder.is_dir():
         # Not while another run is active there: its records are its own.
         with alone_in(folder):
             note_lost(folder, job=job, restarts=int(restarts), predecessor=os.environ.get("HARNESS_PREDECESSOR"))
