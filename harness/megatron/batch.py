@@ -130,7 +130,7 @@ def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
     """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets.
 
-    The routers of experts are told where padding is, on every stage.
+    The routers of experts get the mask of padding, on every stage.
     """
     output: torch.Tensor = chunk(
         input_ids=row.tokens,

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: losses, biases and counts over real tokens alone, the same on every layout.
 
-Megatron's own router counts padding unless it is told where padding is, and versions differ in the weight of its losses
+Megatron's own router counts padding unless it gets a mask of it, and versions differ in the weight of its losses
 when several ranks share a row (0.16 divides them by that number) and in what they accept (a mask together with an
 expert bias is an error in 0.16). Here both are computed once for all versions.
 """

@@ -31,6 +31,14 @@ class ExpertNames:
     shared: tuple[str, str, str] | None = None
 
 
+def count_experts(values: Mapping[str, Any], *names: str) -> int:
+    """Return the number of experts, under the first of these names that a config.json has; raise KeyError for none."""
+    for name in names:
+        if values.get(name) is not None:
+            return int(values[name])
+    raise KeyError(names[0])
+
+
 def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {}
 

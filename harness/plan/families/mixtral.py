@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    experts = values.get("num_local_experts", values.get("num_experts"))
-    if experts is None:
-        raise KeyError("num_local_experts")
     return {
-        "num_experts": int(experts),
+        "num_experts": count_experts(values, "num_local_experts", "num_experts"),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
         "dense_layers": 0,

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     if values.get("clip_qkv") is not None:
         raise refuse(f"queries, keys and values clipped to {values['clip_qkv']} are not supported")
-    experts = values.get("num_experts", values.get("num_local_experts"))
-    if experts is None:
-        raise KeyError("num_experts")
     return {
-        "num_experts": int(experts),
+        "num_experts": count_experts(values, "num_experts", "num_local_experts"),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
         "dense_layers": 0,

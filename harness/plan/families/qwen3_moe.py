@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -14,11 +14,8 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     dense = values.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
         raise refuse(f"dense layers {dense} that are not the first ones are not supported")
-    experts = values.get("num_experts", values.get("num_local_experts"))
-    if experts is None:
-        raise KeyError("num_experts")
     return {
-        "num_experts": int(experts),
+        "num_experts": count_experts(values, "num_experts", "num_local_experts"),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": int(values["moe_intermediate_size"]),
         "dense_layers": len(dense),
