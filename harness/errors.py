@@ -30,7 +30,7 @@ class HarnessError(Exception):
         self.what = what
         self.where = where
         self.fix = fix or self.default_fix
-        # Set by the runtime of a job: the rank that raised it, and True where every rank raises the same.
+        # Set in a job: the rank that raised it, and True where rank 0 raises the same, and prints it.
         self.rank: int | None = None
         self.is_shared = False
 
@@ -163,7 +163,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0":
+                print("interrupted", file=sys.stderr)
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
             extra = _EXTRAS[(error.name or "").partition(".")[0]]

@@ -106,7 +106,7 @@ def train(
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
     from harness.config import TRAINING, Options, compose_run
-    from harness.launch import become_rank_of_slurm
+    from harness.launch import become_rank_of_slurm, start_ranks
 
     require_choice(recipe, TRAINING, setting="harness train")
     # Settings are printed on any machine.
@@ -129,10 +129,7 @@ def train(
         # Refused once and here, not by every rank and their launcher.
         compose_run(recipe, options.overrides, config_dir=options.config_dir)
     require_cores(ranks, setting="parallel.ranks")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", f"recipes.{recipe}", *(arguments or [])]
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    raise typer.Exit(start_ranks([sys.executable, "-m", f"recipes.{recipe}", *(arguments or [])], ranks))
 
 
 @dataclass

@@ -48,16 +48,14 @@ class GPTSFTDataset:
     formats: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, path: str | os.PathLike[str], tokenizer: Any = None, *, seq_length: int | None = None, **unknown: Any
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tokenizer: Any = None,
+        seq_length: int | None = None,
+        *more: Any,
+        **unknown: Any,
     ) -> None:
-        if unknown:
-            raise ConfigError(
-                f"{type(self).__name__} has no argument {', '.join(sorted(unknown))}: packs are tokenized, masked and "
-                "packed already",
-                where=str(path),
-                fix="leave it out; `harness prepare` has the settings that make packs",
-            )
-        self._open(open_dataset(path), tokenizer, seq_length)
+        self._open(open_dataset(_checked(type(self).__name__, path, more, unknown)), tokenizer, seq_length)
 
     def _open(self, reader: PackReader, tokenizer: Any, seq_length: int | None) -> None:
         name, where = type(self).__name__, str(reader.path)
@@ -125,16 +123,37 @@ _CLASSES: MappingProxyType[str, type[GPTSFTDataset]] = MappingProxyType(
 
 
 def create_sft_dataset(
-    path: str | os.PathLike[str], tokenizer: Any = None, *, seq_length: int | None = None, **unknown: Any
+    path: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
+    seq_length: int | None = None,
+    *more: Any,
+    **unknown: Any,
 ) -> GPTSFTDataset:
     """Return the dataset at a path, in the class of its format; see `GPTSFTDataset`."""
-    if unknown:
-        return GPTSFTDataset(path, **unknown)  # which refuses them by name
-    reader = open_dataset(path)
+    reader = open_dataset(_checked("create_sft_dataset", path, more, unknown))
     kind = _CLASSES.get(reader.format, GPTSFTDataset)
     dataset = kind.__new__(kind)
     dataset._open(reader, tokenizer, seq_length)
     return dataset
+
+
+def _checked(
+    name: str, path: str | os.PathLike[str] | None, more: tuple[Any, ...], unknown: dict[str, Any]
+) -> str | os.PathLike[str]:
+    """Return the path; raise ConfigError for arguments of `name` that other datasets have, and for no path."""
+    fix = "leave it out; `harness prepare` has the settings that make packs"
+    where = f"{name}({'' if path is None else path})"
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        fix = "the dataset's place is `path`" if path is None and "file_path" in unknown else fix
+        what = f"{name} has no argument {names}: packs are tokenized, masked and packed already"
+        raise ConfigError(what, where=where, fix=fix)
+    if more:
+        what = f"{name} has 3 arguments (path, tokenizer, seq_length), and {3 + len(more)} were given"
+        raise ConfigError(what, where=where, fix=fix)
+    if path is None:
+        raise ConfigError("no dataset is named", where=where, fix=f"{name}(PATH, TOKENIZER)")
+    return path
 
 
 def open_packed_writer(

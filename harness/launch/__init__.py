@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from harness.launch.cluster import ClusterConfig, SubmitConfig
 from harness.launch.detect import detect_cluster
+from harness.launch.local import STORE_FD, start_ranks
 from harness.launch.queue import QueuedJob, cancel_jobs, explain_reason, jobs_of_run, read_excluded
 from harness.launch.ranks import become_rank_of_slurm, place_in_slurm
 from harness.launch.script import Job, render
 from harness.launch.submit import check_arguments, plan_job, refuse_second_job, submit_job
 
 __all__ = [
+    "STORE_FD",
     "ClusterConfig",
     "Job",
     "QueuedJob",
@@ -30,5 +32,6 @@ __all__ = [
     "read_excluded",
     "refuse_second_job",
     "render",
+    "start_ranks",
     "submit_job",
 ]

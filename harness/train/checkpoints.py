@@ -25,7 +25,10 @@ from harness.storage import (
 CHECKPOINTS = "checkpoints"
 # Written into a checkpoint after the weights; without it there is no checkpoint.
 RUN_FILE = "run.json"
-CHECKPOINT_FIX = "remove this folder; an older checkpoint beside it is used then"
+CHECKPOINT_FIX = (
+    "resume=auto uses the newest whole checkpoint beside it; if none is left, remove the damaged ones, and it starts "
+    "from the first step"
+)
 
 
 class UnreadableError(CheckpointError):

@@ -40,12 +40,17 @@ def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
 def describe_run_checks(path: str) -> list[str]:
     """Return a sentence about each checkpoint of which not every byte can be checked."""
     folder = Path(path)
-    without = [place for place in [folder, *list_checkpoints(folder / CHECKPOINTS)] if (place / RUN_FILE).is_file()]
     return [
         f"{place} was written before there were checksums: only the sizes of its files are checked"
-        for place in without
-        if not (place / CHECKSUMS_FILE).exists()
+        for place in [folder, *list_checkpoints(folder / CHECKPOINTS)]
+        if not (place / CHECKSUMS_FILE).exists() and _predates_checksums(place / RUN_FILE)
     ]
+
+
+def _predates_checksums(run_file: Path) -> bool:
+    with suppress(OSError, ValueError, TypeError):  # `verify_checkpoint` reports these, and checksums that are lost
+        return "checksums" not in json.loads(run_file.read_bytes())
+    return False
 
 
 def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:

@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from small_packs import write_small_packs
 
 from harness.config import compose_config
-from harness.formats import Provenance, open_writer
-from harness.records import Pack
 from harness.train.metrics import whole_lines
 
-VOCAB = 300
 SMALL = (
     "model.num_layers=4",
     "model.hidden_size=32",
@@ -39,20 +36,7 @@ SMALL = (
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 packs of up to 256 tokens with a learnable pattern, and 5 for validation."""
-    folder = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 40), ("validation", 5)):
-        provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": VOCAB})
-        with open_writer(folder / split, format="parquet", pack_size=256, provenance=provenance) as writer:
-            for _ in range(count):
-                lengths = rng.integers(5, 80, size=rng.integers(1, 4))
-                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-                ids = np.concatenate([(rng.integers(0, 290) + np.arange(n) % 7) for n in lengths])
-                mask = rng.integers(0, 4, size=ids.shape[0]) > 0
-                mask[starts[1:] - 1] = False
-                mask[-1] = False
-                writer.append(Pack(ids, mask, starts))
-    return folder
+    return write_small_packs(tmp_path_factory.mktemp("data"))
 
 
 @dataclass(frozen=True)

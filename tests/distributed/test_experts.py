@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_packs import VOCAB
 
 import recipes.sft
 from harness.config import compose_config
@@ -25,7 +26,7 @@ from harness.plan import SftConfig
 from harness.plan.hf_config import read_hf_config
 from recipes.parity import ParityConfig
 
-from .conftest import VOCAB, launcher, overrides_of, run_command, run_here
+from .conftest import launcher, overrides_of, run_command, run_here
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from small_packs import VOCAB
 
 from harness.config import compose_config
 from harness.plan import SftConfig
 from harness.thd import ThdBatch
 from harness.train import StepDigests, content_digest, read_digests
 
-from .conftest import SMALL, VOCAB, Run, launcher, run_command
+from .conftest import SMALL, Run, launcher, run_command
 
 pytestmark = [
     pytest.mark.skipif(

@@ -52,12 +52,18 @@ def test_a_missing_rank_is_named(dataset, tmp_path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_missing_on_one_rank_ends_the_job_at_once(dataset, tmp_path) -> None:
+def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone(dataset, tmp_path) -> None:
     missing = tmp_path / "missing"
-    arguments = unlike(dataset, tmp_path / "run", rank_1=f'set -- "$@" data.path={missing}')
-    code, output = run_command(arguments)
-    assert code == 1
-    assert f"FormatError: rank 1: no dataset there\n  where: {missing}" in output, output
+    launcher = "import sys; from harness.launch import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
+    script = f'if [ "$RANK" = 1 ]; then set -- "$@" data.path={missing}; fi; exec "$@"'
+    recipe = [sys.executable, "-m", "recipes.sft", *overrides_of(dataset, tmp_path / "run")]
+    code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, "bash", *recipe])
+    assert code == 2, output
+    assert len(output.splitlines()) == 3, output
+    error, where, fix = output.splitlines()
+    assert error == "FormatError: rank 1: no dataset there"
+    assert where == f"  where: {missing}"
+    assert fix.startswith("  fix: ")
     assert not (tmp_path / "run").exists()
 
 

@@ -331,6 +331,10 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
     _check_storage(config, remote)
+    # Before the folder of the indices is made, which may be beside a source that does not exist.
+    for path in named if not config.fast_cache_load else ():
+        if path not in remote:
+            _check_pair(Path(path))
     with os_errors_as(
         ConfigError,
         "built indices cannot be written",
@@ -339,11 +343,6 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     ):
         Path(config.cache).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.cache).close()
-    if config.fast_cache_load:
-        return
-    for path in named:
-        if path not in remote:
-            _check_pair(Path(path))
 
 
 def _check_split(

@@ -46,8 +46,10 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
             assert theirs is not None
             if error is None:
                 error = type(theirs)(f"rank {first}: {theirs.what}", where=theirs.where, fix=theirs.fix)
-                error.is_shared = True
-            elif rank != first:
+                error.is_shared, error.rank = True, first
+            elif rank == first:
+                error.is_shared, error.rank = rank > 0, rank  # rank 0 prints the one with its number
+            else:
                 error.is_shared = str(error) == str(theirs)  # print it only once
     if error is not None:
         raise error

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, HarnessError, LostRankError
+from harness.launch import STORE_FD
 from harness.loader import RankLayout
 from harness.megatron.job.watchdog import waiting
 from harness.plan import ParallelConfig
@@ -212,7 +213,10 @@ def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
         return cast(Store, store)
     # PyTorch's own rendezvous waits for all without naming a missing rank.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, world_size, rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    if (listening := os.environ.pop(STORE_FD, None)) is not None:
+        options["master_listen_fd"] = int(listening)
+    return TCPStore(address, port, world_size, rank == 0, **options)
 
 
 def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:

@@ -137,8 +137,8 @@ class Watchdog:
             lost.is_shared = not self._leave_error(lost, rank=lost.about)
             raise lost from None
         if isinstance(error, Exception):
-            is_shared = isinstance(error, HarnessError) and error.is_shared
-            self._leave_error(error, rank=None if is_shared else self._rank)
+            shared = isinstance(error, HarnessError) and error.is_shared
+            self._leave_error(error, rank=getattr(error, "rank", None) if shared else self._rank)
 
     def training_begins(self, folder: Path, *, limit_s: float) -> None:
         """Use `limit_s` from now on, and record the reason of an end in `folder`, which is this run's."""

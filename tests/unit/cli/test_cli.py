@@ -273,8 +273,8 @@ def test_old_names_of_settings_are_the_same_settings(harness, dataset, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "environment", "processes"),
     [
-        (["parallel.ranks=3", "trainer.steps=1"], {}, "3"),
-        (["--ranks", "2"], {}, "2"),
+        (["parallel.ranks=3", "trainer.steps=1"], {}, 3),
+        (["--ranks", "2"], {}, 2),
         (["parallel.ranks=3"], {"RANK": "0"}, None),
         (["parallel.ranks=null"], {}, None),
     ],
@@ -287,20 +287,21 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.execv", lambda program, command: started.append(command))
+    monkeypatch.setattr("harness.launch.start_ranks", lambda command, ranks: started.append((command, ranks)) or 0)
     monkeypatch.setattr("harness.cli.runs.run_recipe", lambda name, given: here.append(given))
     harness("train", "sft", *arguments)
     if processes is None:
         assert (started, here) == ([], [arguments])
     else:
-        assert started[0][started[0].index("--nproc-per-node") + 1] == processes
-        assert [text for text in arguments if "=" in text] == [text for text in started[0] if "=" in text]
+        assert started == [
+            ([sys.executable, "-m", "recipes.sft", *(text for text in arguments if "=" in text)], processes)
+        ]
 
 
 def test_wrong_settings_are_refused_before_ranks_start(harness, monkeypatch):
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.execv", lambda program, command: pytest.fail("started ranks"))
+    monkeypatch.setattr("harness.launch.start_ranks", lambda command, ranks: pytest.fail("started ranks"))
     code, _, errors = harness("train", "sft", "parallel.ranks=2", "trainer.step=1")
     assert code == 2
     assert "unknown setting 'trainer.step'" in errors

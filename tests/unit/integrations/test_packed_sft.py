@@ -57,7 +57,7 @@ def test_every_storage_has_its_class_and_the_items_of_bridge(tmp_path, storage):
     assert open_dataset(path).format == PACKED_STORAGE[storage]
     assert type(dataset) is CLASSES.get(PACKED_STORAGE[storage], GPTSFTDataset)
     assert [plain(dataset[index]) for index in range(len(dataset))] == EXPECTED
-    assert type(dataset)(path).reader.fingerprint == dataset.reader.fingerprint
+    assert type(dataset)(path, None, 8).reader.fingerprint == dataset.reader.fingerprint
 
 
 def test_the_other_formats_open_too(tmp_path):
@@ -103,6 +103,16 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     for create in (create_sft_dataset, GPTSFTPackedMemmapDataset):
         with pytest.raises(ConfigError, match="no argument chat, prompt_template"):
             create(path, chat=True, prompt_template="{input}")
+        # Names of other datasets are refused before the missing path, whose name they may be.
+        with pytest.raises(ConfigError, match="no argument chat, file_path") as error:
+            create(file_path=path, chat=True)
+        assert error.value.fix == "the dataset's place is `path`"
+        with pytest.raises(ConfigError, match="above the seq_length of 4"):
+            create(path, None, 4)
+        with pytest.raises(ConfigError, match="and 5 were given"):
+            create(path, None, 8, 16, True)
+        with pytest.raises(ConfigError, match="no dataset is named"):
+            create()
     with pytest.raises(ConfigError, match="'pickle' is not known"):
         open_packed_writer(tmp_path / "out", packed_storage="pickle", pack_size=8)
 

@@ -120,11 +120,16 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"path": "s3://bucket/x"}, "is in object storage"),
     ],
 )
-def test_settings_that_cannot_train_are_refused_by_name(corpus: Path, changes: dict[str, Any], what: str) -> None:
+def test_settings_that_cannot_train_are_refused_by_name(
+    corpus: Path, tmp_path: Path, monkeypatch, changes: dict[str, Any], what: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(HarnessError) as refused:
         opened(settings(**{"path": str(corpus), **changes}))
     assert what in refused.value.what
     assert refused.value.fix
+    assert list(Path.cwd().iterdir()) == []  # such as the folder of the indices
 
 
 def test_a_split_without_a_whole_sample_is_refused_when_all_of_it_is_requested(corpus: Path) -> None:

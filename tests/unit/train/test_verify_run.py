@@ -15,7 +15,7 @@ from harness.loader import LoaderState
 from harness.storage import digest_files, write_checksums
 from harness.train import Progress, verify_run, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.verify import find_run_check, verify_checkpoint
+from harness.train.verify import describe_run_checks, find_run_check, verify_checkpoint
 
 
 def line(step: int, **changes: Any) -> str:
@@ -43,6 +43,19 @@ def run(tmp_path: Path) -> Path:
 
 def found(run: Path) -> list[str]:
     return [problem.what for problem in verify_run(run)]
+
+
+def test_lost_checksums_are_an_error_and_those_that_never_were_a_note(run: Path) -> None:
+    older, newer = sorted((run / "checkpoints").iterdir())
+    for checkpoint in (older, newer):
+        (checkpoint / "checksums.json").unlink()
+    document = json.loads((older / "run.json").read_text())
+    del document["checksums"]
+    (older / "run.json").write_text(json.dumps(document))
+    assert found(run) == ["the checkpoint's checksums.json is missing"]
+    assert describe_run_checks(str(run)) == [
+        f"{older} was written before there were checksums: only the sizes of its files are checked"
+    ]
 
 
 def test_a_whole_run_has_no_problems(run: Path) -> None:

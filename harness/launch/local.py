@@ -1,0 +1,116 @@
+"""Start the ranks of a job as processes on this machine, and end with the exit code of theirs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+# Rank 0 finds the listening socket of the job's store under this number.
+STORE_FD = "HARNESS_STORE_FD"
+# Forwarded to every rank, which checkpoints on the first two; a hangup asks for the same.
+_FORWARDED = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR2: signal.SIGUSR2,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+}
+# Once a rank has failed, the others have the first of these to name it and end by themselves before they get SIGTERM,
+# and the second before they get SIGKILL.
+_GRACE_S, _KILL_S = 15.0, 45.0
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+def start_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Run `command` as every rank of a job on this machine; return 0, or the exit code of the rank that failed first.
+
+    The code is 128 and the signal's number for a rank that was killed. Signals to stop are forwarded to the ranks,
+    which have the time they need; when this process is killed, they get SIGTERM.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    received: list[signal.Signals] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(_FORWARDED[signal.Signals(number)])
+        for rank in ranks:
+            rank.send_signal(received[-1])
+
+    # `nohup` and a shell's background jobs ignore some of them.
+    before = {number: was for number in _FORWARDED if (was := signal.getsignal(number)) is not signal.SIG_IGN}
+    # The store in which ranks meet listens before rank 0 starts, so that no other process can take its port.
+    store = socket.create_server(("127.0.0.1", 0))
+    place = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.getsockname()[1]),
+    }
+    if num_ranks > 1:  # they share the cores of the machine
+        place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    try:
+        for number in before:
+            signal.signal(number, forward)
+        for rank in range(num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({} if rank else {STORE_FD: str(store.fileno())})
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **place, **own},
+                # Ctrl-C in a terminal reaches only this process, which forwards it.
+                start_new_session=True,
+                pass_fds=[] if rank else [store.fileno()],
+                preexec_fn=_end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
+            )
+            ranks.append(process)
+            for signal_number in received:  # while it was started
+                process.send_signal(signal_number)
+        store.close()
+        return _wait_for(ranks)
+    finally:
+        store.close()
+        for rank_left in ranks:  # after an error of this process
+            if rank_left.poll() is None:
+                rank_left.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until every rank has ended, at last by force once one has failed; return the exit code of the first."""
+    failed: int | None = None
+    since, asked = 0.0, False
+    while left := [rank for rank in ranks if rank.poll() is None]:
+        codes = [rank.returncode for rank in ranks if rank.returncode]
+        if codes and failed is None:
+            failed, since = codes[0], time.monotonic()
+        waited = time.monotonic() - since if failed is not None else 0.0
+        if waited > _KILL_S:
+            for rank in left:
+                os.killpg(rank.pid, signal.SIGKILL)
+        elif waited > _GRACE_S and not asked:
+            asked = True
+            for rank in left:
+                rank.terminate()
+        time.sleep(_POLL_S)
+    code = failed or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return what a new process calls to get SIGTERM once this one is killed; None where the system cannot."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+    return prepare

@@ -1,0 +1,29 @@
+"""A small dataset of packs with a pattern that a model can learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from harness.formats import Provenance, open_writer
+from harness.records import Pack
+
+VOCAB = 300
+
+
+def write_small_packs(folder: Path) -> Path:
+    """Write `train`, 40 packs of up to 256 tokens, and `validation`, 5 of them; an epoch of 6 a step ends short."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 40), ("validation", 5)):
+        provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": VOCAB})
+        with open_writer(folder / split, format="parquet", pack_size=256, provenance=provenance) as writer:
+            for _ in range(count):
+                lengths = rng.integers(5, 80, size=rng.integers(1, 4))
+                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+                ids = np.concatenate([(rng.integers(0, 290) + np.arange(n) % 7) for n in lengths])
+                mask = rng.integers(0, 4, size=ids.shape[0]) > 0
+                mask[starts[1:] - 1] = False
+                mask[-1] = False
+                writer.append(Pack(ids, mask, starts))
+    return folder
