@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,12 +52,30 @@ class BlendSource:
 
 
 @dataclass
+class LiveSource:
+    """One folder of a blend of live chunks.
+
+    Attributes:
+        path: the folder.
+        weight: its share of a global batch, on any scale.
+    """
+
+    path: str = ""
+    weight: float = bounded(1.0, above=0, highest=10**12)
+
+
+@dataclass
 class LiveConfig:
     """Settings of chunks that are read while they are written.
 
     Attributes:
-        path: the folder; empty to train on stored datasets.
-        pack_size: the most tokens of a pack.
+        path: the folder; empty to train on stored datasets. Ignored where there is a blend.
+        blend: several folders, interleaved by weight in every global batch; needs a schedule that balances. A folder
+            without new chunks keeps the run waiting; one whose stream has ended leaves its share to the others.
+        window_sequences: sequences of a global batch, in place of the packs of `loader.global_batch_size`: what has
+            arrived is then placed in rows by the schedule alone, without packs. Null to count packs; a number needs a
+            schedule that balances.
+        pack_size: the most tokens of a pack; with `window_sequences`, of a sequence.
         tokenizer: for chunks of conversations; chunks of packs need none. With the tokenizer folder of a prepared
             dataset, and masking settings left at their defaults, conversations are masked as that dataset was.
         over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as `data.over_long` of
@@ -73,6 +93,8 @@ class LiveConfig:
     """
 
     path: str = ""
+    blend: list[LiveSource] = field(default_factory=list)
+    window_sequences: int | None = bounded(None, lowest=1, highest=10**9)
     pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     over_long: str = "drop"
@@ -88,6 +110,27 @@ class LiveConfig:
         require_choice(self.completed, ("trained", "read"), setting="data.live.completed")
         require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
         require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
+        for number, source in enumerate(self.blend):
+            where = f"data.live.blend[{number}]"
+            check_numbers(source, where)
+            if not source.path:
+                raise ConfigError("the source has no path", where=where, fix="name a folder of live chunks")
+        if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
+            raise ConfigError(
+                f"{twice[0]} is named twice",
+                where="data.live.blend",
+                fix="name it once, with the sum of the weights",
+            )
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders to read; none where the run trains on stored datasets."""
+        return [source.path for source in self.blend] or ([self.path] if self.path else [])
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each of `folders`."""
+        return tuple(source.weight for source in self.blend) or (1.0,)
 
 
 @dataclass
@@ -97,7 +140,7 @@ class DataConfig:
     Attributes:
         path: the folder that `harness prepare` wrote (with `train` and `validation` in it), or any dataset that
             `harness.formats.open_dataset` takes. Ignored where there is a blend.
-        live: chunks that are still being written; a run with `live.path` trains on them.
+        live: chunks that are still being written; a run with `live.path` or `live.blend` trains on them.
         blend: several datasets of any formats, their packs interleaved by weight (`harness.loader.Blend`).
         validation_path: another validation set; null for the `validation` beside `train`, if there is one, or for a
             blend all of these one after the other.
@@ -120,11 +163,12 @@ class DataConfig:
                     where="data.evaluation",
                     fix="use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
                 )
-        if self.live.path and self.blend:
+        if self.live.folders and self.blend:
             raise ConfigError(
                 "live chunks cannot be blended with datasets",
                 where="data.live, data.blend",
-                fix="leave one of them empty, and blend conversations where chunks are written",
+                fix="leave one of them empty; data.live.blend takes several folders of chunks, and `harness live "
+                "produce` makes chunks of a dataset",
             )
         for number, source in enumerate(self.blend):
             if not source.path:
@@ -219,7 +263,11 @@ class LiveData:
 
     def describe(self) -> str:
         """Return one line about the training data."""
-        described = f"live chunks in {self.train.path}, packs of up to {self.train.pack_size:,} tokens"
+        weights = f", weights {', '.join(f'{weight:g}' for weight in self.train.weights)}" if self.train.blend else ""
+        window = self.train.window_sequences
+        unit = "packs" if window is None else f"windows of {window:,} sequences"
+        described = f"live chunks in {', '.join(self.train.folders)}{weights}, {unit} of up to"
+        described += f" {self.train.pack_size:,} tokens"
         if self.tokenizer is not None:
             described += f", mask {self.tokenizer.mask_rule}" + (f" as of {self.mask_of}" if self.mask_of else "")
         return described

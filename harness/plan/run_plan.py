@@ -206,7 +206,7 @@ def plan_run(
 
 
 def _open(settings: dict[str, Any]) -> tuple[RunData | None, str]:
-    if settings["live"]["path"]:
+    if settings["live"]["path"] or settings["live"].get("blend"):
         return None, "live chunks have no known end"
     blend = [BlendSource(**source) for source in settings["blend"]]
     if any(source.weight is not None for source in blend):

@@ -215,7 +215,7 @@ class SftConfig(RunConfig):
 
     @property
     def ends_with_data(self) -> bool:
-        return bool(self.data.live.path)
+        return bool(self.data.live.folders)
 
     def warnings(self) -> list[str]:
         warnings, trainer, live = super().warnings(), self.trainer, self.data.live
@@ -225,7 +225,7 @@ class SftConfig(RunConfig):
                 "trainer.steps and optimizer.decay_steps are null, and the stream's length is not known: "
                 "the learning rate stays at optimizer.lr after the warm-up"
             )
-        if live.path and live.completed == "trained" and trainer.checkpoint_interval == 0:
+        if live.folders and live.completed == "trained" and trainer.checkpoint_interval == 0:
             warnings.append(
                 "live.completed=trained and trainer.checkpoint_interval=0: no chunk is freed before the run ends, and "
                 "the producer pauses when chunks.max_waiting are unread"
@@ -233,12 +233,33 @@ class SftConfig(RunConfig):
         return warnings
 
     def check_layout(self, world_size: int) -> None:
+        live = self.data.live
+        for name, is_set in (("window_sequences", live.window_sequences is not None), ("blend", bool(live.blend))):
+            if is_set and self.schedule.name == "as_packed":
+                raise ConfigError(
+                    f"data.live.{name} is set, and schedule=as_packed trains packs where they are read",
+                    where=f"data.live.{name}, schedule",
+                    fix="schedule=dp_balanced or schedule=cost_balanced",
+                )
+        if live.window_sequences is not None and not live.folders:
+            raise ConfigError(
+                "data.live.window_sequences is set, and the run has no live data",
+                where="data.live.window_sequences",
+                fix="leave it out, or train on live chunks with data=live data.live.path=DIR",
+            )
         self.model.check(self.parallel)
         self.parallel.check(
             world_size,
             global_batch_size=self.loader.global_batch_size,
             max_tokens_per_rank=self.schedule.max_tokens_per_rank,
         )
+        if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
+            raise ConfigError(
+                f"{self.parallel.dp_size(world_size)} data-parallel ranks cannot each train a part of a window of "
+                f"{live.window_sequences} sequences",
+                where="data.live.window_sequences",
+                fix="a larger window, or fewer ranks",
+            )
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)

@@ -1,8 +1,9 @@
 """`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S COLLECTIVE_S`: a rank
 without a model.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's; LIVE_SCHEDULE is the schedule, and LIVE_COPIES the
-number of ranks that train the same rows. Rank 0 writes a line a step of what all ranks trained,
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's; LIVE_SCHEDULE is the schedule, LIVE_WINDOW the
+sequences of a step in place of packs, and LIVE_COPIES the number of ranks that train the same rows. FOLDER is one
+folder, or several with commas between them, of equal weights. Rank 0 writes a line a step of what all ranks trained,
 and every few steps a checkpoint to resume from.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from harness.errors import exit_on_error
-from harness.loader import LiveConfig, LoaderState, RankLayout
+from harness.loader import LiveConfig, LiveSource, LoaderState, RankLayout
 from harness.loader.live import BatchPlan
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
@@ -50,14 +51,18 @@ def main(
             write_atomically(checkpoint, json.dumps({"step": step, "state": state.to_json()}).encode())
             feed.trained(state)
 
+    sources = [LiveSource(path) for path in folder.split(",")]
+    window = int(os.environ.get("LIVE_WINDOW", "0")) or None
     with LiveFeed(
-        LiveConfig(path=folder, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
+        LiveConfig(blend=sources, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
         BatchPlan(
             RankLayout(dp_rank=rank // copies, dp_size=world // copies),
             SIZE,
             CAPACITY,
             SequenceCost(),
             os.environ.get("LIVE_SCHEDULE", "as_packed"),
+            window_sequences=window,
+            weights=(1.0,) * len(sources),
         ),
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,

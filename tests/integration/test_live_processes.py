@@ -65,10 +65,14 @@ class Side:
 
 @dataclass
 class Stream:
-    """A folder of chunks with what writes and what trains, and where training notes what it did."""
+    """A folder of chunks with what writes and what trains, and where training notes what it did.
+
+    `others` are more folders that are trained with it.
+    """
 
     folder: Path
     out: Path
+    others: tuple[Path, ...] = ()
 
     def producer(self, source: Path | str, *more: str, kind: str = "chat") -> Side:
         command = [str(HARNESS), "live", "produce", str(source), str(self.folder), "--kind", kind, *more]
@@ -87,7 +91,7 @@ class Stream:
     ) -> Side:
         module = [sys.executable, "-m", "tests.integration.live_rank"]
         settings = (interval, step_s, tokenizer, timeout_s, collective_s)
-        command = [*module, str(self.folder), str(self.out), *map(str, settings)]
+        command = [*module, ",".join(map(str, (self.folder, *self.others))), str(self.out), *map(str, settings)]
         places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", **variables}
         return Side([(command, {**places, "RANK": str(rank)}) for rank in range(count)], self.out / "ranks.log")
 
@@ -164,6 +168,30 @@ def test_tokens_of_a_balanced_step_reach_the_processes_that_train_them(stream: S
     assert [step["digests"] for step in stream.trained()] == [
         [digest for digest in step for _ in range(2)] for step in expected.digests
     ]
+
+
+@pytest.mark.nightly  # half a minute; threads do the same in tests/unit/loader/test_live_windows.py
+def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream: Stream) -> None:
+    stream.others = (stream.folder.with_name("other"),)
+    both = [stream.folder, *stream.others]
+    for seed, folder in enumerate(both):
+        write_stream(folder, some_packs(62, seed=seed), [10, 2, 14, 6, 8, 4, 12, 6])
+    options = {"schedule": "cost_balanced", "window": 6, "weights": (1.0, 1.0)}
+    expected = train(both, dp_size=3, size=SIZE, **options)
+    balanced = {"LIVE_SCHEDULE": "cost_balanced", "LIVE_WINDOW": "6"}
+    three, two = stream.ranks(3, step_s=0.05, **balanced), stream.ranks(2, **balanced)
+    try:
+        three.start()
+        until(lambda: len(stream.trained()) >= 7)
+        three.kill()
+        begun = [line["digests"] for line in stream.trained()]
+        assert begun == expected.digests[: len(begun)]
+        two.start()
+        assert two.wait() == [0, 0], two.output()
+    finally:
+        three.kill()
+        two.kill()
+    assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
 
 
 def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from harness.errors import HarnessError
-from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
+from harness.loader import LiveConfig, LiveSource, LoaderState, RankBatch, RankLayout
 from harness.loader.live import (
     BatchPlan,
     LiveLoader,
     LivePack,
-    LivePosition,
     LiveProducer,
     Offer,
     RankStream,
+    positions_from_json,
+    split_streams,
 )
 from harness.prep import ChatTokenizer
 from harness.records import Pack, UInt8Array
@@ -118,7 +119,7 @@ class Trained:
 
 
 def train(
-    folder: Path,
+    folder: Path | Sequence[Path],
     *,
     dp_size: int = 1,
     size: int = 4,
@@ -127,23 +128,30 @@ def train(
     tokenizer: ChatTokenizer | None = None,
     layout: dict[str, int] | None = None,
     schedule: str = "as_packed",
+    window: int | None = None,
+    weights: Sequence[float] = (1.0,),
     into: Trained | None = None,
     before_step: Callable[[int, int], None] = lambda rank, step: None,
     **settings: Any,
 ) -> Trained:
-    """Train on `dp_size` ranks until the stream ends, or for `steps` steps; raise the error of the first rank."""
-    config = LiveConfig(**{"path": str(folder), "pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
+    """Train on `dp_size` ranks until the stream ends, or for `steps` steps; raise the error of the first rank.
+
+    `weights` are those of several folders.
+    """
+    folders = [folder] if isinstance(folder, Path) else [*folder]
+    settings["blend"] = [LiveSource(str(path), weight) for path, weight in zip(folders, weights, strict=True)]
+    config = LiveConfig(**{"pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
     barrier = threading.Barrier(dp_size)
-    slots: list[Offer | None] = [None] * dp_size
+    slots: list[list[Offer]] = [[] for _ in range(dp_size)]
     sent: list[list[UInt8Array]] = [[] for _ in range(dp_size)]
     trained = into if into is not None else Trained()
     batches: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
-    def exchange_of(rank: int) -> Callable[[Offer | None], list[Offer]]:
-        def exchange(offer: Offer | None) -> list[Offer]:
-            slots[rank] = offer
+    def exchange_of(rank: int) -> Callable[[list[Offer]], list[Offer]]:
+        def exchange(mine: list[Offer]) -> list[Offer]:
+            slots[rank] = mine
             barrier.wait(30)
-            offers = [offer for offer in slots if offer is not None]
+            offers = [offer for some in slots for offer in some]
             barrier.wait(30)
             return offers
 
@@ -169,23 +177,25 @@ def train(
 
     def run(rank: int) -> None:
         place = RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {}))
-        plan = BatchPlan(place, size, CAPACITY, SequenceCost(), schedule)
+        plan = BatchPlan(
+            place, size, CAPACITY, SequenceCost(), schedule, window_sequences=window, weights=tuple(weights)
+        )
+        positions = positions_from_json(state.live if state is not None else "", len(folders))
+        streams = split_streams(state.fingerprint if state is not None else "", len(folders))
         loader = LiveLoader(
-            RankStream(
-                config,
-                plan,
-                tokenizer=tokenizer,
-                position=LivePosition.from_json(state.live) if state is not None else None,
-                stream=state.fingerprint if state is not None else "",
-            ),
+            [
+                RankStream(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
+            ],
             plan,
             exchange=exchange_of(rank),
             share=share,
             swap=swap_of(rank),
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
+            folders=config.folders,
             log=log if rank == 0 else lambda line: None,
-            report=lambda position, offers: trained.reported.append(position.steps) if rank == 0 else None,
+            report=lambda positions, offers: trained.reported.append(positions[0].steps) if rank == 0 else None,
         )
         try:
             if steps == 0:

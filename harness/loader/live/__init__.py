@@ -2,15 +2,16 @@
 
 `folder` has the names and records of a folder and opens chunks; `producer` writes them, and `produce` feeds it from
 files or a pipe. A rank reads its own chunks (`rank`); ranks exchange what they have and train, wait or stop together
-(`consumer`), from a position that holds for any number of ranks (`position`). With a schedule that balances, tokens
-go from the rank that reads them to the one that trains them (`balance`). Read `folder` first.
+(`consumer`), from a position that holds for any number of ranks (`position`). What each rank reads of each folder for
+a step is in `shares`. With a schedule that balances, tokens go from the rank that reads them to the one that trains
+them (`balance`). Read `folder` first.
 """
 
 from __future__ import annotations
 
-from harness.loader.live.consumer import ORDER, LiveLoader
+from harness.loader.live.consumer import ORDER, LiveLoader, join_streams, split_streams
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
-from harness.loader.live.position import LivePosition
+from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.produce import (
     STDIN,
     Packing,
@@ -37,10 +38,14 @@ __all__ = [
     "Packing",
     "RankStream",
     "chunk_name",
+    "join_streams",
     "live_status",
     "log_unused_fields",
+    "positions_from_json",
+    "positions_to_json",
     "produce_chunks",
     "read_conversations",
     "read_packs",
     "render_status",
+    "split_streams",
 ]

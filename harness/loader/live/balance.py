@@ -42,17 +42,39 @@ class Placement:
     trainers: Int64Array
 
 
-def place(offers: Sequence[Offer], plan: BatchPlan) -> Placement:
-    """Place the sequences of all offers by `plan.schedule`, the same on every rank.
+@dataclass(frozen=True, eq=False)
+class RankReads:
+    """The packs that one rank has read for a step, of all folders; arrays as in `Offer`."""
+
+    dp_rank: int
+    sequence_ids: list[Int64Array]
+    lengths: list[Int64Array]
+
+
+def join_offers(offers: Sequence[Offer]) -> list[RankReads]:
+    """Return what each rank has read, given its offers by folder."""
+    ranks = sorted({offer.dp_rank for offer in offers})
+    of = {rank: [offer for offer in offers if offer.dp_rank == rank] for rank in ranks}
+    return [
+        RankReads(
+            rank,
+            [ids for offer in of[rank] for ids in offer.sequence_ids],
+            [lengths for offer in of[rank] for lengths in offer.lengths],
+        )
+        for rank in ranks
+    ]
+
+
+def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
+    """Place the sequences that all ranks have read by `plan.schedule`, the same on every rank.
 
     Raises:
         ScheduleError: a sequence is longer than a row.
     """
     layout = plan.layout
-    most = max(len(offer.lengths) for offer in offers)
-    packs = [(offer, row) for row in range(most) for offer in offers if row < len(offer.lengths)]
-    lengths = np.concatenate([offer.lengths[row] for offer, row in packs])
-    counts = np.array([offer.lengths[row].shape[0] for offer, row in packs], np.int64)
+    packs = packs_in_order(reads)
+    lengths = np.concatenate([read.lengths[row] for read, row in packs])
+    counts = np.array([read.lengths[row].shape[0] for read, row in packs], np.int64)
     placed = schedule(
         plan.schedule,
         padded_lengths(lengths, layout.pad_to_multiple),
@@ -69,11 +91,17 @@ def place(offers: Sequence[Offer], plan: BatchPlan) -> Placement:
     )
     return Placement(
         placed,
-        np.concatenate([offer.sequence_ids[row] for offer, row in packs]),
+        np.concatenate([read.sequence_ids[row] for read, row in packs]),
         lengths,
-        np.repeat(np.array([offer.dp_rank for offer, _ in packs], np.int64), counts),
+        np.repeat(np.array([read.dp_rank for read, _ in packs], np.int64), counts),
         trainers,
     )
+
+
+def packs_in_order(reads: Sequence[RankReads]) -> list[tuple[RankReads, int]]:
+    """Return the packs of a global batch in its order: who has read each, and its number there."""
+    most = max(len(read.lengths) for read in reads)
+    return [(read, row) for row in range(most) for read in reads if row < len(read.lengths)]
 
 
 def send_to_trainers(mine: list[LivePack], placement: Placement, dp_rank: int, swap: Swap) -> list[LivePack | None]:

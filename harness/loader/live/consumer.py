@@ -11,10 +11,19 @@ from dataclasses import replace
 import numpy as np
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.live.balance import Placement, Swap, place, send_to_trainers
+from harness.loader.live.balance import (
+    Placement,
+    RankReads,
+    Swap,
+    join_offers,
+    packs_in_order,
+    place,
+    send_to_trainers,
+)
 from harness.loader.live.folder import chunk_name, last_seen
-from harness.loader.live.position import LivePosition
+from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
+from harness.loader.live.shares import StepShares
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.records import Schedule
@@ -26,8 +35,10 @@ ORDER = "live chunks"
 _POLL_S = 0.5
 # A wait is logged when it reaches the first, and again each time it has doubled, at least every minute.
 _FIRST_LOG_S, _LOG_EVERY_S = 2.0, 60.0
+# Between the names of streams.
+_BETWEEN = ","
 
-Exchange = Callable[[Offer | None], list[Offer]]
+Exchange = Callable[[list[Offer]], list[Offer]]
 Rows = list[LivePack | None]
 Share = Callable[[Rows | None], Rows]
 
@@ -36,15 +47,18 @@ class LiveLoader:
     """Yields one `RankBatch` per global batch until the stream ends.
 
     Args:
-        stream: reader of this rank; None where it gets its rows from another rank.
+        streams: readers of this rank, one for each folder; none where it gets its rows from another rank.
         plan: the division of a step into rows.
-        exchange: gives the offers of all reading ranks, by data-parallel rank, to every rank; all call it together.
+        exchange: gives the offers of all reading ranks, by data-parallel rank and folder, to every rank; all call it
+            together.
         share: hands the rows of a step to the ranks that train the same; all of these call it together.
         swap: sends tokens between the ranks that read, which call it together; only for schedules that balance.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
+        folders: for messages.
         log: called with lines for the log.
-        report: called at each look with position and offers, for `harness live status` and for the producer.
+        report: called at each look with the positions in all folders and the offers, for `harness live status` and
+            for producers.
 
     Attributes:
         while_waiting: called at each look that misses a chunk, on all ranks together. A reason to stop that it
@@ -56,7 +70,7 @@ class LiveLoader:
 
     def __init__(
         self,
-        stream: RankStream | None,
+        streams: Sequence[RankStream],
         plan: BatchPlan,
         *,
         exchange: Exchange,
@@ -64,41 +78,44 @@ class LiveLoader:
         swap: Swap = lambda outgoing, expected: outgoing,
         state: LoaderState,
         timeout_s: float,
+        folders: Sequence[str] = ("data.live",),
         log: Callable[[str], None] = lambda line: None,
-        report: Callable[[LivePosition, Sequence[Offer]], None] = lambda position, offers: None,
+        report: Callable[[Sequence[LivePosition], Sequence[Offer]], None] = lambda positions, offers: None,
     ) -> None:
-        self._stream = stream
+        self._streams = tuple(streams)
         self._plan = plan
         self._exchange, self._share, self._swap = exchange, share, swap
         self._state = state
-        self._position = LivePosition.from_json(state.live) if state.live else LivePosition()
-        self._timeout_s = timeout_s
+        self._positions = positions_from_json(state.live, len(plan.weights))
+        self._timeout_s, self._folders = timeout_s, folders
         self._log, self._report = log, report
         self.while_waiting: Callable[[], str | None] = lambda: None
-        self._left_out: Counter[str] = Counter()
+        self._left_out: list[Counter[str]] = [Counter() for _ in self._positions]
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-chunks")
 
     def __iter__(self) -> Iterator[RankBatch]:
-        ahead = self._read()
+        shares = StepShares(self._plan, self._positions)
+        ahead = self._read(shares)
         log_at_s = _FIRST_LOG_S
         while True:
-            offers = self._exchange(ahead.result() if ahead is not None else None)
+            offers = self._exchange(ahead.result() if ahead is not None else [])
             self._raise_together(offers)
             for offer in offers:
                 for index, num_rows, name in offer.opened:
                     self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name})")
-            after = self._position.after([offer.position for offer in offers])
+            after = self._after(shares, offers)
             # The steps whose batches were handed out, not the one that is read.
-            self._report(replace(after, steps=self._position.steps), offers)
+            self._report([replace(one, steps=self.steps) for one in after], offers)
             waits = [(offer.waiting.waited_s, offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
             if waits:
                 waited_s, dp_rank, waiting = max(waits, key=lambda wait: wait[0])
-                chunk = f"{chunk_name(waiting.chunk, '')}; its producer was {last_seen(waiting.producer_seen_s)}"
+                chunk = f"{chunk_name(waiting.chunk, '')} of {waiting.folder}; its producer was "
+                chunk += last_seen(waiting.producer_seen_s)
                 chunk += f"; {waiting.hint}" if waiting.hint else ""
                 if waited_s > self._timeout_s:
                     raise _shared(
                         f"data-parallel rank {dp_rank} waited {waited_s:.0f} s for {chunk}",
-                        where="data.live",
+                        where=waiting.folder,
                         fix="check the producer (`harness live status` shows it), then continue with resume=true; "
                         "data.live.timeout_s is the longest wait",
                     )
@@ -108,109 +125,156 @@ class LiveLoader:
                 if self.while_waiting() is not None:
                     return
                 time.sleep(min(_POLL_S, 0.01 + waited_s / 4))
-                ahead = self._read()
+                ahead = self._read(shares)
                 continue
             log_at_s = _FIRST_LOG_S
+            if shares.request_missing(offers):
+                ahead = self._read(shares)
+                continue
+            after = self._after(shares, offers)
             for offer in offers:
-                self._left_out.update(offer.left_out)
-            if not any(offer.lengths for offer in offers):
-                self._check_end(after, offers)
+                self._left_out[offer.source].update(offer.left_out)
+            reads = join_offers(offers)
+            is_last = not any(read.lengths for read in reads)
+            all_ended = is_last or all(position.ended for position in after)
+            for source, position in enumerate(after):
+                if (position.ended or is_last) and not self._positions[source].ended:
+                    self._check_end(source, position, offers, all_ended=all_ended)
+            if is_last:
+                self._check_trained()
                 return
-            mine = self._stream.take(done_below=after.done_below) if self._stream is not None else None
-            ahead = self._read()
-            placement = self._place(offers)
+            mine = [
+                live
+                for stream, position in zip(self._streams, after, strict=False)
+                for live in stream.take(done_below=position.done_below)
+            ]
+            self._advance(after, offers, len(packs_in_order(reads)))
+            shares = StepShares(self._plan, after)
+            ahead = self._read(shares)
+            placement = self._place(reads)
             rows: Rows | None = None
-            if mine is not None:
+            if self._streams:
                 rows = [*mine]
-                if self._plan.schedule != "as_packed":
+                if self._plan.is_balanced:
                     rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
                 rows += [None] * (placement.placed.num_microbatches - len(rows))
-            yield self._batch(self._share(rows), placement, offers, after)
+            yield self._batch(self._share(rows), placement, reads)
 
     @property
     def steps(self) -> int:
         """Number of global batches that were handed out, those before a resume included."""
-        return self._position.steps
+        return self._positions[0].steps
 
     def close(self) -> None:
         self._reading.shutdown()
-        if self._stream is not None:
-            self._stream.close()
+        for stream in self._streams:
+            stream.close()
 
-    def _read(self) -> Future[Offer] | None:
+    def _read(self, shares: StepShares) -> Future[list[Offer]] | None:
         """Start to read this rank's part of the next step, while the step before is trained."""
-        return None if self._stream is None else self._reading.submit(self._stream.offer)
+        if not self._streams:
+            return None
+        mine = shares.mine(self._plan.layout.dp_rank)
+
+        def read() -> list[Offer]:
+            return [stream.offer(share) for stream, share in zip(self._streams, mine, strict=True)]
+
+        return self._reading.submit(read)
+
+    def _after(self, shares: StepShares, offers: Sequence[Offer]) -> list[LivePosition]:
+        """Return the positions in all folders after the step that the offers make."""
+        return [
+            position.after(
+                [offer.position for offer in offers if offer.source == source],
+                drawn=shares.drawn[source],
+                ended=shares.ended[source],
+            )
+            for source, position in enumerate(self._positions)
+        ]
 
     def _raise_together(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
             error = offer.error
             if error is None:
                 continue
-            if offer.dp_rank == self._plan.layout.dp_rank and self._stream is not None:
+            if offer.dp_rank == self._plan.layout.dp_rank and self._streams:
                 raise error
             what = f"data-parallel rank {offer.dp_rank}: {error.what}"
             raise _shared(what, where=error.where, fix=error.fix, kind=type(error))
-        streams = sorted({offer.stream for offer in offers if offer.stream})
-        if len(streams) > 1:
-            raise _shared(
-                f"chunks of one folder belong to several streams: {', '.join(streams)}",
-                fix="let one producer write to a folder, and never copy chunks from another one",
-            )
+        for source in range(len(self._positions)):
+            streams = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
+            if len(streams) > 1:
+                raise _shared(
+                    f"chunks of one folder belong to several streams: {', '.join(streams)}",
+                    fix="let one producer write to a folder, and never copy chunks from another one",
+                )
 
-    def _check_end(self, after: LivePosition, offers: Sequence[Offer]) -> None:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._left_out.items()))
+    def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
+        expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
+        if expected and after.rows not in expected and not after.lost:
+            raise _shared(
+                f"the stream ended after {expected.pop():,} rows, and {after.rows:,} were read",
+                where=self._folders[source],
+                fix="chunks were changed while they were read, or the run was resumed on other ones",
+            )
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._left_out[source].items()))
         left_out = f"; left out: {counts}" if counts else ""
         left_out += f"; {after.lost:,} chunks were deleted before all of their rows were trained" if after.lost else ""
-        expected = next((offer.rows_expected for offer in offers if offer.rows_expected is not None), None)
-        if after.steps == 1:
+        which = "the stream" if len(self._positions) == 1 else f"the stream of {self._folders[source]}"
+        rest = "" if all_ended else "; the other folders have its share now"
+        if self.steps or any(offer.lengths for offer in offers):
+            self._log(f"{which} ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}{rest}")
+
+    def _check_trained(self) -> None:
+        if self.steps == 0:
+            counts = sum(self._left_out, Counter[str]())
+            left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
             raise _shared(
-                f"the stream ended without a row to train on{left_out}",
+                "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else ""),
                 where="data.live",
                 fix="check the input of its producer, and data.live.pack_size",
             )
-        if expected is not None and after.rows != expected and not after.lost:
-            raise _shared(
-                f"the stream ended after {expected:,} rows, and {after.rows:,} were read",
-                where="data.live",
-                fix="chunks were changed while they were read, or the run was resumed on other ones",
-            )
-        self._log(f"the stream ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}")
 
-    def _place(self, offers: Sequence[Offer]) -> Placement:
+    def _place(self, reads: Sequence[RankReads]) -> Placement:
         """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""
-        if self._plan.schedule != "as_packed":
-            return place(offers, self._plan)
+        if self._plan.is_balanced:
+            return place(reads, self._plan)
         group = self._plan.layout.group_size
-        num_microbatches = -(-max(len(offer.lengths) for offer in offers) // group) * group
+        num_microbatches = -(-max(len(read.lengths) for read in reads) // group) * group
         nothing = np.zeros(0, np.int64)
         rows = [
-            (offer.dp_rank, offer.lengths[row], offer.sequence_ids[row])
-            if row < len(offer.lengths)
-            else (offer.dp_rank, nothing, nothing)
+            (read.dp_rank, read.lengths[row], read.sequence_ids[row])
+            if row < len(read.lengths)
+            else (read.dp_rank, nothing, nothing)
             for row in range(num_microbatches)
-            for offer in offers
+            for read in reads
         ]
         lengths = np.concatenate([lengths for _, lengths, _ in rows])
         bounds = np.cumsum([0, *(lengths.shape[0] for _, lengths, _ in rows)], dtype=np.int64)
         readers = np.repeat(np.array([rank for rank, _, _ in rows], np.int64), np.diff(bounds))
-        placed = Schedule(len(offers), np.arange(lengths.shape[0], dtype=np.int64), bounds)
+        placed = Schedule(len(reads), np.arange(lengths.shape[0], dtype=np.int64), bounds)
         return Placement(placed, np.concatenate([ids for _, _, ids in rows]), lengths, readers, readers)
 
-    def _batch(self, rows: Rows, placement: Placement, offers: Sequence[Offer], after: LivePosition) -> RankBatch:
-        layout, lengths = self._plan.layout, placement.lengths
-        most = max(len(offer.lengths) for offer in offers)
-        order = [(row, offer) for row in range(most) for offer in offers if row < len(offer.lengths)]
-        self._position = after
+    def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
+        """Move to the positions after a step."""
+        self._positions = after
+        streams = [
+            next((offer.stream for offer in offers if offer.source == source and offer.stream), before)
+            for source, before in enumerate(split_streams(self._state.fingerprint, len(after)))
+        ]
         self._state = replace(
             self._state,
-            packs_consumed=self._state.packs_consumed + len(order),
-            fingerprint=next((offer.stream for offer in offers if offer.stream), self._state.fingerprint),
-            live=after.to_json(),
+            packs_consumed=self._state.packs_consumed + num_packs,
+            fingerprint=join_streams(streams),
+            live=positions_to_json(after),
         )
+
+    def _batch(self, rows: Rows, placement: Placement, reads: Sequence[RankReads]) -> RankBatch:
+        layout, lengths = self._plan.layout, placement.lengths
         return RankBatch(
             epoch=0,
-            step_in_epoch=after.steps - 1,
-            pack_ids=np.array([offer.sequence_ids[row][0] for row, offer in order], np.int64),
+            step_in_epoch=self.steps - 1,
+            pack_ids=np.array([read.sequence_ids[row][0] for read, row in packs_in_order(reads)], np.int64),
             rows=[
                 zero_loss_row(layout.pad_to_multiple)
                 if live is None
@@ -228,6 +292,16 @@ class LiveLoader:
             ),
             state=self._state,
         )
+
+
+def split_streams(fingerprint: str, num_folders: int) -> list[str]:
+    """Return the names of the streams of all folders, given what `join_streams` made; empty where none is known."""
+    names = fingerprint.split(_BETWEEN)
+    return [*names, *[""] * num_folders][:num_folders]
+
+
+def join_streams(names: Sequence[str]) -> str:
+    return _BETWEEN.join(names) if any(names) else ""
 
 
 def _shared(what: str, *, where: str = "", fix: str = "", kind: type[HarnessError] = LoaderError) -> HarnessError:

@@ -26,6 +26,8 @@ class LivePosition:
         rows: rows read so far, including those that were left out.
         steps: global batches so far.
         lost: chunks that were deleted before all of their rows were trained (`data.live.completed=read`).
+        drawn: packs, or sequences of a window, that were requested of this folder so far.
+        ended: the stream of this folder has ended, and other folders of the blend have its share.
     """
 
     done_below: int = 0
@@ -36,6 +38,8 @@ class LivePosition:
     rows: int = 0
     steps: int = 0
     lost: int = 0
+    drawn: int = 0
+    ended: bool = False
 
     @property
     def first_unread(self) -> int:
@@ -50,11 +54,12 @@ class LivePosition:
         waiting = {chunk for pack in self.open_packs for chunk, *_ in pack}
         return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
-    def after(self, parts: Sequence[LivePosition]) -> LivePosition:
+    def after(self, parts: Sequence[LivePosition], *, drawn: int, ended: bool) -> LivePosition:
         """Return the position of all ranks after a step.
 
         Args:
             parts: for each rank, what is in its own chunks, and the rows that it read since the step before.
+            drawn, ended: see the attributes.
         """
         finished = self.finished.union(*(part.finished for part in parts))
         done_below = replace(self, finished=finished).first_unread
@@ -67,6 +72,8 @@ class LivePosition:
             rows=self.rows + sum(part.rows for part in parts),
             steps=self.steps + 1,
             lost=self.lost,
+            drawn=drawn,
+            ended=ended,
         )
 
     def without(self, chunks: Iterable[int]) -> LivePosition:
@@ -104,13 +111,46 @@ class LivePosition:
                 rows=int(values["rows"]),
                 steps=int(values["steps"]),
                 lost=int(values.get("lost", 0)),
+                drawn=int(values.get("drawn", 0)),
+                ended=bool(values.get("ended", False)),
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise LoaderError(
-                f"the position in live chunks cannot be read: {text[:200]}",
-                where="the checkpoint",
-                fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(text) from error
+
+
+def positions_to_json(positions: Sequence[LivePosition]) -> str:
+    """Return the positions of all folders of a run as text; of a single folder as `LivePosition.to_json`."""
+    return positions[0].to_json() if len(positions) == 1 else json.dumps([one.to_json() for one in positions])
+
+
+def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
+    """Return what `positions_to_json` wrote for as many folders; the beginnings of all folders for an empty text.
+
+    Raises:
+        LoaderError: it is something else, or has another number of folders.
+    """
+    if not text:
+        return [LivePosition()] * num_folders
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(text) from error
+    parts = values if isinstance(values, list) else [text]
+    if len(parts) != num_folders:
+        raise LoaderError(
+            f"the checkpoint has positions in {len(parts)} folders of live chunks, and {num_folders} are named",
+            where="data.live.blend",
+            fix="name the folders that the run started with, or start a new run",
+        )
+    return [LivePosition.from_json(part) for part in parts]
+
+
+def _unreadable(text: str) -> LoaderError:
+    return LoaderError(
+        f"the position in live chunks cannot be read: {text[:200]}",
+        where="the checkpoint",
+        fix="resume from another checkpoint; this one was not trained on live chunks, or is damaged",
+    )
 
 
 def _place(values: Sequence[Any]) -> Place:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -35,11 +36,13 @@ class BatchPlan:
 
     Attributes:
         layout: the place of this rank.
-        global_batch_size: packs of a step; where they do not divide evenly, the first ranks take one more.
+        global_batch_size: packs of a step.
         max_tokens_per_row: tokens that one row holds.
         cost: of training a sequence.
         schedule: a key of `SCHEDULERS`. `as_packed` trains a pack where it is read; the others place the sequences of
             all ranks' packs, and tokens go to the rank that trains them.
+        window_sequences: sequences of a step, read one by one in place of packs; None for packs.
+        weights: share of each folder.
     """
 
     layout: RankLayout
@@ -47,17 +50,24 @@ class BatchPlan:
     max_tokens_per_row: int
     cost: SequenceCost
     schedule: str = "as_packed"
+    window_sequences: int | None = None
+    weights: tuple[float, ...] = (1.0,)
 
     @property
-    def share(self) -> int:
-        """Packs of this rank in a step."""
-        each, more = divmod(self.global_batch_size, self.layout.dp_size)
-        return each + (self.layout.dp_rank < more)
+    def size(self) -> int:
+        """Packs of a step, or sequences where they are read one by one."""
+        return self.window_sequences or self.global_batch_size
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.schedule != "as_packed"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LivePack:
-    """A pack to train on; `sequence_ids`, int64 [sequences], are the same whichever rank reads them."""
+    """A pack to train on, or a sequence of a window; `sequence_ids`, int64 [sequences], are the same whichever rank
+    reads them.
+    """
 
     pack: Pack
     sequence_ids: Int64Array
@@ -65,8 +75,9 @@ class LivePack:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A missing chunk: its index, the wait so far, the time since its producer was active, and a hint about it."""
+    """A missing chunk: its folder and index, the wait so far, the time since its producer was active, and a hint."""
 
+    folder: str
     chunk: int
     waited_s: float
     producer_seen_s: float | None
@@ -75,21 +86,24 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Offer:
-    """The message of one rank to the others before a step: its packs for the step, or why it has none.
+    """The message of one rank to the others before a step: its packs of one folder, or why it has none.
 
     Attributes:
+        source: number of the folder.
         sequence_ids, lengths: int64 [sequences], one array per pack; lengths are stored tokens.
         position: of the rank after these packs are trained: its own chunks, and rows read since the step before.
         waiting: the missing chunk where there are fewer packs than requested; None at the end of the stream too.
         error: the failure that ended the rank's reading.
         stream: name of the stream; empty before the first chunk, and for chunks without records.
         reading: the open chunk; None between chunks.
+        ended: more packs were requested than the stream has for this rank.
         rows_expected: rows of the whole stream, once its end is read and records their number.
         left_out: conversations left out since the step before, by reason.
         opened: chunks that were opened since the last offer: number, rows and file name.
     """
 
     dp_rank: int
+    source: int
     sequence_ids: list[Int64Array]
     lengths: list[Int64Array]
     position: LivePosition
@@ -97,17 +111,19 @@ class Offer:
     error: HarnessError | None
     stream: str
     reading: int | None
+    ended: bool
     rows_expected: int | None
     left_out: Counter[str] = field(default_factory=Counter)
     opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 class RankStream:
-    """Reads the chunks whose index, modulo `dp_size`, is `dp_rank`.
+    """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:
-        config: names the folder.
+        config: names the folders.
         plan: the rows to fill, and the place of this rank.
+        source: number of the folder.
         tokenizer: for chunks of conversations.
         position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
         stream: name of the stream that the position belongs to; empty to accept any.
@@ -118,12 +134,14 @@ class RankStream:
         config: LiveConfig,
         plan: BatchPlan,
         *,
+        source: int = 0,
         tokenizer: ChatTokenizer | None = None,
         position: LivePosition | None = None,
         stream: str = "",
     ) -> None:
         self._config = config
-        self._folder = LiveFolder(config.path)
+        self._source, self._num_sources = source, len(config.folders)
+        self._folder = LiveFolder(config.folders[source])
         self._plan = plan
         self._dp_rank, self._dp_size = plan.layout.dp_rank, plan.layout.dp_size
         self._pad_to_multiple = plan.layout.pad_to_multiple
@@ -146,22 +164,28 @@ class RankStream:
         self._rows = 0
         self._waits_since: float | None = None
         self._rows_expected: int | None = None
+        self._ended = False
 
-    def offer(self) -> Offer:
-        """Read until the packs of a step are there, a chunk is missing, or the stream ends; never wait or raise."""
+    def offer(self, share: int) -> Offer:
+        """Read until there are `share` packs for a step, a chunk is missing, or the stream ends; never wait or raise.
+
+        Args:
+            share: packs, or sequences of a window, those of earlier offers for the step included.
+        """
         waiting, error = None, None
         try:
             self._restore()
-            waiting = self._fill()
+            waiting = self._fill(share)
         except HarnessError as raised:
             error = raised
         except OSError as raised:
             what, fix = f"chunks cannot be read: {raised}", "check permissions and mounts"
-            error = LoaderError(what, where=self._config.path, fix=fix)
+            error = LoaderError(what, where=str(self._folder.path), fix=fix)
         # Every offer reaches all ranks, so each chunk is in one of them.
         opened, self._opened = self._opened, []
         return Offer(
             dp_rank=self._dp_rank,
+            source=self._source,
             sequence_ids=[live.sequence_ids for live in self._packs],
             lengths=[live.pack.sequence_lengths.astype(np.int64) for live in self._packs],
             position=LivePosition(
@@ -175,6 +199,7 @@ class RankStream:
             error=error,
             stream=self._stream,
             reading=self._index if self._chunk is not None else None,
+            ended=self._ended,
             rows_expected=self._rows_expected,
             left_out=self._left_out.copy(),
             opened=opened,
@@ -197,8 +222,8 @@ class RankStream:
     def _is_mine(self, chunk: int) -> bool:
         return chunk % self._dp_size == self._dp_rank
 
-    def _fill(self) -> Waiting | None:
-        while len(self._packs) < self._plan.share:
+    def _fill(self, share: int) -> Waiting | None:
+        while len(self._packs) < share:
             if self._chunk is None and not self._open_next():
                 end = self._folder.end()
                 if end is None or self._index < end.chunks:
@@ -206,8 +231,9 @@ class RankStream:
                 self._rows_expected = end.rows
                 members = self._packer.flush()
                 if members is None:
+                    self._ended = True
                     return None
-                self._packs.append(_live_pack(members))
+                self._packs.append(self._live_pack(members))
                 continue
             self._waits_since = None
             self._read_sequence()
@@ -250,8 +276,13 @@ class RankStream:
         assert chunk is not None
         row = self._taken.get(index, 0)
         if row < chunk.num_rows:
-            if chunk.kind == PACKS:
-                self._packs.append(self._stored_pack(chunk, index, row))
+            if chunk.kind == PACKS and self._plan.window_sequences is None:
+                if done := self._begun.pop(index, 0):
+                    # A run with windows has trained the first ones.
+                    self._packs.append(self._live_pack(self._stored_members(chunk, index, row)[done:]))
+                else:
+                    pack, first = self._stored_pack(chunk, row), self._id(index, row, 0)
+                    self._packs.append(LivePack(pack, np.arange(first, first + pack.num_sequences, dtype=np.int64)))
             elif not self._read_member(chunk, index, row):
                 return
             row = self._taken[index] = row + 1
@@ -262,20 +293,27 @@ class RankStream:
             self._finished.add(index)
 
     def _read_member(self, chunk: LiveChunk, index: int, row: int) -> bool:
-        """Pack the next sequence of a conversation, if it has one; return whether it was the last."""
+        """Take the next sequence of a row, if it has one, into a pack or a window; return whether it was the last."""
         if not self._block:
             rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
-            self._block.extend(self._members(chunk, index, rows))
+            self._block.extend(
+                (self._stored_members(chunk, index, one) for one in rows)
+                if chunk.kind == PACKS
+                else self._members(chunk, index, rows)
+            )
         members, done = self._block[0], self._begun.pop(index, 0)
-        if done < len(members) and (full := self._packer.add(members[done])) is not None:
-            self._packs.append(_live_pack(full))
+        if done < len(members):
+            is_single = self._plan.window_sequences is not None
+            full = [members[done]] if is_single else self._packer.add(members[done])
+            if full is not None:
+                self._packs.append(self._live_pack(full))
         if done + 1 < len(members):
             self._begun[index] = done + 1
             return False
         self._block.popleft()
         return True
 
-    def _stored_pack(self, chunk: LiveChunk, index: int, row: int) -> LivePack:
+    def _stored_pack(self, chunk: LiveChunk, row: int) -> Pack:
         pack = chunk.pack(row)
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
@@ -285,7 +323,7 @@ class RankStream:
                 fix="drop such sequences where packs are made",
             )
         padded = padded_lengths(lengths, self._pad_to_multiple)
-        is_whole = self._plan.schedule == "as_packed"
+        is_whole = not self._plan.is_balanced
         tokens = int(padded.sum() if is_whole else padded.max())
         if tokens > self._plan.max_tokens_per_row:
             what = "the pack takes" if is_whole else "a sequence of the pack takes"
@@ -295,8 +333,11 @@ class RankStream:
                 where=chunk.where(row),
                 fix="raise schedule.max_tokens_per_rank, or make smaller packs",
             )
-        first = _sequence_id(index, row, 0)
-        return LivePack(pack, np.arange(first, first + pack.num_sequences, dtype=np.int64))
+        return pack
+
+    def _stored_members(self, chunk: LiveChunk, index: int, row: int) -> list[Member[Place]]:
+        views = self._stored_pack(chunk, row).sequences()
+        return [Member((index, row, number), view, len(view)) for number, view in enumerate(views)]
 
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
         """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
@@ -372,14 +413,20 @@ class RankStream:
                         )
                     (found,) = self._members(chunk, index, range(row, row + 1))
                     members |= {member.key: member for member in found}
-        self._packer.restore([[members[place] for place in pack if place in members] for pack in self._to_restore])
+        packs = [[members[place] for place in pack if place in members] for pack in self._to_restore]
         self._to_restore = []
+        if self._plan.window_sequences is None:
+            self._packer.restore(packs)
+        else:
+            # They waited in the packs of a run without windows; now they make the first window larger.
+            self._packs += [self._live_pack([member]) for pack in packs for member in pack]
 
     def _waiting(self, end: int | None) -> Waiting:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        return Waiting(self._index, now - self._waits_since, self._folder.seen_s(), self._hint(self._index, end))
+        folder, hint = str(self._folder.path), self._hint(self._index, end)
+        return Waiting(folder, self._index, now - self._waits_since, self._folder.seen_s(), hint)
 
     def _hint(self, index: int, end: int | None) -> str:
         """Return what the folder shows about a missing chunk."""
@@ -395,12 +442,24 @@ class RankStream:
             return f"the numbering has a gap: {chunk_name(min(later))} is there"
         if end is not None:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
-        return "" if self._folder.path.is_dir() else "the folder is missing"
+        if not self._folder.path.is_dir():
+            return "the folder is missing"
+        return "" if contents.next_index or self._folder.seen_s() is not None else self._hint_nothing()
 
+    def _hint_nothing(self) -> str:
+        """Return what to check about a folder in which nothing was ever written."""
+        path = self._folder.path.absolute()
+        hint = f"nothing was ever written to {path}: check the name of the folder, and that its producer runs"
+        with suppress(OSError, HarnessError):
+            others = [other.name for other in path.parent.iterdir() if other.is_dir() and other != path]
+            for near in get_close_matches(path.name, others):
+                if LiveFolder(path.parent / near).look().chunks:
+                    return f"{hint}; {path.parent / near} has chunks"
+        return hint
 
-def _sequence_id(chunk: int, row: int, sequence: int) -> int:
-    return (chunk << _ROW_BITS | row) << _SEQUENCE_BITS | sequence
+    def _live_pack(self, members: list[Member[Place]]) -> LivePack:
+        return LivePack(pack_of(members), np.array([self._id(*member.key) for member in members], np.int64))
 
-
-def _live_pack(members: list[Member[Place]]) -> LivePack:
-    return LivePack(pack_of(members), np.array([_sequence_id(*member.key) for member in members], np.int64))
+    def _id(self, chunk: int, row: int, sequence: int) -> int:
+        # Chunks of several folders take turns.
+        return ((chunk * self._num_sources + self._source) << _ROW_BITS | row) << _SEQUENCE_BITS | sequence

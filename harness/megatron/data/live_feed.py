@@ -32,6 +32,10 @@ from harness.loader.live import (
     Offer,
     RankStream,
     chunk_name,
+    join_streams,
+    positions_from_json,
+    positions_to_json,
+    split_streams,
 )
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
@@ -47,7 +51,7 @@ class LiveFeed:
     """The batches of a stream of live chunks, in step with all other ranks of the job.
 
     Args:
-        config: names the folder.
+        config: names the folders.
         plan: the division of a step into rows, with the place of this rank.
         tokenizer: for chunks of conversations.
         state: position to resume from; None begins with the first chunk.
@@ -76,39 +80,49 @@ class LiveFeed:
                 where="data.live.pack_size",
                 fix=f"set it to {plan.max_tokens_per_row:,} or less, or raise schedule.max_tokens_per_rank",
             )
-        self._folder = LiveFolder(config.path)
+        self._folders = [LiveFolder(path) for path in config.folders]
         self._is_rank_0 = torch.distributed.get_rank() == 0
-        stream = "" if state is None or allow_other_data else state.fingerprint
+        count = len(self._folders)
+        streams = split_streams("" if state is None or allow_other_data else state.fingerprint, count)
         hash_now = tokenizer.tokenizer_hash if tokenizer is not None else ""
-        fresh = LoaderState(seed, fingerprint=stream, order=ORDER, tokenizer=hash_now)
+        order = ORDER if count == 1 else f"{ORDER}, weights {', '.join(map(repr, map(float, config.weights)))}"
+        fresh = LoaderState(seed, fingerprint=join_streams(streams), order=order, tokenizer=hash_now)
         if state is not None:
             # Each rank checks the stream itself when it opens a chunk.
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
             resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
             state = replace(resumed, live=state.live)
-        self._mark = Marker(self._folder.path / CONSUMER_FILE)
+        self._marks = [Marker(folder.path / CONSUMER_FILE) for folder in self._folders]
         self._marks_read = config.completed == "read"
-        position = LivePosition.from_json(state.live) if state is not None else None
-        position = runtime.on_rank_0(lambda: self._lock(position))
-        if state is not None and position is not None:
-            state = replace(state, live=position.to_json())
+        positions = positions_from_json(state.live if state is not None else "", count)
+        if allow_other_data:
+            positions = [replace(position, ended=False) for position in positions]
+        is_new = state is None
+        positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=is_new))
+        if state is not None:
+            state = replace(state, live=positions_to_json(positions))
         self._everyone, copy, self._readers, reader = _groups(plan.layout.dp_rank, timeout_s)
         reads = reader == torch.distributed.get_rank()
         self._loader = LiveLoader(
-            RankStream(config, plan, tokenizer=tokenizer, position=position, stream=stream) if reads else None,
+            [
+                RankStream(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
+                if reads
+            ],
             plan,
             exchange=self._exchange,
             swap=lambda outgoing, expected: _swap(outgoing, expected, self._readers),
             share=lambda packs: cast(Any, packs) if copy is None else _broadcast(packs, reader, copy),
             state=state or fresh,
             timeout_s=config.timeout_s,
+            folders=config.folders,
             # Flushed, so that a wait shows in a log file while it lasts.
             log=_log if self._is_rank_0 else lambda line: None,
-            report=self._report if self._is_rank_0 else lambda position, offers: None,
+            report=self._report if self._is_rank_0 else lambda positions, offers: None,
         )
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
-        self._status: dict[str, Any] = {}
-        self._written_at, self._written_waits = 0.0, [-1]
+        self._statuses: list[dict[str, Any]] = [{} for _ in self._folders]
+        self._written_at, self._written_waits = 0.0, [(-1, -1)]
 
     def __iter__(self) -> Iterator[RankBatch]:
         for batch in self._loader:
@@ -123,8 +137,9 @@ class LiveFeed:
     def trained(self, state: LoaderState) -> None:
         """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
         if self._is_rank_0 and state.live:
-            chunks = self._folder.look().chunks
-            self._folder.complete(LivePosition.from_json(state.live).trained_chunks(chunks))
+            positions = positions_from_json(state.live, len(self._folders))
+            for folder, position in zip(self._folders, positions, strict=True):
+                folder.complete(position.trained_chunks(folder.look().chunks))
 
     def __enter__(self) -> LiveFeed:
         return self
@@ -132,65 +147,44 @@ class LiveFeed:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._loader.close()
         if error is None and self._is_rank_0:
-            self._status |= {"steps": self._loader.steps} if self._status else {}
-            self._write_status(state="ended")
-        self._mark.release(remove=False)
+            self._statuses = [{**status, "steps": self._loader.steps} if status else {} for status in self._statuses]
+            self._write_statuses(state="ended")
+        for mark in self._marks:
+            mark.release(remove=False)
 
-    def _lock(self, position: LivePosition | None) -> LivePosition | None:
-        """Make this run the only one of the folder; return the position without the chunks that it has lost."""
-        # Training may start before the producer.
-        self._folder.path.mkdir(parents=True, exist_ok=True)
+    def _lock(self, positions: Sequence[LivePosition], *, is_new: bool) -> list[LivePosition]:
+        """Make this run the only one of its folders; return the positions without the chunks that it has lost."""
+        locked: list[Marker] = []
+        found = []
         try:
-            self._mark.acquire()
-        except FormatError:
-            fix = "wait for it or stop it; each run needs its own folder"
-            what = f"another run trains on these chunks: {self._mark.holder}"
-            raise LoaderError(what, where=str(self._folder.path), fix=fix) from None
-        try:
-            if position is None or not self._marks_read:
-                self._require_chunks(position or LivePosition())
-                return position
-            return self._without_lost(position)
+            for folder, mark, position in zip(self._folders, self._marks, positions, strict=True):
+                # Training may start before the producer.
+                folder.path.mkdir(parents=True, exist_ok=True)
+                try:
+                    mark.acquire()
+                except FormatError:
+                    fix = "wait for it or stop it; each run needs its own folder"
+                    what = f"another run trains on these chunks: {mark.holder}"
+                    raise LoaderError(what, where=str(folder.path), fix=fix) from None
+                locked.append(mark)
+                if is_new or not self._marks_read:
+                    _require_chunks(folder, position)
+                    found.append(position)
+                else:
+                    found.append(_without_lost(folder, position))
         except HarnessError:
-            self._mark.release(remove=False)
+            for mark in locked:
+                mark.release(remove=False)
             raise
+        return found
 
-    def _without_lost(self, position: LivePosition) -> LivePosition:
-        """Return the position without the chunks that were deleted before a checkpoint held all of their rows."""
-        # First the marks, so that the producer deletes no chunk that is found here.
-        completed = self._folder.look().completed
-        self._folder.keep_again(set(completed).difference(position.trained_chunks(completed)))
-        contents, end = self._folder.look(), self._folder.end()
-        above = max((*contents.chunks, *contents.ready, *completed, end.chunks if end is not None else 0))
-        needed = {place[0] for pack in position.open_packs for place in pack}
-        needed |= set(range(position.done_below, above)) - position.finished
-        if lost := needed - set(contents.chunks):
-            _log(
-                f"warning: {len(lost):,} chunks were deleted after the checkpoint ({chunk_name(min(lost), '')} to "
-                f"{chunk_name(max(lost), '')}): those of their rows that it does not hold are not trained "
-                "(data.live.completed=read)"
-            )
-        return position.without(lost)
+    def _exchange(self, offers: list[Offer]) -> list[Offer]:
+        gathered = [offer for some in _gather(offers, self._everyone) for offer in some]
+        return sorted(gathered, key=lambda offer: (offer.dp_rank, offer.source))
 
-    def _require_chunks(self, position: LivePosition) -> None:
-        """Raise LoaderError if the first chunk to read is missing although later ones exist."""
-        first = position.first_unread
-        contents, end = self._folder.look(), self._folder.end()
-        is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
-        if is_past and first not in contents.chunks:
-            raise LoaderError(
-                f"{chunk_name(first, '')} was deleted, and later chunks exist",
-                where=str(self._folder.path),
-                fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
-                "folder; a run that marks chunks as soon as they are read continues with data.live.completed=read",
-            )
-
-    def _exchange(self, offer: Offer | None) -> list[Offer]:
-        return sorted(filter(None, _gather(offer, self._everyone)), key=lambda offer: offer.dp_rank)
-
-    def _report(self, position: LivePosition, offers: Sequence[Offer]) -> None:
+    def _report(self, positions: Sequence[LivePosition], offers: Sequence[Offer]) -> None:
         now = time.monotonic()
-        waits = [offer.waiting.chunk for offer in offers if offer.waiting is not None]
+        waits = [(offer.source, offer.waiting.chunk) for offer in offers if offer.waiting is not None]
         if not waits:
             _, packs, tokens = self._trained[-1]
             packs += sum(len(offer.lengths) for offer in offers)
@@ -200,34 +194,72 @@ class LiveFeed:
             self._trained.popleft()
         (began, packs_then, tokens_then), (_, packs, tokens) = self._trained[0], self._trained[-1]
         seconds = max(now - began, 1e-9)
-        self._status = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "steps": position.steps,
-            "rows": position.rows,
-            "read_below": position.done_below,
-            "read": sorted(position.finished),
-            "waiting_for": waits,
-            "packs_per_s": (packs - packs_then) / seconds,
-            "tokens_per_s": (tokens - tokens_then) / seconds,
-            "ranks": [
-                {
-                    "rank": offer.dp_rank,
-                    "chunk": offer.reading,
-                    "row": offer.position.taken.get(offer.reading, 0) if offer.reading is not None else None,
-                    "waits_for": None if offer.waiting is None else offer.waiting.chunk,
-                    "waits_s": None if offer.waiting is None else offer.waiting.waited_s,
-                }
-                for offer in offers
-            ],
-        }
+        self._statuses = [
+            {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "steps": position.steps,
+                "rows": position.rows,
+                "read_below": position.done_below,
+                "read": sorted(position.finished),
+                "waiting_for": [chunk for waiting, chunk in waits if waiting == source],
+                # Of all folders together.
+                "packs_per_s": (packs - packs_then) / seconds,
+                "tokens_per_s": (tokens - tokens_then) / seconds,
+                "ranks": [
+                    {
+                        "rank": offer.dp_rank,
+                        "chunk": offer.reading,
+                        "row": offer.position.taken.get(offer.reading, 0) if offer.reading is not None else None,
+                        "waits_for": None if offer.waiting is None else offer.waiting.chunk,
+                        "waits_s": None if offer.waiting is None else offer.waiting.waited_s,
+                    }
+                    for offer in offers
+                    if offer.source == source
+                ],
+            }
+            for source, position in enumerate(positions)
+        ]
         if now - self._written_at >= _REPORT_EVERY_S or waits != self._written_waits:
             self._written_at, self._written_waits = now, waits
-            self._write_status()
+            self._write_statuses()
 
-    def _write_status(self, **changed: str) -> None:
-        with suppress(OSError):  # the producer reports a full disk
-            self._mark.write(json.dumps({**self._status, **changed}).encode())
+    def _write_statuses(self, **changed: str) -> None:
+        for mark, status in zip(self._marks, self._statuses, strict=True):
+            with suppress(OSError):  # the producer reports a full disk
+                mark.write(json.dumps({**status, **changed}).encode())
+
+
+def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
+    """Return the position without the chunks that were deleted before a checkpoint held all of their rows."""
+    # First the marks, so that the producer deletes no chunk that is found here.
+    completed = folder.look().completed
+    folder.keep_again(set(completed).difference(position.trained_chunks(completed)))
+    contents, end = folder.look(), folder.end()
+    above = max((*contents.chunks, *contents.ready, *completed, end.chunks if end is not None else 0))
+    needed = {place[0] for pack in position.open_packs for place in pack}
+    needed |= set(range(position.done_below, above)) - position.finished
+    if lost := needed - set(contents.chunks):
+        _log(
+            f"warning: {len(lost):,} chunks were deleted after the checkpoint ({chunk_name(min(lost), '')} to "
+            f"{chunk_name(max(lost), '')}): those of their rows that it does not hold are not trained "
+            "(data.live.completed=read)"
+        )
+    return position.without(lost)
+
+
+def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
+    """Raise LoaderError if the first chunk to read is missing although later ones exist."""
+    first = position.first_unread
+    contents, end = folder.look(), folder.end()
+    is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
+    if is_past and first not in contents.chunks:
+        raise LoaderError(
+            f"{chunk_name(first, '')} was deleted, and later chunks exist",
+            where=str(folder.path),
+            fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
+            "folder; a run that marks chunks as soon as they are read continues with data.live.completed=read",
+        )
 
 
 def _log(line: str) -> None:

@@ -70,15 +70,16 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     """
     data = settings["data"]
     live = data.get("live") or {}
-    if live.get("path"):
+    folders = [source["path"] for source in live.get("blend") or [live] if source.get("path")]
+    if folders:
         if moved_to:
             what = "live chunks are not read by an export"
             raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer is the one that the run names")
         tokenizer = live["tokenizer"]
-        found = TrainedData([live["path"]], template=tokenizer.get("chat_template", ""))
+        found = TrainedData(folders, template=tokenizer.get("chat_template", ""))
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
         if not found.tokenizer:
-            found.missing.append(f"tokenizer and chat template: {live['path']} holds packs, which name none")
+            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs name none")
             return found
         # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
         with suppress(HarnessError, TypeError):

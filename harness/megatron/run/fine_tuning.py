@@ -44,7 +44,7 @@ def fine_tune(config: SftConfig) -> int:
 
 def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
     """Open the data and check the settings against it."""
-    data = open_live(config.data) if config.data.live.path else open_datasets(config.data)
+    data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
     max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
@@ -53,7 +53,7 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
         vocab_size=config.model.vocab_size,
         pad_rows_to=max_tokens_per_row if config.parallel.static_rows else None,
         pretrained=pretrained,
-        data_names=[config.data.live.path] if config.data.live.path else _paths(config.data),
+        data_names=config.data.live.folders or _paths(config.data),
         facts={
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
@@ -96,11 +96,19 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
                 where=str(reader.path),
                 fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
             )
-    wanted, stored, where = config.model.vocab_size, data.vocab_size, str(data.train.path)
+    where = ", ".join(data.train.folders) if isinstance(data, LiveData) else data.train.path
+    wanted, stored = config.model.vocab_size, data.vocab_size
     if pretrained is not None:
         hash = data.tokenizer_hash if isinstance(data, RunData) else data.tokenizer and data.tokenizer.tokenizer_hash
         pretrained.check_data(vocab_size=stored, dataset_tokenizer=hash or "", where=where)
         return pretrained.vocab_size
+    if wanted is None and isinstance(data, LiveData) and data.tokenizer is None:
+        raise ConfigError(
+            "no tokenizer is named, so conversations cannot be read and the vocabulary size is unknown",
+            where="data.live.tokenizer.name",
+            fix="name the tokenizer of the data there: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
+            "id. Chunks of packs need none: set model.vocab_size to the size of the tokenizer that made them",
+        )
     if wanted is None and stored is None:
         raise ConfigError(
             "the vocabulary size is unknown: the dataset does not record it",
@@ -179,7 +187,15 @@ def make_feeds(
         max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
         training = LiveFeed(
             data.train,
-            BatchPlan(layout, config.loader.global_batch_size, max_tokens_per_row, cost, config.schedule.name),
+            BatchPlan(
+                layout,
+                config.loader.global_batch_size,
+                max_tokens_per_row,
+                cost,
+                config.schedule.name,
+                window_sequences=data.train.window_sequences,
+                weights=data.train.weights,
+            ),
             tokenizer=data.tokenizer,
             state=state,
             seed=config.loader.seed,

@@ -195,13 +195,18 @@ def test_a_late_chunk_is_awaited_and_the_wait_is_logged(tmp_path: Path) -> None:
     later.start()
     trained = train(tmp_path, dp_size=2, size=2)
     assert trained_tokens(trained).total() == sum(pack.num_sequences for pack in rows)
-    assert trained.log[0].startswith("data-parallel rank 1 has waited 2 s for chunk_00001; its producer was last seen")
+    assert trained.log[0].startswith(
+        f"data-parallel rank 1 has waited 2 s for chunk_00001 of {tmp_path}; its producer was last seen"
+    )
 
 
 def test_a_wait_ends_with_an_error_on_all_ranks_that_names_rank_and_chunk(tmp_path: Path) -> None:
     write_stream(tmp_path, some_packs(4), [4], end=False)
-    with pytest.raises(LoaderError, match=r"data-parallel rank 1 waited \d s for chunk_00001; its producer was last s"):
+    with pytest.raises(
+        LoaderError, match=r"data-parallel rank 1 waited \d s for chunk_00001 of .*; its producer was las"
+    ) as caught:
         train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
+    assert caught.value.where == str(tmp_path)
 
 
 def test_a_gap_in_the_numbering_is_named(tmp_path: Path) -> None:
@@ -240,7 +245,7 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
         train(tmp_path, tokenizer=tokenizer, timeout_s=0.2)
     # Their stream has no end: they are trained until the steps are done, or the wait for more is too long.
     trained = Trained()
-    with pytest.raises(LoaderError, match="for chunk_00003; its producer was never seen"):
+    with pytest.raises(LoaderError, match=r"for chunk_00003 of .*; its producer was never seen"):
         train(tmp_path, size=1, tokenizer=tokenizer, timeout_s=0.5, require_ready=False, settle_s=0.2, into=trained)
     assert trained.steps
     with LiveProducer(tmp_path) as producer:
@@ -334,8 +339,8 @@ def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch:
     offers: queue.SimpleQueue[Offer] = queue.SimpleQueue()
     read = RankStream.offer
 
-    def offer(stream: RankStream) -> Offer:
-        made = read(stream)
+    def offer(stream: RankStream, share: int) -> Offer:
+        made = read(stream, share)
         offers.put(made)
         return made
 

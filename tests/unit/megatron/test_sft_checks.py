@@ -11,7 +11,15 @@ from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
-from harness.loader import BlendSource, DataConfig, LiveConfig, RankLayout, open_datasets
+from harness.loader import (
+    BlendSource,
+    DataConfig,
+    LiveConfig,
+    LiveSource,
+    LoaderConfig,
+    RankLayout,
+    open_datasets,
+)
 from harness.loader.live import LiveFolder
 from harness.megatron.run import training
 from harness.megatron.run.fine_tuning import check
@@ -158,6 +166,57 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
     write_stream(tmp_path / "live", some_chats(3), [3])
     with pytest.raises(ConfigError, match="the chunk holds conversations, and no tokenizer is named"):
         main(live_config(tmp_path))
+    made = live_config(tmp_path / "second")
+    made.model.vocab_size = None
+    with pytest.raises(ConfigError, match="no tokenizer is named") as caught:
+        main(made)
+    assert caught.value.where == "data.live.tokenizer.name"
+    for name, live in (("window_sequences", {"window_sequences": 8}), ("blend", {"blend": [LiveSource("some")]})):
+        with pytest.raises(ConfigError, match=f"data.live.{name} is set, and schedule=as_packed"):
+            main(live_config(tmp_path / name, **live))
+
+
+def test_windows_of_two_folders_train_as_a_stored_dataset_of_the_same_global_batches(tmp_path):
+    packs = {"a": some_packs(16, seed=1), "b": some_packs(16, seed=2)}
+    for name, rows in packs.items():
+        write_stream(tmp_path / name, rows, [5, 8, 3])
+    made = live_config(
+        tmp_path, blend=[LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))], window_sequences=8
+    )
+    made.trainer.steps = None
+    stored = live_config(tmp_path)
+    stored.data = DataConfig(path=str(tmp_path / "stored"))
+    stored.loader = LoaderConfig(global_batch_size=8, shuffle=False, num_workers=0)
+    for config in (made, stored):
+        config.schedule = ScheduleConfig("dp_balanced", 64)
+        config.trainer.checkpoint_interval, config.optimizer.decay = 0, "constant"
+    made.run_dir, stored.run_dir = str(tmp_path / "live-run"), str(tmp_path / "stored-run")
+    assert main(made) == 0
+    # The order of a blend: the folder that is furthest behind its share, the first one at a tie.
+    left = {name: [one for pack in rows for one in pack.sequences()] for name, rows in packs.items()}
+    drawn, batches = {"a": 0, "b": 0}, []
+    while left["a"] or left["b"]:
+        batch: dict[str, list] = {"a": [], "b": []}
+        for _ in range(8):
+            at = max(sum(drawn.values()), 1)
+            behind = "b" if at / 4 - drawn["b"] > at * 3 / 4 - drawn["a"] else "a"
+            name = behind if left[behind] else next((other for other in left if left[other]), "")
+            if name:
+                drawn[name] += 1
+                batch[name].append(left[name].pop(0))
+        batches.append([*batch["a"], *batch["b"]])
+    with open_writer(tmp_path / "stored", format="memmap", pack_size=64) as writer:
+        for one in [one for batch in batches for one in batch]:
+            writer.append(Pack(one.input_ids, one.loss_mask, [0]))
+    stored.trainer.steps = len(batches)
+    assert main(stored) == 0
+
+    def curve(run):
+        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        names = ("loss", "grad_norm", "imbalance_tokens", "imbalance_cost", "fill")
+        return [[line[name] for name in names] for line in lines]
+
+    assert curve("live-run") == curve("stored-run")
 
 
 def test_further_validation_sets_are_checked_too(data):
