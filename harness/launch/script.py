@@ -104,6 +104,7 @@ no_answer='onnect|ommunication|imed out|Zero Bytes|standby mode|emporarily'
 until_answered() {
   local pause=1 shown=''
   until answer=$("$@" 2>&1); do
+    (($? > 128)) && continue # a signal to this script ended the command too
     [[ $answer =~ $no_answer ]] || return 1
     [[ $shown ]] || echo "$(date +%T): no answer from Slurm, $1 tries again: ${answer%%$'\\n'*}"
     shown=yes
@@ -189,9 +190,12 @@ leave_out_nodes() {
   local nodes
   nodes=$(excluded)
   [[ ! $nodes || $left_out == "$nodes" ]] && return 0
-  left_out=$nodes
-  until_answered scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes" && echo "left out from now on: $nodes" ||
+  if until_answered scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes"; then
+    left_out=$nodes
+    echo "left out from now on: $nodes"
+  else
     echo "the nodes $nodes cannot be left out: $answer"
+  fi
 }
 # Requeue the job, which ends this script. A controller that dies in that moment may not remember it, so ask again. A
 # requeue would start a cancelled job again, and one that Slurm has requeued itself a second time.
@@ -208,10 +212,11 @@ run_again() {
       echo "cancelled: the job is not requeued"
       end_run 1
     elif answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
-      echo "requeued at $(date +%T)"
+      printf 'requeued at %(%T)T\\n'
+      leave_out_nodes # at once: the job may start again within seconds
       sleep 5 &
       wait $!
-    elif [[ $answer =~ $no_answer|pending|ompleting|transition ]]; then
+    elif [[ ! $answer || $answer =~ $no_answer|pending|ompleting|transition ]]; then
       sleep 1
     else
       break

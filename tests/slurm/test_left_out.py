@@ -34,7 +34,7 @@ def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_
         assert job.wait() == "COMPLETED", job.log
     assert f"preflight: node2: permission: {python}: Permission denied" in job.log
     assert "preflight: node1" not in job.log
-    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]")
+    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]"), job.log
     assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 permission: ")
 
 

@@ -137,4 +137,4 @@ def test_a_node_that_does_not_answer_is_named(refused, slurm, tmp_path, node):
     real.chmod(0o755)
     with mounted(slurm, node, python, real):
         log = refused(f"cluster.python={real}", "cluster.preflight.timeout_s=20")
-    assert f"preflight: {node}: no answer from the node" in log
+    assert f"preflight: {node}: no answer from the node" in log, log

@@ -12,6 +12,9 @@ _STEPD = re.compile(r"slurmstepd(?:-(\S+))?: error: (.*)")
 _ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,\[\]-]+: (.*)")
 _WHOLE = re.compile(r"srun: error: (?:Unable to (?:create|confirm allocation)|Unable to create step)\S* ?(.*)")
 _NOT_A_CAUSE = ("*** STEP", "*** JOB", "Failed to send MESSAGE_TASK_EXIT", "couldn't chdir")
+# By the time limit that the script sets for the step; a busy node's own line about it may come too late.
+_CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
+_BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
 
 # What a message is about, by a part of it: the first that fits. The fix says what to do on this node.
@@ -67,7 +70,7 @@ def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tup
         of_task = nodes[int(label[1])] if label is not None and int(label[1]) < len(nodes) else None
         text = label[2] if label is not None else line
         was_stopped |= any(words in text for words in _STOPPED)
-        was_canceled |= " CANCELLED AT " in text
+        was_canceled |= any(words in text for words in _CANCELED)
         if launch := _LAUNCH.fullmatch(text):
             causes[launch[1]] = (f"launch: {launch[2]}", _LAUNCH_FIX.format(launch[1]))
         elif stepd := _STEPD.fullmatch(text):
@@ -82,7 +85,7 @@ def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tup
         elif of_task is not None and text:
             printed[of_task] = text
     for node, (what, fix) in ends.items():
-        if was_canceled and what.endswith((": Killed", ": Terminated")):
+        if was_canceled and what.endswith(_BY_CANCELING):
             continue  # by the time limit of the step
         if what.startswith("launch: ") and node in printed:
             causes.setdefault(node, (f"{what}: {printed[node][:300]}", fix))

@@ -65,6 +65,10 @@ NODES = ["node1", "node2", "node3"]
             ],
             {},
         ),
+        *(
+            (["srun: forcing job termination", "srun: got SIGCONT", f"srun: error: node2: task 1: {end}"], {})
+            for end in ("Killed", "Terminated", "Exited with exit code 143")
+        ),
     ],
 )
 def test_the_node_that_failed_and_why_is_read_from_srun(lines, expected):

@@ -19,7 +19,7 @@ REQUEUED = RUNNING.replace("RUNNING", "COMPLETING").replace("Restarts=0", "Resta
 CANCELED = RUNNING.replace("RUNNING", "COMPLETING")
 AT_LIMIT = CANCELED.replace("Reason=None", "Reason=TimeLimit")
 # Answers each command with the next line of its script, and repeats the last one; a line that begins with `!` is an
-# error. A `requeue` without one makes `show` answer that the job is requeued, and ends the script, as Slurm does.
+# error, and `KILL` one that a signal ends. A `requeue` without one makes `show` answer that the job is requeued, and ends the script, as Slurm does.
 PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, signal, sys
 folder = pathlib.Path({{folder!r}})
@@ -35,6 +35,8 @@ if verb == "requeue" and answer == "":
 (folder / "answers").write_text(json.dumps(answers))
 if verb == "requeue" and answer == "":
     os.kill(int(os.environ["SCRIPT"]), signal.SIGTERM)
+if answer == "KILL":
+    os.kill(os.getpid(), signal.SIGTERM)
 print(answer.lstrip("!"))
 sys.exit(answer.startswith("!"))
 """
@@ -142,6 +144,15 @@ def test_nodes_that_failed_are_left_out_when_the_job_is_requeued(script, tmp_pat
     ended = script("run_again", show=[RUNNING], requeue=[""])
     assert "scontrol update JobId=42 ExcNodeList=n7" in ended.calls
     assert "left out from now on: n7" in ended.printed
+
+
+def test_commands_that_slurm_ends_with_the_script_are_repeated(script, tmp_path):
+    """A requeue sends TERM to all processes of the script."""
+    (tmp_path / "run" / "excluded_nodes").write_text("n7 all-reduce: 0.1 GB/s\n")
+    ended = script("run_again", show=["KILL", RUNNING], requeue=["KILL", ""], update=["KILL", "KILL", ""])
+    assert ended.printed.count("left out from now on: n7") == 1
+    assert "cannot be left out" not in ended.printed
+    assert (ended.code, ended.calls.count("scontrol requeue 42")) == (1, 2)
 
 
 @pytest.mark.parametrize(
