@@ -19,8 +19,8 @@ ONE_RANK = "cluster.ranks_per_node=1"
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A cluster of three nodes."""
-    yield from started(Cluster(3))
+    """A cluster of three nodes, with time for a requeued job to say which nodes to leave out."""
+    yield from started(Cluster(3, kill_wait_s=30, credential_s=20))
 
 
 def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_the_others(submit, slurm, tmp_path):
