@@ -19,7 +19,8 @@ REQUEUED = RUNNING.replace("RUNNING", "COMPLETING").replace("Restarts=0", "Resta
 CANCELED = RUNNING.replace("RUNNING", "COMPLETING")
 AT_LIMIT = CANCELED.replace("Reason=None", "Reason=TimeLimit")
 # Answers each command with the next line of its script, and repeats the last one; a line that begins with `!` is an
-# error, and `KILL` one that a signal ends. A `requeue` without one makes `show` answer that the job is requeued, and ends the script, as Slurm does.
+# error, and `KILL` one that a signal ends. A `requeue` without one makes `show` answer that the job is requeued, and
+# ends the script, as Slurm does.
 PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, signal, sys
 folder = pathlib.Path({{folder!r}})
