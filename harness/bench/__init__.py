@@ -68,6 +68,11 @@ BENCHES = {
     "tokens": Bench("tokens:bench_tokens", "token shards to .bin and .idx, against Megatron-Core's builder"),
     "schedule": Bench("scheduling:bench_schedule", "balance of the schedulers on a dataset or simulated lengths"),
     "loader": Bench("loading:bench_loader", "THD batches a second, shares of a step, wait for the first batch"),
+    "live": Bench(
+        "loading:bench_live",
+        "live data on several ranks: tokens a second and imbalance of windows, packs and the modulo reading",
+        "QUICK_LIVE",
+    ),
     "integrations": Bench(
         "integrations:bench_integrations",
         "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",

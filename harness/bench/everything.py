@@ -113,6 +113,12 @@ SECTIONS = (
         shares_data=True,
     ),
     Section(
+        "Live data",
+        ("live",),
+        "One stream read by 8 ranks: windows that a schedule balances, packs that are trained where they are read, and "
+        "the modulo reading of Megatron-SWIFT, which trains each sequence in a row of its own.",
+    ),
+    Section(
         "Integrations",
         ("integrations",),
         "Rows that other trainers get here, against the trainer's own data path on the same packs and with as many "

@@ -1,25 +1,45 @@
-"""`harness bench loader`: THD batches a second, shares of a step's time, and the wait for the first batch."""
+"""`harness bench loader`: THD batches a second, shares of a step's time, and the wait for the first batch.
+`harness bench live`: the same stream read by several ranks, packed or in windows: tokens a second, and imbalance.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import pickle
+import statistics
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from harness.bench.figures import BenchReport, Figure, Progress, Side, take_turns
 from harness.bench.probe import measure_apart
-from harness.bench.workspace import Workspace
+from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.formats import FORMATS, PackReader, open_dataset
-from harness.loader import BatchRange, BatchReader, LoaderConfig, LoaderState, RankLayout, build_batch, steps_from
-from harness.records import Pack
-from harness.schedule import ScheduleConfig
+from harness.loader import (
+    BatchRange,
+    BatchReader,
+    LiveConfig,
+    LoaderConfig,
+    LoaderState,
+    RankBatch,
+    RankLayout,
+    build_batch,
+    steps_from,
+)
+from harness.prep import Member, StreamPacker, pack_of
+from harness.records import Pack, SequenceView
+from harness.schedule import ScheduleConfig, SequenceCost
 
 # Million tokens a second that a format must reach with some number of workers.
 _TARGETS = {"memmap": 30.0, "parquet": 15.0}
@@ -206,3 +226,187 @@ def _measure_first_batch(
         samples = [measure_apart("first_batch", *arguments) for _ in range(min(settings.rounds, 3))]
         title = f"{name}, first batch of {int(samples[0]['packs']):,} packs, {workers} workers"
         report.add_samples(title, [sample["seconds"] for sample in samples], "s", at_most=2.0)
+
+
+@dataclass(frozen=True)
+class LiveSettings:
+    """Sizes of the bench of live data.
+
+    Attributes:
+        dp_size: data-parallel ranks, as threads of one process.
+        sequences: of the stream.
+        window_sequences: sequences of a global batch, on average where it is made of packs.
+        rows_per_chunk: sequences of a chunk; of packs, as many as hold these.
+        max_tokens_per_rank: tokens of a row, and of a pack.
+        median, sigma: of the lognormal lengths, in stored tokens.
+        rounds: passes over the stream; rates are medians over them.
+    """
+
+    dp_size: int = bounded(8, lowest=1, highest=64)
+    sequences: int = bounded(8192, lowest=64)
+    window_sequences: int = bounded(512, lowest=1)
+    rows_per_chunk: int = bounded(64, lowest=1)
+    max_tokens_per_rank: int = bounded(8192, lowest=64)
+    median: float = bounded(600.0, lowest=2, highest=1_000_000)
+    sigma: float = bounded(1.0, lowest=0, highest=10)
+    rounds: int = bounded(3, lowest=1)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
+
+
+QUICK_LIVE = LiveSettings(dp_size=4, sequences=512, window_sequences=64, rows_per_chunk=16, rounds=1)
+
+
+def bench_live(settings: LiveSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Read one stream by several ranks in four ways, and compare rates and imbalance.
+
+    Raises:
+        ConfigError: torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("live data needs torch", where=sys.executable, fix="install the extra `train`")
+    report = BenchReport("live", asdict(settings))
+    progress("writing the streams")
+    alone, packed = workspace.folder / "live-sequences", workspace.folder / "live-packs"
+    num_packs = _write_streams(settings, alone, packed)
+    per_pack = settings.sequences / num_packs
+    packs_of_a_step = max(settings.dp_size, round(settings.window_sequences / per_pack))
+    window = {"window": settings.window_sequences}
+    # Sequences one by one in rows of their own, from the chunks of a rank's number: the reading of Megatron-SWIFT's
+    # sharded lazy dataset.
+    ways: dict[str, tuple[Path, str, dict[str, int]]] = {
+        "modulo": (alone, "as_packed", {"size": settings.window_sequences}),
+        "as_packed": (packed, "as_packed", {"size": packs_of_a_step}),
+        "dp_balanced windows": (alone, "dp_balanced", window),
+        "cost_balanced windows": (alone, "cost_balanced", window),
+    }
+    report.notes += [
+        f"{settings.sequences:,} sequences of median {settings.median:g} tokens, {per_pack:.1f} in a pack; "
+        f"{settings.dp_size} ranks as threads of one process: rates are of all ranks together",
+        "modulo is a rank that trains each sequence of its own chunks in a row of its own, as Megatron-SWIFT reads; "
+        "as_packed trains packs of its own chunks",
+        "training speed is what a step costs that lasts as long as its busiest rank, without waits in microbatches",
+    ]
+    steps: dict[str, list[RankBatch]] = {}
+
+    def side(name: str) -> Side:
+        folder, scheduler, of = ways[name]
+
+        def read(number: int) -> float:
+            start = time.perf_counter()
+            steps[name] = _read_live(settings, folder, scheduler, **of)
+            return sum(step.num_tokens for step in steps[name]) / (time.perf_counter() - start) / 1e6
+
+        return read
+
+    progress(f"reading the streams on {settings.dp_size} ranks")
+    for name, rates in take_turns({name: side(name) for name in ways}, rounds=settings.rounds).items():
+        report.add_samples(f"{name}, read", rates, "M tok/s")
+    speeds = {}
+    for name, batches in ((name, steps[name]) for name in ways):
+        # The ends of the streams differ: packs leave as many in the last steps as their ranks have.
+        full = [step.imbalance for step in batches[:-1]] or [step.imbalance for step in batches]
+        for what, ratio in (("step cost", "cost_ratio"), ("step tokens", "token_ratio")):
+            samples = tuple(float(getattr(one, ratio)) for one in full)
+            target = 1.05 if name.startswith("cost") and what == "step cost" and settings == LiveSettings() else None
+            report.add(Figure(f"{name}, {what}", statistics.mean(samples), "x", at_most=target, samples=samples))
+        report.add(Figure(f"{name}, filled", 100 * statistics.mean(one.fill for one in full), "%"))
+        report.add(Figure(f"{name}, microbatches", statistics.mean(one.num_microbatches for one in full), ""))
+        speeds[name] = sum(one.rank_cost.sum() for one in full) / sum(one.rank_cost.max() for one in full)
+    for name in ways:
+        for other in ("as_packed", "modulo"):
+            if name not in (other, "modulo"):
+                title = f"{name}, training speed to {other}"
+                report.add(Figure(title, speeds[name] / speeds[other], "x", of=(f"{name}, step cost",)))
+    return report
+
+
+def _write_streams(settings: LiveSettings, alone: Path, packed: Path) -> int:
+    """Write the same sequences as rows of their own and in packs; return the number of packs."""
+    from harness.loader.live import LiveProducer
+
+    size = settings.max_tokens_per_rank
+    sizes = {"median": settings.median, "sigma": settings.sigma}
+    lengths = lognormal_lengths(settings.sequences, **sizes, longest=size, seed=0).tolist()
+    random = np.random.default_rng(0)
+    packer: StreamPacker[int] = StreamPacker(size, max_open=16)
+    packs: list[Pack] = []
+    with LiveProducer(
+        alone, kind="packs", suffix=".parquet", rows_per_chunk=settings.rows_per_chunk, max_waiting=1 << 30
+    ) as producer:
+        for number, length in enumerate(lengths):
+            mask = np.ones(length, np.uint8)
+            mask[-1] = 0
+            view = SequenceView(random.integers(0, 50_000, length, dtype=np.int32), mask)
+            producer.add(Pack(view.input_ids, view.loss_mask, np.zeros(1, np.int32)))
+            if (full := packer.add(Member(number, view, length))) is not None:
+                packs.append(pack_of(full))
+        producer.end()
+    while (rest := packer.flush()) is not None:
+        packs.append(pack_of(rest))
+    rows = max(1, round(settings.rows_per_chunk * len(packs) / len(lengths)))
+    with LiveProducer(packed, kind="packs", suffix=".parquet", rows_per_chunk=rows, max_waiting=1 << 30) as producer:
+        for pack in packs:
+            producer.add(pack)
+        producer.end()
+    return len(packs)
+
+
+def _read_live(
+    settings: LiveSettings, folder: Path, scheduler: str, *, size: int = 1, window: int | None = None
+) -> list[RankBatch]:
+    """Read a stream to its end on all ranks, and return the batches of the first."""
+    from harness.loader.live import BatchPlan, LiveLoader, RankStream
+
+    ranks = settings.dp_size
+    config = LiveConfig(path=str(folder), pack_size=settings.max_tokens_per_rank, timeout_s=60)
+    meeting = threading.Barrier(ranks)
+    slots: list[Any] = [None] * ranks
+
+    def gather(rank: int, mine: Any) -> list[Any]:
+        slots[rank] = mine
+        meeting.wait(60)
+        gathered = list(slots)
+        meeting.wait(60)
+        return gathered
+
+    def run(rank: int) -> list[RankBatch]:
+        plan = BatchPlan(
+            RankLayout(dp_rank=rank, dp_size=ranks),
+            size,
+            settings.max_tokens_per_rank,
+            SequenceCost(),
+            scheduler,
+            window_sequences=window,
+        )
+
+        def swap(outgoing: list[Any], expected: Sequence[int]) -> list[Any]:
+            return [parts[rank] for parts in gather(rank, outgoing)]
+
+        loader = LiveLoader(
+            [RankStream(config, plan)],
+            plan,
+            exchange=lambda offers: [offer for some in gather(rank, offers) for offer in some],
+            share=lambda rows: rows or [],
+            swap=swap,
+            state=LoaderState(seed=0),
+            timeout_s=60,
+        )
+        batches = []
+        try:
+            for batch in loader:
+                # The tokens themselves are not kept.
+                batch.rows.clear()
+                batches.append(batch)
+        except BaseException:
+            meeting.abort()
+            raise
+        finally:
+            loader.close()
+        return batches
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(ranks)]
+        batches_of = [future.result() for future in futures]
+    return batches_of[0]

@@ -353,6 +353,19 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
     assert all(figure.met is None for figure in report.figures)
 
 
+def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):
+    bench = BENCHES["live"]
+    with Workspace(tmp_path) as workspace:
+        report = bench.measure(bench.quick, workspace, silent)
+    check(report)
+    costs = {name: figure.value for figure in report.figures for name in [figure.name] if name.endswith("step cost")}
+    assert len(costs) == 4
+    assert min(costs, key=costs.__getitem__) == "cost_balanced windows, step cost"
+    # A sequence a row, against packs of as many tokens.
+    assert report.figure("modulo, microbatches").value == 16
+    assert report.figure("modulo, filled").value < report.figure("as_packed, filled").value / 2
+
+
 def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
     """A change of these counts is a change of every step on a GPU: correct the table, and say why in its commit."""
     megatron = pytest.importorskip("megatron.core")
