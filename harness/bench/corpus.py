@@ -1,11 +1,15 @@
-"""`harness bench corpus`: time to the first samples of a blend of many sources, with each fast-start option."""
+"""`harness bench corpus`: time to the first samples of a blend of many sources, with each fast-start option; and the
+pages that a step reads of a corpus larger than the cache, in Megatron's order and in blocks.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +22,9 @@ from harness.megatron.data import build_corpus
 
 _VOCABULARY = 50_000
 _FIRST = 64
+_PAGE_BYTES = 4096
+# Of the corpus, for the cache that is smaller than it.
+_CACHED = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,9 @@ class CorpusSettings:
         tokens: mean length of a document.
         sequence_length, samples: size of the training set.
         rounds: turns of each side of a comparison; figures are medians over them.
+        local_documents: documents of one corpus, of the same mean length, that is read by pages; 0 leaves that out.
+        block_documents, window_blocks: as in `data` of pretraining.
+        global_batch: samples of a step of it.
     """
 
     sources: int = bounded(1000, lowest=2)
@@ -38,12 +48,18 @@ class CorpusSettings:
     sequence_length: int = bounded(2048, lowest=1)
     samples: int = bounded(150_000, lowest=1)
     rounds: int = bounded(5, lowest=1)
+    local_documents: int = bounded(300_000)
+    block_documents: int = bounded(1024, lowest=1)
+    window_blocks: int = bounded(16, lowest=1)
+    global_batch: int = bounded(64, lowest=1)
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
 
 
-QUICK = CorpusSettings(sources=20, documents=50, samples=50, rounds=2)
+QUICK = CorpusSettings(
+    sources=20, documents=50, samples=50, rounds=2, local_documents=20_000, block_documents=64, global_batch=8
+)
 
 
 def bench_corpus(settings: CorpusSettings, workspace: Workspace, progress: Progress) -> BenchReport:
@@ -76,7 +92,67 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, progress: Progr
         report.add_samples(name, seconds, "s")
     report.add_ratio("all fast options", "indices found", "and defer_npy_index_mmap")
     report.notes.append(f"each until {_FIRST} samples were read; on a remote disk the options save more")
+    if settings.local_documents:
+        progress("pages of a corpus that is larger than the cache")
+        _measure_pages(settings, folder, report)
     return report
+
+
+def _measure_pages(settings: CorpusSettings, folder: Path, report: BenchReport) -> None:
+    """Count the pages of a .bin that the steps of one epoch touch, and those that a cache of a tenth has to read."""
+    prefix = str(folder / "local")
+    _write(prefix, replace(settings, documents=settings.local_documents), seed=0)
+    plain = CorpusConfig(
+        path=prefix, sequence_length=settings.sequence_length, split="100", path_to_cache=str(folder / "cache")
+    )
+    local = replace(plain, block_documents=settings.block_documents, window_blocks=settings.window_blocks)
+    size = Path(f"{prefix}.bin").stat().st_size
+    for name, config in (("Megatron's order", plain), ("in blocks", local)):
+        train = build_corpus(config, 0, (1, None, None), _VOCABULARY, {}).train
+        steps = len(train) // settings.global_batch
+        held: OrderedDict[int, None] = OrderedDict()
+        touched = read = 0
+        for step in range(steps):
+            pages: dict[int, None] = {}
+            for sample in range(step * settings.global_batch, (step + 1) * settings.global_batch):
+                pages.update(dict.fromkeys(_pages_of(train, sample)))
+            touched += len(pages)
+            for page in pages:
+                read += page not in held
+                held[page] = None
+                held.move_to_end(page)
+                if len(held) > _CACHED * size / _PAGE_BYTES:
+                    held.popitem(last=False)
+        report.add(Figure(f"{name}, pages touched a step", touched / steps, ""))
+        report.add(Figure(f"{name}, pages read a step", read / steps, ""))
+    target = 10 if settings == CorpusSettings() else None
+    report.add_ratio(
+        "pages read, Megatron's order to blocks",
+        "Megatron's order, pages read a step",
+        "in blocks, pages read a step",
+        at_least=target,
+    )
+    report.notes.append(
+        f"pages of {_PAGE_BYTES:,} bytes of a {size / 1e6:,.0f} MB corpus in one epoch, counted from its indices; read "
+        f"are those that a cache of {_CACHED:.0%} of it, least recently used first out, does not have"
+    )
+
+
+def _pages_of(train: Any, sample: int) -> list[int]:
+    """Return the pages of the .bin that a sample of a GPTDataset is on."""
+    at = int(train.shuffle_index[sample])
+    (first, offset), (last, end) = train.sample_index[at].tolist(), train.sample_index[at + 1].tolist()
+    documents = np.asarray(train.document_index[first : last + 1])
+    index = train.dataset.index
+    starts = index.sequence_pointers[documents].astype(np.int64)
+    stops = starts + 2 * index.sequence_lengths[documents].astype(np.int64)
+    # The sample has one token of the next one.
+    starts[0], stops[-1] = starts[0] + 2 * offset, starts[-1] + 2 * (end + 1)
+    pages: list[int] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        if stop > start:
+            pages += range(start // _PAGE_BYTES, (stop - 1) // _PAGE_BYTES + 1)
+    return pages
 
 
 def _start(config: CorpusConfig, settings: CorpusSettings, number: int = 0) -> float:

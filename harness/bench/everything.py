@@ -134,7 +134,8 @@ SECTIONS = (
     Section(
         "A corpus of many files",
         ("corpus",),
-        "Opening a blend of 1,000 `.bin` and `.idx` pairs through Megatron-Core's builder, with its fast options.",
+        "Opening a blend of 1,000 `.bin` and `.idx` pairs through Megatron-Core's builder, with its fast options; and "
+        "the pages that a step reads of a corpus ten times larger than the cache.",
         ("megatron-core",),
     ),
     Section(

@@ -30,6 +30,7 @@ from harness.loader.loader import Loader
 from harness.loader.order import (
     BatchRange,
     EpochOrder,
+    shuffle_in_windows,
     steps_from,
     steps_per_epoch,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "open_live",
     "open_train",
     "render_blend",
+    "shuffle_in_windows",
     "steps_from",
     "steps_per_epoch",
     "summarize_blend",

@@ -56,6 +56,10 @@ class CorpusConfig:
         micro_batch_size: samples of one row.
         num_samples: samples that the order is laid out for; null for those that the run trains. The order changes where
             Megatron needs another number of epochs for them.
+        block_documents: documents of one block of the shuffle of the training split, where a corpus is too large for
+            the page cache: neighboring documents are then read together, as with `loader.block_packs`. Null for the
+            order of Megatron, which shuffles all documents and then all samples.
+        window_blocks: blocks that documents, and the samples cut from them, are mixed across.
         eod: id of the token that ends a document; required by the next three.
         reset_position_ids: start positions again after each document. Rotary positions follow the bounds that attention
             gets, so this alone changes nothing.
@@ -80,6 +84,8 @@ class CorpusConfig:
     sequence_length: int = bounded(1024, lowest=1)
     micro_batch_size: int = bounded(1, lowest=1)
     num_samples: int | None = bounded(None, lowest=1, highest=10**12)
+    block_documents: int | None = bounded(None, lowest=1, highest=10**9)
+    window_blocks: int = bounded(16, lowest=1, highest=10**6)
     eod: int | None = bounded(None)
     reset_position_ids: bool = False
     reset_attention_mask: bool = False

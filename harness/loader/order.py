@@ -17,7 +17,7 @@ UInt64Array = npt.NDArray[np.uint64]
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 # Separate streams, so that the order of blocks is independent of the order of packs.
-_BLOCKS, _PACKS, _SOURCES = 1, 2, 3
+_BLOCKS, _PACKS, _SOURCES, _WINDOWS = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,13 @@ class EpochOrder:
             self._window = packs[np.argsort(keys, kind="stable")]
             self._window_index = window
         return self._window
+
+
+def shuffle_in_windows(count: int, window: int, seed: int, epoch: int) -> Int64Array:
+    """Return the numbers below `count`, int64 [count], shuffled within each `window` consecutive ones."""
+    numbers = np.arange(count, dtype=np.uint64)
+    keys = _hash(numbers, _key(seed, epoch, _WINDOWS))
+    return np.lexsort((keys, numbers // np.uint64(window))).astype(np.int64)
 
 
 def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:

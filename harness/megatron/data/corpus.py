@@ -35,6 +35,7 @@ from harness.formats import PackReader, holds_manifest
 from harness.indexed import BIN, HEADER, IDX, MappedIndex, verify_indexed, with_suffix
 from harness.loader import SPLITS, CorpusConfig, CorpusSource, open_train
 from harness.megatron.compat import gpt_dataset_config
+from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
 from harness.megatron.job import runtime
@@ -111,7 +112,11 @@ class _Sources:
         return len(dataset) if isinstance(dataset, PackReader) else GPTDataset.numel_low_level_dataset(dataset)
 
     def __call__(self, dataset: Any, path: str, indices: Any, num_samples: Any, split: Split, config: Any) -> Any:
-        kind = PackDataset if path in self._packs else GPTDataset
+        kind: Any = PackDataset if path in self._packs else GPTDataset
+        facts = self.facts[path]
+        if kind is GPTDataset and split is Split.train and self._config.block_documents is not None:
+            sizes = {name: getattr(self._config, name) for name in ("block_documents", "window_blocks")}
+            kind, facts = partial(BlockGPTDataset, **sizes), facts + json.dumps(sizes)
         if indices is None and not self._config.is_per_split:
             # Later versions may leave this out with fast_cache_load.
             first, last = (
@@ -122,7 +127,7 @@ class _Sources:
             _check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
         config = copy.copy(config)
         # A digest: Megatron writes what is here as JSON, indented, for every blend of sources at every start.
-        digest = xxhash.xxh3_64_hexdigest(self.facts[path].encode())
+        digest = xxhash.xxh3_64_hexdigest(facts.encode())
         config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, digest)
         built = kind(dataset, path, indices, num_samples, split, config)
         self.built[path, split] = built
@@ -243,6 +248,9 @@ def epochs_of(dataset: Any) -> str:
     """
     if isinstance(dataset, PackDataset):
         return "each"
+    if isinstance(dataset, BlockGPTDataset):
+        order = dataset.order_config
+        return f"each in blocks of {order.block_packs} documents, {order.window_blocks} in a window"
     lengths, size = dataset.dataset.sequence_lengths, dataset.config.sequence_length
     count = lengths.shape[0] if dataset.indices is None else dataset.indices.shape[0]
     if dataset.document_index is not None and dataset.document_index.shape[0] == count:

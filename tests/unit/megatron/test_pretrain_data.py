@@ -252,6 +252,7 @@ def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
         report = bench_corpus(replace(QUICK, sources=3, rounds=1), workspace, lambda line: None)
     assert report.figure("indices built for the first time").value > 0
     assert report.figure("all fast options").of == ("indices found", "and defer_npy_index_mmap")
+    assert report.figure("pages read, Megatron's order to blocks").value > 5
 
 
 @pytest.mark.parametrize(
