@@ -52,12 +52,21 @@ _LATENT_ROWS = {
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
+# Of families with biases and sinks, and whether tensor-parallel ranks divide the rows.
+_BIASES = {
+    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias", False),
+    "self_attention.core_attention.softmax_offset": ("self_attn.sinks", True),
+}
+_ROUTER_BIAS = "mlp.router.bias"
+# Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
 _LOCAL_EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc([12])\.weight")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
 _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 
@@ -97,6 +106,7 @@ class HfWeights(ExitStack):
         super().__init__()
         self.folder = folder
         self._files: dict[str, Any] = {}
+        self._quantized: set[str] = set()
         try:
             if (folder / INDEX_FILE).is_file():
                 names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
@@ -105,6 +115,8 @@ class HfWeights(ExitStack):
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
                 self._files.update(dict.fromkeys(file.keys(), file))
+            for name in [name for name in self._files if name.endswith(_BLOCKS)]:
+                self._quantized.add(name.removesuffix(_BLOCKS))
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             self.close()
             raise FormatError(
@@ -117,12 +129,18 @@ class HfWeights(ExitStack):
     @property
     def names(self) -> set[str]:
         # Older files store values that are computed from the settings.
-        return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        own = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        return own.difference(*({name + _BLOCKS, name + _SCALES} for name in self._quantized)) | self._quantized
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._quantized:
+            experts, outputs, groups, half = self.shape(name + _BLOCKS)
+            return experts, groups * half * 2, outputs
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if name in self._quantized:
+            return _from_mxfp4(self.rows(name + _BLOCKS, start, stop), self.rows(name + _SCALES, start, stop))
         part = self._files[name].get_slice(name)
         rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
         return rows
@@ -130,6 +148,21 @@ class HfWeights(ExitStack):
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
         return columns
+
+
+def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bfloat16 [experts, inputs, outputs] of matrices in 4 bits, with a power of two for each 32 numbers.
+
+    Args:
+        blocks: uint8 [experts, outputs, inputs / 32, 16], two numbers each, the first in the low bits.
+        scales: uint8 [experts, outputs, inputs / 32], exponents, 127 for 1.
+
+    Source: OCP Microscaling Formats (MX) Specification, 2023.
+    """
+    values = torch.tensor(_FP4 + [-value for value in _FP4], dtype=torch.bfloat16)
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    numbers = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
+    return numbers.flatten(-2).transpose(1, 2)
 
 
 def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -155,6 +188,10 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
     if model.has_qkv_bias:
         layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
+    if model.has_biases:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if model.has_sinks:
+        layer["self_attn.sinks"] = (model.num_attention_heads,)
     if model.has_head_norms:
         sizes = (heads, groups) if model.norms_span_heads else (head, head)
         layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
@@ -192,7 +229,11 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         model.shared_ffn_hidden_size,
     )
     shapes: dict[str, tuple[int, ...]] = {names.router: (model.num_experts, hidden)}
-    for number in range(model.num_experts):
+    if names.are_stacked:
+        shapes[_ROUTER_BIAS] = (model.num_experts,)
+        for name, inputs, outputs in ((names.gate, hidden, 2 * inner), (names.down, inner, hidden)):
+            shapes |= {name: (model.num_experts, inputs, outputs), f"{name}_bias": (model.num_experts, outputs)}
+    for number in range(0 if names.are_stacked else model.num_experts):
         shapes |= dict.fromkeys((names.gate.format(number), names.up.format(number)), (inner, hidden))
         shapes[names.down.format(number)] = (hidden, inner)
     if model.expert_bias:
@@ -250,8 +291,8 @@ def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         layer, end = chunk.decoder.layers[int(match[1])], match[2]
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
-            number = layer.mlp.local_expert_indices[int(expert[1] or expert[4])]
-            end = f"mlp.experts.{number}.linear_fc{expert[2] or expert[3]}.weight"
+            number = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
+            end = f"mlp.experts.{number}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
         yield f"decoder.layers.{layer.layer_number - 1}.{end}", parameter
 
 
@@ -269,12 +310,21 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         target[stop - start :] = 0
         return
     layer, end = f"model.layers.{match[1]}.", match[2]
-    if (whole := _one_tensor(end, model)) is not None:
+    expert = _EXPERT.fullmatch(end)
+    if expert is not None and expert_names(model).are_stacked:
+        whole_expert, part = _from_stack(expert, layer, weights, model), shard.of_experts
+        if expert[2] == "1":
+            for half, own in zip(target.chunk(2), whole_expert.chunk(2), strict=True):
+                half.copy_(own[slice(*part.of(own.shape[0]))])
+        else:
+            is_bias = expert[3] == "bias"
+            target.copy_(whole_expert if is_bias else whole_expert[:, slice(*part.of(whole_expert.shape[1]))])
+    elif (whole := _one_tensor(end, model)) is not None:
         tensor, divided = layer + whole[0], whole[1]
         target.copy_(weights.rows(tensor, *(shard.of(weights.shape(tensor)[0]) if divided else ())))
     elif end.startswith("mlp."):
         tensors = _mlp_tensors(end, model)
-        part = shard.of_experts if _EXPERT.fullmatch(end) else shard
+        part = shard.of_experts if expert else shard
         if end.endswith("linear_fc1.weight"):
             for half, tensor in zip(target.chunk(2), tensors, strict=True):
                 half.copy_(weights.rows(layer + tensor, *part.of(weights.shape(layer + tensor)[0])))
@@ -301,7 +351,15 @@ def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
         return _LATENT[end], False
     if end in _NORMS:
         return _NORMS[end], model.norms_span_heads and end in _HEAD_NORMS
-    return None
+    return _BIASES.get(end)
+
+
+def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: ModelConfig) -> torch.Tensor:
+    """Return the whole matrix, or bias, of an expert: gate before up, [outputs, inputs] or [outputs]."""
+    names, number = expert_names(model), int(expert[1])
+    name = layer + (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
+    own = weights.rows(name, number, number + 1)[0].t()
+    return torch.cat((own[0::2], own[1::2])) if expert[2] == "1" else own
 
 
 def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
@@ -316,6 +374,8 @@ def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
     if end.startswith("mlp.shared_experts."):
         assert names.shared is not None
         return names.shared[:2] if end.endswith("linear_fc1.weight") else names.shared[2:]
+    if end == "mlp.router.bias":
+        return (_ROUTER_BIAS,)
     return (names.bias if end == "mlp.router.expert_bias" else names.router,)
 
 
@@ -333,8 +393,25 @@ def _qkv_pieces(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[int, s
         yield place, _QKV[2], group * head, query + head, query + 2 * head
 
 
+def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the Hugging Face tensors of a whole model by name; those of stacked experts once all are there."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for ours, parameter in global_parameters(chunk):
+        for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items():
+            if ".mlp.experts." not in name or not expert_names(model).are_stacked:
+                yield name, tensor.contiguous()
+                continue
+            stack = stacks.setdefault(name, [])
+            stack.append(tensor)
+            if len(stack) == model.num_experts:
+                yield name, torch.stack(stacks.pop(name))
+
+
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name."""
+    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name.
+
+    Of stacked experts it returns the part of one.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         if name == "decoder.final_layernorm.weight":
@@ -347,6 +424,11 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
         return {layer + whole[0]: tensor}
     if end in _COLUMNS:
         return {layer + _COLUMNS[end]: tensor}
+    if (expert := _EXPERT.fullmatch(end)) is not None and (names := expert_names(model)).are_stacked:
+        stack = (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
+        if expert[2] == "1":
+            tensor = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)
+        return {layer + stack: tensor.t()}
     if end.startswith("mlp."):
         tensors = _mlp_tensors(end, model)
         return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}

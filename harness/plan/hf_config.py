@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.plan.families import FAMILIES, MISSING
+from harness.plan.families import FAMILIES, MISSING, Family, Refuse
 from harness.plan.model import ModelConfig
 
 _SIZES = {
@@ -72,12 +72,14 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
-    if values.get("quantization_config"):
-        raise refuse("quantized weights are not supported")
+    quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
+    is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
+    if values.get("quantization_config") and not is_read:
+        raise refuse(f"weights quantized by {quantized} are not supported: save them in bfloat16 with transformers")
     if values.get("hidden_act", "silu") != "silu":
         raise refuse(f"the activation {values['hidden_act']!r} is not supported (silu is)")
     for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
+        if values.get(name) and not family.has_biases:
             raise refuse(f"{name} is set, and is not supported")
     positions = int(values["max_position_embeddings"])
     window = values.get("sliding_window")
@@ -93,8 +95,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         for name, known in _LLAMA3.items():
             if (value := rope.get(name)) != known:
                 raise refuse(f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}")
-    elif kind not in ("default", "linear") and not (kind == "yarn" and family.has_latents):
-        raise refuse(f"rope scaling {kind!r} is not supported (llama3 and linear are)")
+    elif kind not in ("default", "linear", "yarn"):
+        raise refuse(f"rope scaling {kind!r} is not supported (llama3, linear and yarn are)")
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
@@ -107,6 +109,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             "rotary_base": int(rope["rope_theta"]),
             "rope_scaling": "none" if kind == "default" else kind,
             "rope_scaling_factor": 1.0 if kind == "default" else float(rope["factor"]),
+            **(_read_yarn(rope, family, refuse) if kind == "yarn" else {}),
             "norm_epsilon": float(values.get("rms_norm_eps", family.norm_epsilon) or values["rms_norm_eps"]),
             **(_DENSE if family.experts is None else family.read(values, refuse)),
         },
@@ -114,6 +117,29 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         max_positions=positions,
         mtp_layers=max(int(values.get(name) or 0) for name in MTP_SETTINGS),
     )
+
+
+def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str, Any]:
+    for name, known in _yarn_constants(family).items():
+        default = True if name == "truncate" else known
+        if (value := rope.get(name, default)) != known:
+            raise refuse(f"rope scaling yarn with {name} {value} is not supported ({known} is)")
+    if rope.get("attention_factor") is not None:
+        raise refuse(f"rope scaling yarn with attention_factor {rope['attention_factor']} is not supported")
+    mscale, all_dim = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
+    if all_dim and not mscale:
+        raise refuse(f"rope scaling yarn with mscale_all_dim {all_dim} and without mscale is not supported")
+    return {
+        "rope_original_positions": int(rope["original_max_position_embeddings"]),
+        # Without both, transformers scales the angles as for an mscale of 1.
+        "rope_mscale": mscale if all_dim else 1.0,
+        "rope_mscale_all_dim": all_dim,
+    }
+
+
+def _yarn_constants(family: Family) -> dict[str, Any]:
+    """Return the values of yarn in every published model of a family, and in Megatron-Core."""
+    return {"beta_fast": 32, "beta_slow": 1, "truncate": family.yarn_truncates}
 
 
 def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
@@ -173,8 +199,7 @@ def _yarn(model: ModelConfig) -> dict[str, Any]:
     scales = {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return {
         "original_max_position_embeddings": model.rope_original_positions,
-        "beta_fast": 32,
-        "beta_slow": 1,
+        **_yarn_constants(FAMILIES[model.family]),
         **(scales if model.rope_mscale_all_dim else {}),
     }
 

@@ -40,6 +40,7 @@ def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
     layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
     one = 3 * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
+    one += (model.hidden_size + 2 * model.expert_size) * model.has_biases
     return layers * model.num_experts // parallel.expert_parallel_size * one
 
 
@@ -56,12 +57,15 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         layer += model.kv_lora_rank + (model.q_lora_rank or 0)
     if model.has_qkv_bias:
         layer += sizes["linear_qkv"][1] // tp
+    if model.has_biases:
+        layer += hidden + model.num_attention_heads // tp * model.has_sinks
     if model.has_head_norms:
         layer += (model.query_size + model.key_size) // tp if model.norms_span_heads else 2 * model.head_size
     words = padded_vocab_size(vocab_size) * hidden // tp
     layers = layers_of_stage(model, parallel, stage)
     with_experts = sum(map(model.has_experts, layers))
     total = len(layers) * layer + (len(layers) - with_experts) * 3 * hidden * model.ffn_hidden_size // tp
+    total += with_experts * model.num_experts * model.has_biases
     total += with_experts * hidden * (model.num_experts + 3 * model.shared_ffn_hidden_size // tp)
     total += count_experts(model, parallel, stage=stage)
     is_first, is_last = stage == 0, stage == stages - 1
@@ -120,6 +124,10 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
     inner = 0.0 if with_experts else 5.0 * item * model.ffn_hidden_size
     divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+    if model.has_sinks:
+        # Queries, keys, values and what attention gives have one number more a head, and are copies.
+        wide = 2 * (model.num_attention_heads + model.num_query_groups) * (model.head_size + 1)
+        divided += item * (wide - 3 * (query + key))
     if model.kv_lora_rank:
         # Queries, keys, values padded to their size, what attention gives, and the input of the output matrix.
         divided = inner + item * (4 * query + model.value_size) + 4 * model.num_attention_heads
@@ -154,7 +162,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> flo
     router = 9.0 * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
     dispatched = sent * (item * hidden + 32)
-    inner = sent * 6 * item * model.expert_size
+    inner = sent * (8 if model.swiglu_limit else 6) * item * model.expert_size
     shared = 5 * item * model.shared_ffn_hidden_size / tp
     # Ranks that share an expert have all of its tokens.
     return router / tp + (dispatched * etp + inner) / tp + shared

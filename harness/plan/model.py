@@ -39,7 +39,8 @@ class ModelConfig:
     Attributes:
         family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key);
             with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
-            and deepseek_v3 (latent attention; Moonlight too) and glm4_moe_lite (GLM-4.7-Flash).
+            and deepseek_v3 (latent attention; Moonlight too), glm4_moe_lite (GLM-4.7-Flash) and gpt_oss (attention
+            sinks, windows, biases).
         init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         head_dim: size of a head; null for hidden_size / num_attention_heads.
@@ -47,7 +48,7 @@ class ModelConfig:
         vocab_size: null for the tokenizer's; rounded up to a multiple of 128.
         tie_embeddings: share one matrix between the input embedding and the output layer.
         rotary_base: base of the rotary angles.
-        rope_scaling, rope_scaling_factor: none, llama3, linear or (with latent attention) yarn, by this factor.
+        rope_scaling, rope_scaling_factor: none, llama3, linear or yarn, by this factor.
         rope_original_positions, rope_mscale, rope_mscale_all_dim: of yarn: positions before scaling, and the factors of
             its scaling of angles and of attention.
         kv_lora_rank: size of the latent vector that keys and values of all heads are made of (multi-latent attention,
@@ -55,6 +56,8 @@ class ModelConfig:
         q_lora_rank: the same of the queries; null makes them of the hidden states.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head with latent attention: its parts of queries and
             keys without and with a rotary embedding, and its values.
+        sliding_window: tokens, its own included, that a token attends to in every second layer, the first included (of
+            the family gpt_oss); null in other families.
         norm_epsilon: added to the mean square in each norm.
         init_std: standard deviation of the initial weights.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
@@ -110,6 +113,7 @@ class ModelConfig:
     qk_nope_head_dim: int = bounded(128, lowest=1, highest=1_000_000)
     qk_rope_head_dim: int = bounded(64, lowest=2, highest=1_000_000)
     v_head_dim: int = bounded(128, lowest=1, highest=1_000_000)
+    sliding_window: int | None = bounded(None, lowest=1, highest=1_000_000_000)
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
     dtype: str = "float32"
@@ -168,6 +172,13 @@ class ModelConfig:
                 where="model.lora_targets",
                 fix=f"some of {', '.join(LORA_TARGETS)}",
             )
+        if (self.sliding_window is not None) != FAMILIES[self.family].has_windows:
+            raise ConfigError(
+                f"models of the family {self.family} have {'' if self.sliding_window is None else 'no '}layers with a "
+                f"window, and sliding_window is {self.sliding_window}",
+                where="model.sliding_window, model.family",
+                fix="model.sliding_window=128 for gpt_oss, null for other families",
+            )
         if self.num_experts:
             self._check_experts()
         elif FAMILIES[self.family].experts is not None:
@@ -185,12 +196,6 @@ class ModelConfig:
                 f"{self.kv_lora_rank}",
                 where="model.family, model.kv_lora_rank",
                 fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
-            )
-        if self.rope_scaling == "yarn" and not self.kv_lora_rank:
-            raise ConfigError(
-                "positions are scaled by yarn only in models with latent attention",
-                where="model.rope_scaling",
-                fix="llama3 or linear, or a model of the family deepseek_v3",
             )
         if self.rope_mscale != 1 and not self.rope_mscale_all_dim:
             raise ConfigError(
@@ -301,6 +306,21 @@ class ModelConfig:
         return FAMILIES[self.family].has_qkv_bias
 
     @property
+    def has_biases(self) -> bool:
+        """True if the attention output, routers and experts have biases."""
+        return FAMILIES[self.family].has_biases
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if each head attends to one more key of a trained score."""
+        return FAMILIES[self.family].has_sinks
+
+    @property
+    def swiglu_limit(self) -> float:
+        """Bound of the gate and of its factor; 0 for none."""
+        return FAMILIES[self.family].swiglu_limit
+
+    @property
     def has_head_norms(self) -> bool:
         """True if queries and keys are normalized."""
         return FAMILIES[self.family].has_head_norms
@@ -366,6 +386,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
         return bool(self.num_experts) and layer >= self.dense_layers
+
+    def window(self, layer: int) -> int | None:
+        """Return the tokens that a token of a layer, 0 for the first, attends to; None for all before it."""
+        return None if layer % 2 else self.sliding_window
 
     def active_weights(self, layer: int) -> int:
         """Return the weights of the matrices of a layer that a token is multiplied by."""
@@ -434,6 +458,12 @@ class ModelConfig:
                 where="model.expert_ffn_hidden_size, parallel.expert_tensor_parallel_size",
                 fix=f"an expert_tensor_parallel_size that divides {self.expert_size}",
             )
+        if etp > 1 and self.has_biases:
+            raise ConfigError(
+                f"experts with biases cannot be cut into {etp} parts: Megatron-Core would add each bias {etp} times",
+                where="model.family, parallel.expert_tensor_parallel_size",
+                fix="parallel.expert_tensor_parallel_size=1",
+            )
         if etp > 1 and self.lora_rank and set(self.lora_targets) & {"linear_fc1", "linear_fc2"}:
             raise ConfigError(
                 f"adapters on experts cannot be cut into {etp} parts",
@@ -468,12 +498,15 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
 
     A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
     sent to; attention adds, per layer, scores and
-    weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values).
+    weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
+    with a window adds them for as many keys a token, shorter sequences included.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
     """
     layers = sum(model.active_weights(number) for number in range(model.num_layers))
     output = model.hidden_size * (model.vocab_size or 0)
-    quadratic = 1.0 * model.num_layers * (model.query_size + model.value_size)
-    return SequenceCost(linear=2.0 * (layers + output), quadratic=quadratic)
+    windows = [window for layer in range(model.num_layers) if (window := model.window(layer)) is not None]
+    sizes = model.query_size + model.value_size
+    quadratic = 1.0 * (model.num_layers - len(windows)) * sizes
+    return SequenceCost(linear=2.0 * (layers + output + sum(windows) * sizes), quadratic=quadratic)

@@ -32,6 +32,7 @@ def planted(fault: str | None) -> Iterator[None]:
     from harness.megatron.model.router import Router
 
     count: Callable[..., None] = Router._count
+    of_chunk = batch.padding_argument
 
     def count_all(self: Any, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor) -> None:
         count(self, logits, chosen, padding)
@@ -40,7 +41,7 @@ def planted(fault: str | None) -> Iterator[None]:
     faults: dict[str | None, Any] = {
         None: [],
         "padding in the router": [
-            mock.patch.object(batch, "_mask_of", lambda chunk, row: torch.zeros_like(row.padding_mask))
+            mock.patch.object(batch, "padding_argument", lambda chunk, mask: of_chunk(chunk, torch.zeros_like(mask)))
         ],
         "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
         "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]

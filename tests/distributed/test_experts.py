@@ -35,6 +35,7 @@ LAYOUTS = {
     "qwen3_moe": ("ep2_distributed", "cp2_ep2"),
     "olmoe": ("tp2_ep2",),
     "deepseek_like": ("tp2_ep2", "tp2_etp2"),
+    "gpt_oss_like": ("tp2_ep2", "cp2_ep2"),
 }
 # Fault, kind of model, layout, and what names it.
 FAULTS = (
@@ -133,6 +134,19 @@ TINY = {
 }
 PUBLISHED = {
     "Qwen3Moe": {"num_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "GptOss": {
+        "num_local_experts": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "DeepseekV3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 4,
@@ -163,7 +177,7 @@ def save_tiny(family: str, folder: Path) -> Path:
     """Save a tiny random model of transformers whose experts have biases, if it has any."""
     import transformers
 
-    torch.manual_seed(7)
+    torch.manual_seed(8)
     config = getattr(transformers, f"{family}Config")(**{**TINY, **PUBLISHED[family]})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, buffer in model.named_buffers():
@@ -233,4 +247,5 @@ def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path)
         "experts qwen3_moe: data",
         "experts olmoe: data",
         "experts deepseek_like: data",
+        "experts gpt_oss_like: data",
     }

@@ -23,7 +23,7 @@ from harness.megatron.weights import (
     fill_model,
     find_pretrained,
     global_parameters,
-    to_hf,
+    hf_tensors,
 )
 from harness.parity.running import free_ports
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
@@ -101,6 +101,26 @@ MODELS |= {
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 14, "mlp_layer_types": ["dense", "sparse"]}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
+MODELS |= {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+}
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
 LAYOUTS = {"tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "ep2": (1, 1, 2, 1), "etp2": (2, 1, 1, 2)}
 # Of the layers of deepseek_v3: one layout of each number of ranks is enough.
@@ -121,7 +141,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():
             for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-                if any(part in parameter_name for part in ("norm", "bias", "gate.weight")):
+                if any(part in parameter_name for part in ("norm", "bias", "gate.weight", "sinks", "router.weight")):
                     parameter.add_(0.3 * torch.randn_like(parameter))  # initially ones and zeros, which hide a mistake
         # Several files with an index, as for large models.
         model.save_pretrained(place / name, max_shard_size="40KB")
@@ -143,6 +163,7 @@ def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models
         [f"{name}-{layout}", str(folder), *sizes, SEQUENCES]
         for name, folder in models.items()
         for layout, sizes in layouts.items()
+        if name != "gpt_oss" or sizes[3] == 1  # biases
         if max(sizes[2:]) == 1 or "experts" in json.dumps(MODELS[name])
         if name not in TWINS or layout.startswith("tp")
     ]
@@ -184,7 +205,7 @@ def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
         chunks = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
         fill_model(chunks, weights, model, TensorShard())
         parameters = dict(global_parameters(chunks[0]))
-        back = {k: v for ours, p in parameters.items() for k, v in to_hf(ours, p.detach(), model, 300).items()}
+        back = dict(hf_tensors(chunks[0], model, 300))
         # No row of another tensor, and no token: the padding of the vocabulary is zero.
         assert not parameters["embedding.word_embeddings.weight"][300:].any()
     right = tensors(models[name])
@@ -268,7 +289,11 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
             {"model_type": "qwen3_next"},
             "'qwen3_next' are not supported: they need layers with a recurrent state",
         ),
-        ({"model_type": "gpt_oss"}, "'gpt_oss' are not supported: they need attention sinks"),
+        (
+            {"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]},
+            "windows in layers other than every second one",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0, "layer_types": None}, "swiglu_limit 5.0 is not supported"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2},
             "experts in one of 2 layers are not supported",
@@ -305,12 +330,14 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ),
         ({"attention_bias": True}, "attention_bias is set"),
         ({"use_sliding_window": True, "sliding_window": 8}, "attention with a window of 8 tokens"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope scaling 'longrope'"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "yarn with truncate False is not supported (True is)"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "yarn with attention_factor 1.0 is not supported"),
         (
             {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
             "with low_freq_factor 2.0 is not supported: Megatron-Core has 1",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
         ({"hidden_act": "gelu"}, "the activation 'gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size"),
     ],
@@ -322,6 +349,32 @@ def test_unsupported_models_are_refused_by_name(models, tmp_path, change, messag
     with pytest.raises(HarnessError) as refused:
         read_hf_config(tmp_path)
     assert message in str(refused.value)
+
+
+def test_experts_quantized_to_mxfp4_have_the_weights_that_transformers_makes_of_them(models, tmp_path) -> None:
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    quantized, expected = tensors(models["gpt_oss"]), {}
+    for name in [name for name in quantized if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = quantized.pop(name).shape
+        groups = -(-inputs // 32)
+        blocks = torch.randint(256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 130, (experts, outputs, groups), dtype=torch.uint8, generator=generator)
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    assert len(expected) == 4
+    save_file(quantized, tmp_path / "model.safetensors")
+    with HfWeights(tmp_path) as weights:
+        assert weights.names == set(tensors(models["gpt_oss"]))
+        for name, right in expected.items():
+            assert weights.shape(name) == tuple(right.shape)
+            assert torch.equal(weights.rows(name, 1, 3), right[1:3])
+
+    config = json.loads((models["gpt_oss"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    assert read_hf_config(tmp_path) == read_hf_config(models["gpt_oss"])
 
 
 def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, tmp_path) -> None:

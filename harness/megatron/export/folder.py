@@ -22,7 +22,7 @@ from harness.megatron.export.data import SpecialTokens, find_data, write_tokeniz
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
-from harness.megatron.weights import INDEX_FILE, expert_names, global_parameters, to_hf
+from harness.megatron.weights import INDEX_FILE, expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
@@ -97,8 +97,14 @@ def export_checkpoint(
             where=str(path),
             fix="export the whole model: leave --adapter out",
         )
-    if model.num_experts:
-        expert_names(model)  # refuses a family that has none
+    # Refuses a family that has none.
+    is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
+    if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
+        raise ConfigError(
+            f"the run has adapters of experts, and PEFT has none for those of the family {model.family}",
+            where=str(path),
+            fix="export the whole model, which has them merged: leave --adapter out",
+        )
     with _claim(out) as writing, runtime.start("cpu"):
         join(ParallelConfig(), 1)
         device = torch.device("cpu")
@@ -119,12 +125,7 @@ def export_checkpoint(
             num_weights, num_bytes = _write_adapters(chunk, model, writing)
         else:
             lora.merge(chunk, model)
-            tensors = (
-                (name, tensor.contiguous())
-                for ours, parameter in global_parameters(chunk)
-                for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items()
-            )
-            num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
+            num_weights, num_bytes = _write_weights(hf_tensors(chunk, model, vocab_size), writing, shard_bytes)
         tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
         ids = _token_ids(tokens, data.eod)
         base = _base_settings(model)
@@ -134,6 +135,7 @@ def export_checkpoint(
             data.missing.append(f"end tokens of the data: {instead}")
         config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
         config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}  # such layers were left out
+        config.pop("quantization_config", None)  # the weights are written as they were trained
         generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
         generation.pop("_from_model_config", None)
         _write_json(writing / GENERATION_FILE, generation)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 
@@ -28,6 +28,10 @@ class VarlenAttention(torch.nn.Module):
     is padded), so no token can see another sequence. Padding is at the end of its sequence, where causality hides it
     from real tokens. With context parallelism, keys and values are gathered over the CP group, and each rank computes
     its two chunks of every sequence.
+
+    Attributes:
+        window: tokens, its own included, that a token attends to; None for all before it.
+        softmax_offset: [heads of this rank], score of a further key without a value (a sink); None for no such key.
     """
 
     def __init__(
@@ -45,6 +49,13 @@ class VarlenAttention(torch.nn.Module):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.cp_size = config.context_parallel_size
         self.cp_group = pg_collection.cp if self.cp_size > 1 else None
 
@@ -97,18 +108,34 @@ class VarlenAttention(torch.nn.Module):
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
             chunk = sequence.shape[0] // 2
             for part, number in zip(sequence.chunk(2), (cp_rank, 2 * self.cp_size - 1 - cp_rank), strict=True):
-                end = (number + 1) * chunk
-                allowed = torch.arange(end, device=query.device) <= torch.arange(
-                    number * chunk, end, device=query.device
-                ).unsqueeze(1)
-                keys, values = torch.split(whole[:end], [key.shape[-1], value.shape[-1]], dim=-1)
-                out = self._attend(_heads_first(part), _heads_first(keys), _heads_first(values), allowed)
+                keys, values = torch.split(whole[: (number + 1) * chunk], [key.shape[-1], value.shape[-1]], dim=-1)
+                out = self._attend(_heads_first(part), _heads_first(keys), _heads_first(values))
                 pieces.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return [b, heads, L, value_dim] for queries of the last L tokens that keys and values are of."""
+        size, window = query.shape[-2], self.window
+        if window is None or size <= window:
+            return self._attend_block(query, key, value)
+        # Each block of queries needs the keys of itself and of the block before.
+        blocks, before = [], key.shape[-2] - size
+        for start in range(0, size, window):
+            stop = min(start + window, size)
+            seen = slice(max(0, before + start - window + 1), before + stop)
+            blocks.append(self._attend_block(query[..., start:stop, :], key[..., seen, :], value[..., seen, :]))
+        return torch.cat(blocks, dim=-2)
+
+    def _attend_block(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        size, total = query.shape[-2], key.shape[-2]
+        allowed = None
+        if size < total or (self.window is not None and total > self.window):
+            places = torch.arange(total, device=query.device)
+            back = places[total - size :].unsqueeze(1) - places
+            allowed = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
+        shape = size, value.shape[-1]
+        if self.softmax_offset is not None:
+            query, key, value, allowed = self._with_sink(query, key, value, allowed)
         # A fused kernel of PyTorch's needs one size; the others keep all scores of a sequence.
         wanting = query.shape[-1] - value.shape[-1]
         out = functional.scaled_dot_product_attention(
@@ -121,7 +148,31 @@ class VarlenAttention(torch.nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=key.shape[1] != query.shape[1],
         )
-        return out[..., : value.shape[-1]]
+        return out[..., -shape[0] :, : shape[1]]
+
+    def _with_sink(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Add a first key that every query gives its head's score, by a further number in each, and no value.
+
+        Without a mask queries get one before the first too, so that causality shows that key to all others.
+        """
+        assert self.softmax_offset is not None
+        score = (self.softmax_offset.to(query.dtype) / self.scale).view(1, -1, 1, 1)
+        query = torch.cat((query, score.expand(*query.shape[:-1], 1)), dim=-1)
+        key = functional.pad(key, (0, 1, 1, 0))
+        key = key + functional.pad(key.new_ones(1, 1), (key.shape[-1] - 1, 0, 0, key.shape[-2] - 1))
+        value = functional.pad(value, (0, 0, 1, 0))
+        if allowed is None:
+            return functional.pad(query, (0, 0, 1, 0)), key, value, None
+        return query, key, value, functional.pad(allowed, (1, 0), value=True)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the scores of sinks for `dist_checkpointing`, which any layout can load."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return dict(make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets))
 
 
 def _heads_first(tokens: torch.Tensor) -> torch.Tensor:

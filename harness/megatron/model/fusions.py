@@ -76,6 +76,11 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
             f"model.attention is auto, and {why}: PyTorch's attention launches kernels for every sequence of a row, "
             "and with context parallelism gathers keys and values"
         )
+    if model.has_sinks:
+        found.append(
+            f"models of the family {model.family} have sinks: their attention is PyTorch's, which launches kernels for "
+            "every sequence of a row, and with context parallelism gathers keys and values"
+        )
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):

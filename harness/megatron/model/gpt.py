@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -28,7 +29,7 @@ from harness.megatron.model.lora import add_adapters
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
 from harness.megatron.weights import TensorShard
-from harness.plan import ModelConfig, ParallelConfig, padded_vocab_size
+from harness.plan import FAMILIES, ModelConfig, ParallelConfig, padded_vocab_size
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
@@ -65,7 +66,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     pipelined = parallel.pipeline_parallel_size > 1
     interleaved = parallel.virtual_pipeline_parallel_size is not None
     kind = MLATransformerConfig if model.kv_lora_rank else TransformerConfig
-    return kind(
+    config = kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -78,9 +79,15 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         layernorm_epsilon=model.norm_epsilon,
         init_method_std=model.init_std,
         normalization="RMSNorm",
-        activation_func=functional.silu,
+        activation_func=(quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu,
+        activation_func_clamp_value=model.swiglu_limit or None,
+        glu_linear_offset=1.0 if model.swiglu_limit else 0.0,
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear=model.has_biases,
+        softmax_type="learnable" if model.has_sinks else "vanilla",
+        # Tokens before a token, without its own.
+        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        window_attn_skip_freq=None if model.sliding_window is None else 2,
         bias_activation_fusion=fusions.swiglu,
         cross_entropy_loss_fusion=fusions.cross_entropy,
         cross_entropy_fusion_impl="native",
@@ -121,6 +128,19 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         recompute_method="uniform" if model.recompute == "full" else None,
         recompute_num_layers=1 if model.recompute == "full" else None,
     )
+    if model.rope_scaling == "yarn" and not model.kv_lora_rank:
+        # Megatron reads these from its config, which has no fields for them.
+        config.yarn_rotary_scaling_factor = model.rope_scaling_factor
+        config.yarn_original_max_position_embeddings = model.rope_original_positions
+        config.yarn_beta_fast, config.yarn_beta_slow = 32.0, 1.0
+        config.yarn_mscale, config.yarn_mscale_all_dim = model.rope_mscale, model.rope_mscale_all_dim
+        config.yarn_correction_range_round_to_int = FAMILIES[model.family].yarn_truncates
+    return config
+
+
+def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
+    """Compute Megatron's quick_gelu, which is compiled when it is first called."""
+    return gate * torch.sigmoid(1.702 * gate)
 
 
 def _latents(model: ModelConfig) -> dict[str, Any]:
@@ -166,8 +186,9 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         # Adapters leave the biases of the model that they are for as they are.
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
-        # An adapter stands beside the matrices of one expert.
+        # An adapter stands beside the matrices of one expert, and grouped ones are not proved with biases.
         "moe_grouped_gemm": engine_layers(model, parallel, device)
+        and not model.has_biases
         and not (model.lora_rank and {"linear_fc1", "linear_fc2"} & set(model.lora_targets)),
     }
 
@@ -211,7 +232,9 @@ _NORM_NAMES = {
 
 def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     """Return a layer with this project's rotary embedding; without Transformer Engine, also its kernel and norms."""
-    parts: dict[str, Any] = {} if transformer_engine else {"core_attention": VarlenAttention}
+    # Few versions of Transformer Engine have sinks in packed rows, and none with a ring of context-parallel ranks.
+    with_kernel = transformer_engine and not model.has_sinks
+    parts: dict[str, Any] = {} if with_kernel else {"core_attention": VarlenAttention}
     if model.norms_span_heads:
         parts |= {"q_layernorm": JointQueryNorm, "k_layernorm": JointKeyNorm}
     elif model.has_head_norms and not transformer_engine:
@@ -255,7 +278,7 @@ def build_chunks(
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 share_embeddings_and_output_weights=model.tie_embeddings,
-                position_embedding_type="rope",
+                position_embedding_type="yarn" if hasattr(config, "yarn_mscale") else "rope",
                 rotary_base=model.rotary_base,
                 rope_scaling=model.rope_scaling == "llama3",
                 rope_scaling_factor=model.rope_scaling_factor,

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -151,7 +152,10 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         experts = layer.mlp
         if experts.shared_experts is not None:
             experts.shared_experts.register_forward_hook(_noting(experts.router))
-        experts.router.weight.requires_grad = not model.freeze_router
+        for parameter in experts.router.parameters():
+            parameter.requires_grad = not model.freeze_router
+        if model.has_biases:
+            _prepare_biases(experts.experts)
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
                 _draw(expert, chunk.config, (model.seed * 10_007 + layer.layer_number) * 100_003 + index)
@@ -162,6 +166,25 @@ def _noting(router: Router) -> Any:
         router.shared_experts_ran = True
 
     return note
+
+
+def _prepare_biases(experts: Any) -> None:
+    """Let the experts' biases train as their weights do.
+
+    Megatron marks those of the second matrices as if tensor-parallel ranks had the same experts: it would add the
+    gradients of different ones, and count one rank's in the norm.
+    """
+    for name, parameter in experts.named_parameters():
+        if "linear_fc2" in name and "bias" in name:
+            parameter.sequence_parallel = False
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    for expert in getattr(experts, "local_experts", ()):
+        expert.linear_fc2.register_forward_hook(_copy_output)
+
+
+def _copy_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy what an expert gives: Megatron adds its bias in place, which autograd refuses for PyTorch's layers."""
+    return output[0].clone(), *output[1:]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from harness.plan.families import (
     deepseek_v2,
     deepseek_v3,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v2,
         deepseek_v3,
         glm4_moe_lite,
+        gpt_oss,
     )
 }
 
@@ -66,7 +68,6 @@ MISSING = {
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "glm4_moe": "rotary positions in a part of each head, and biases and norms that its models have or not",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
-    "gpt_oss": "attention sinks, alternating sliding windows and clamped experts with biases",
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",
     "phimoe": "layer norms with biases, and its router of one expert at a time",

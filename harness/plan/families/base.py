@@ -21,6 +21,8 @@ class ExpertNames:
         gate, up, down: matrices of one routed expert.
         bias: of the experts' bias; empty where there is none.
         shared: gate, up and down of the shared experts; empty where there are none.
+        are_stacked: the experts of a layer are in one tensor [experts, inputs, outputs], with gate and up in alternate
+            columns of one, and biases (`_bias` after its name) in another [experts, outputs].
     """
 
     router: str = "mlp.gate.weight"
@@ -29,6 +31,7 @@ class ExpertNames:
     down: str = "mlp.experts.{}.down_proj.weight"
     bias: str = ""
     shared: tuple[str, str, str] | None = None
+    are_stacked: bool = False
 
 
 def count_experts(values: Mapping[str, Any], *names: str) -> int:
@@ -51,6 +54,12 @@ class Family:
         name: `model_type` of its config.json, and value of `model.family`.
         architecture: its class in transformers.
         has_qkv_bias: queries, keys and values have biases.
+        has_biases: the attention output, routers and experts have biases.
+        has_sinks: each head attends to one more key of a trained score and no value.
+        has_windows: every second layer, the first included, attends to `sliding_window` tokens only.
+        swiglu_limit: the gate is clamped from above, and its factor from both sides, to which 1 is added, and the gate
+            is x * sigmoid(1.702 x); 0 for plain SwiGLU.
+        yarn_truncates: positions scaled by yarn have their range of dimensions rounded to whole numbers.
         has_head_norms: queries and keys are normalized, those of each head by themselves.
         norms_span_heads: the queries of all heads are normalized together, and so are the keys.
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
@@ -65,6 +74,11 @@ class Family:
     name: str
     architecture: str
     has_qkv_bias: bool = False
+    has_biases: bool = False
+    has_sinks: bool = False
+    has_windows: bool = False
+    swiglu_limit: float = 0.0
+    yarn_truncates: bool = True
     has_head_norms: bool = False
     norms_span_heads: bool = False
     has_latents: bool = False

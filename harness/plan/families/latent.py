@@ -7,8 +7,6 @@ from typing import Any
 
 from harness.plan.families.base import ExpertNames, Refuse
 
-# The constants of yarn in every published model of these families, and in Megatron-Core.
-_YARN = {"beta_fast": 32, "beta_slow": 1}
 SHARED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -38,31 +36,12 @@ def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         "qk_nope_head_dim": int(values["qk_nope_head_dim"]),
         "qk_rope_head_dim": int(values["qk_rope_head_dim"]),
         "v_head_dim": int(values["v_head_dim"]),
-        **_read_yarn(values, refuse),
         "num_experts": int(values.get("n_routed_experts") or values.get("num_experts") or values["num_local_experts"]),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": inner,
         "shared_ffn_hidden_size": int(values.get("n_shared_experts") or 0) * inner,
         "dense_layers": int(values.get("first_k_dense_replace") or 0),
         "router_scale": float(values.get("routed_scaling_factor", 1.0)),
-    }
-
-
-def _read_yarn(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) != "yarn":
-        return {}
-    for name, known in _YARN.items():
-        if rope.get(name, known) != known:
-            raise refuse(f"rope scaling yarn with {name} {rope[name]} is not supported ({known} is)")
-    mscale, all_dim = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
-    if all_dim and not mscale:
-        raise refuse(f"rope scaling yarn with mscale_all_dim {all_dim} and without mscale is not supported")
-    return {
-        "rope_original_positions": int(rope["original_max_position_embeddings"]),
-        # Without both, transformers scales the angles as for an mscale of 1.
-        "rope_mscale": mscale if all_dim else 1.0,
-        "rope_mscale_all_dim": all_dim,
     }
 
 

@@ -19,6 +19,7 @@ from harness.settings import to_plain
 # GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs of 8,192 tokens, conversations of 1,024.
 EXPECTED = {
     "deepseek_v3_32nodes": (63.5, 32, 16, 0.245),
+    "gpt_oss_20b_1node": (62.3, 8, 8, 0.314),
     "llama3_8b_1node": (67.2, 4, 16, 0.485),
     "llama3_8b_4nodes": (59.8, 16, 8, 0.48),
     "qwen3_30b_a3b_1node": (67.3, 2, 32, 0.183),

@@ -164,7 +164,8 @@ LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, 
         ({**LATENT, "qk_rope_head_dim": 5}, "5 numbers of a head cannot be rotated in pairs"),
         ({**LATENT, "rope_scaling": "llama3"}, "latent attention has no rope_scaling llama3"),
         ({**LATENT, "rope_mscale": 0.7}, "rope_mscale is 0.7 and rope_mscale_all_dim 0"),
-        ({"rope_scaling": "yarn"}, "scaled by yarn only in models with latent attention"),
+        ({"sliding_window": 8}, "family llama have no layers with a window, and sliding_window is 8"),
+        ({"family": "gpt_oss"}, "family gpt_oss have layers with a window, and sliding_window is None"),
     ],
 )
 def test_experts_that_cannot_exist_are_refused(settings, message) -> None:
@@ -179,6 +180,8 @@ def test_latent_attention_and_adapters_of_experts_are_refused_on_layouts_that_ca
     cut = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="adapters on experts cannot be cut into 2 parts"):
         ModelConfig(num_experts=4, lora_rank=2).check(cut)
+    with pytest.raises(ConfigError, match="experts with biases cannot be cut into 2 parts"):
+        ModelConfig(family="gpt_oss", sliding_window=8, num_experts=4).check(cut)
 
 
 def test_the_cost_of_latent_attention_counts_its_projections() -> None:

@@ -1,0 +1,66 @@
+"""gpt-oss: attention with sinks and alternate windows, and experts with biases whose gates are clamped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
+
+_LIMIT, _ALPHA = 7.0, 1.702
+
+
+def _kinds(layers: int) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+
+
+def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    layers = int(values["num_hidden_layers"])
+    if (values.get("layer_types") or _kinds(layers)) != _kinds(layers):
+        raise refuse("windows in layers other than every second one, the first included, are not supported")
+    for name, known in {"swiglu_limit": _LIMIT, "swiglu_alpha": _ALPHA, "attention_bias": True}.items():
+        if values.get(name, known) != known:
+            raise refuse(f"{name} {values[name]} is not supported ({known} is)")
+    return {
+        "sliding_window": int(values["sliding_window"]),
+        "num_experts": count_experts(values, "num_local_experts", "num_experts"),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
+        "dense_layers": 0,
+        "router_score": "softmax",
+        "router_normalize": True,
+    }
+
+
+def _write(model: Any) -> dict[str, Any]:
+    return {
+        "attention_bias": True,
+        "sliding_window": model.sliding_window,
+        "layer_types": _kinds(model.num_layers),
+        "swiglu_limit": _LIMIT,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "intermediate_size": model.expert_size,
+        "router_aux_loss_coef": model.aux_loss,
+    }
+
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    has_qkv_bias=True,
+    has_biases=True,
+    has_sinks=True,
+    has_windows=True,
+    swiglu_limit=_LIMIT,
+    yarn_truncates=False,
+    experts=ExpertNames(
+        router="mlp.router.weight",
+        gate="mlp.experts.gate_up_proj",
+        up="mlp.experts.gate_up_proj",
+        down="mlp.experts.down_proj",
+        are_stacked=True,
+    ),
+    read=_read,
+    write=_write,
+)
