@@ -20,6 +20,7 @@ from harness.schedule import ScheduleConfig
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+ON_STRAGGLER = ("report", "exclude")
 
 
 @dataclass
@@ -78,6 +79,11 @@ class TrainerConfig:
         trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
             written. Their own variables configure them: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
             MLFLOW_EXPERIMENT_NAME and so on.
+        straggler_ratio: name a rank whose time in a step, without waiting for others, is this many times that of the
+            others; null to compare none.
+        straggler_steps: consecutive slow steps after which it is named.
+        on_straggler: report (in the log, metrics and report), or exclude: a job of `harness submit` checkpoints, leaves
+            the rank's node out and starts again without it.
         sample_prompts: user messages that the model answers at every evaluation, in `samples.jsonl`.
         sample_tokens: longest answer, in tokens.
     """
@@ -96,11 +102,15 @@ class TrainerConfig:
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    straggler_ratio: float | None = bounded(1.5, above=1, highest=1_000_000)
+    straggler_steps: int = bounded(10, lowest=1)
+    on_straggler: str = "report"
     sample_prompts: list[str] = field(default_factory=list)
     sample_tokens: int = bounded(48, lowest=1)
 
     def __post_init__(self) -> None:
         check_numbers(self, "trainer")
+        require_choice(self.on_straggler, ON_STRAGGLER, setting="trainer.on_straggler")
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             fix = f"[] or some of {', '.join(TRACKERS)}, each once"
             raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)

@@ -3,7 +3,8 @@
 Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
 checkpoints, `metrics.py` and `digests.py` record each step in the files of `lines.py`, `trackers.py` feeds services
 from the metrics, `attempts.py` records how a run ended and decides about a restart, `progress.py` shows the run in a
-terminal, `status.py` summarizes a run's folder and `verify.py` checks it. Nothing here imports torch or Megatron-Core.
+terminal, `stragglers.py` names slow ranks, `status.py` summarizes a folder and `verify.py` checks it. Nothing here
+imports torch or Megatron-Core.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ from harness.train.metrics import (
 )
 from harness.train.progress import RunProgress
 from harness.train.status import RunStatus, read_status
+from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
 from harness.train.trackers import check_trackers
 from harness.train.verify import describe_run_checks, find_run_check, verify_run
 
@@ -85,6 +87,7 @@ __all__ = [
     "LineFile",
     "MetricsWriter",
     "Progress",
+    "RankTimes",
     "RowDigests",
     "RunProgress",
     "RunStatus",
@@ -93,6 +96,8 @@ __all__ = [
     "StepRecord",
     "StepResult",
     "Stop",
+    "Straggler",
+    "StragglerWatch",
     "UnreadableError",
     "alone_in",
     "check_trackers",
@@ -102,6 +107,7 @@ __all__ = [
     "describe_attempt",
     "describe_run_checks",
     "find_run_check",
+    "find_slow_nodes_file",
     "from_json",
     "has_run",
     "is_due",
@@ -132,5 +138,6 @@ __all__ = [
     "whole_lines",
     "write_report",
     "write_run_file",
+    "write_slow_nodes",
     "write_stop",
 ]

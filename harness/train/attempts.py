@@ -33,7 +33,7 @@ EXIT_REFUSED = 2
 # Ways in which a run starts again, in `attempts.jsonl`.
 IN_JOB, THROUGH_SLURM = "in the job", "through Slurm"
 # Reasons that are not the run's fault and may occur at any step.
-_EXTERNAL = ("signal", "lost")
+_EXTERNAL = ("signal", "lost", "straggler")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Stop:
 
     Attributes:
         step: the last completed step, 0 for none.
-        reason: `signal` (asked to stop, state saved), `hang`, `lost` (the node died with everything on it), or the
-            class of the error.
+        reason: `signal` (asked to stop, state saved), `straggler` (a slow node is left out, state saved), `hang`,
+            `lost` (the node died with everything on it), or the class of the error.
         message: for people.
         rank: the rank it is about; None for all or unknown.
         requeue: False if another attempt would fail in the same way.
@@ -165,6 +165,8 @@ def _judge(stop: Stop, attempts: Sequence[Stop], same: int, *, max_same: int, ma
         return Decision(False, f"ended {at}; the last {stalled} attempts got no further than step {furthest}")
     if stop.reason == "signal":
         return Decision(True, f"asked to stop {at}; it continues from its checkpoint")
+    if stop.reason == "straggler":
+        return Decision(True, f"stopped {at}; it continues from its checkpoint")
     if not stop.requeue:
         return Decision(False, f"failed {at}; another attempt would fail in the same way")
     if same >= max_same:

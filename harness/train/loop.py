@@ -82,6 +82,7 @@ class StepRecord:
         validation: None if no validation followed this step.
         step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of step_s spent waiting for the loader.
+        compute_s, data_s: time in computation and in the loader, without waiting for other ranks.
         evaluations: of further validation sets, by name.
     """
 
@@ -92,6 +93,8 @@ class StepRecord:
     step_s: float
     data_wait_s: float
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    compute_s: float = 0.0
+    data_s: float = 0.0
 
 
 class TrainStep(Protocol):
@@ -113,6 +116,7 @@ def train(
     stop: Callable[[], str | None] = lambda: None,
     at: Callable[[int, str], None] = lambda step, activity: None,
     log: Callable[[str], None] = lambda line: None,
+    waits_s: Callable[[], float] = lambda: 0.0,
     first_step: int = 1,
     validated: Iterable[float] = (),
 ) -> str | None:
@@ -128,6 +132,7 @@ def train(
         stop: called after each step; a reason to stop, the same on every rank, makes it the last one, and it is saved.
         at: called with the step and the current activity whenever either changes.
         log: prints a line.
+        waits_s: returns the seconds that this rank has spent in exchanges with other ranks so far.
         validated: validation losses before `first_step`, for `early_stop`.
 
     Returns:
@@ -140,7 +145,7 @@ def train(
     losses = list(validated)
     for number in range(first_step, config.last_step + 1):
         at(number, "reading data")
-        began = time.perf_counter()
+        began, exchanged = time.perf_counter(), waits_s()
         batch = next(batches, None)
         if batch is None:  # the stream has ended, or a signal came while the run waited for it
             at(number - 1, "writing a checkpoint")
@@ -148,6 +153,7 @@ def train(
                 save(number - 1, unsaved)
             return stop()
         waited = time.perf_counter() - began
+        data_s, exchanged = waited - (waits_s() - exchanged), waits_s()
         at(number, "training")
         result = step.train(batch)
         if not math.isfinite(result.loss):
@@ -157,6 +163,7 @@ def train(
                 f"learning rate {result.learning_rate:g}",
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
             )
+        compute_s = time.perf_counter() - began - waited - (waits_s() - exchanged)
         took = time.perf_counter() - began
         evaluations = {}
         if is_due(number, config.eval_interval, config.last_step):
@@ -168,7 +175,7 @@ def train(
 
             evaluations = {name: step.evaluate(watched(open_batches())) for name, open_batches in validation.items()}
         own = evaluations.pop(OWN_VALIDATION, None)
-        record(StepRecord(number, batch, result, own, took, waited, evaluations))
+        record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
         losses += [] if own is None else [own.loss]
         is_over = own is not None and number < config.last_step and _has_stalled(losses, config.early_stop)
         reason = stop()

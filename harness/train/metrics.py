@@ -18,6 +18,7 @@ from harness.storage import write_atomically
 from harness.train.events import EventFile
 from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before, whole_lines
 from harness.train.loop import StepRecord
+from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class StepMetrics:
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
+        stragglers: ranks that hold the others up, by the names of `Straggler`.
     """
 
     step: int
@@ -67,10 +70,14 @@ class StepMetrics:
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    rank_compute_s: list[float] = field(default_factory=list)
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def step_metrics(record: StepRecord) -> StepMetrics:
-    """Return the metrics of one step."""
+def step_metrics(
+    record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
+) -> StepMetrics:
+    """Return the metrics of one step, with the times of every rank and those that are slow."""
     batch, result = record.batch, record.result
     return StepMetrics(
         step=record.step,
@@ -91,6 +98,8 @@ def step_metrics(record: StepRecord) -> StepMetrics:
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
         experts={} if result.experts is None else asdict(result.experts),
+        rank_compute_s=[round(each.compute_s, 6) for each in times],
+        stragglers=[asdict(straggler) for straggler in stragglers],
     )
 
 
@@ -232,6 +241,19 @@ def _summary(losses: Mapping[int, float]) -> str:
     return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
 
 
+def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
+    """Return the ranks that held the others up, with their steps and the reason."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for step in steps:
+        for straggler in step.stragglers:
+            found.setdefault((straggler["rank"], straggler["node"], straggler["cause"]), []).append(step.step)
+    return {
+        "slow network" if rank is None else f"slow rank {rank} on {node}": f"{CAUSES.get(cause, cause)}; "
+        + (f"{len(at)} steps from step {at[0]} to {at[-1]}" if len(at) > 1 else f"1 step, step {at[0]}")
+        for (rank, node, cause), at in found.items()
+    }
+
+
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
     """Write `report.md`: the result first, then what ran where.
 
@@ -251,6 +273,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
             f"{sum(s.imbalance_cost for s in steps) / count:.3f} in attention cost"
         ),
         "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
+        **_slow_ranks(steps),
         **facts,
     }
     lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]

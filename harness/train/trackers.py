@@ -48,11 +48,12 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
     `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on.
     """
-    skipped = ("step", "validation_loss", "evaluation_losses", "experts")
+    skipped = ("step", "validation_loss", "evaluation_losses", "experts", "rank_compute_s", "stragglers")
     further = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
     values |= {"validation/loss": line["validation_loss"], **further}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
+    values |= {"train/slowest_rank_compute_s": max(times)} if (times := line.get("rank_compute_s")) else {}
     return {curve: value for curve, value in values.items() if value is not None}
 
 

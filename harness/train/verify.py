@@ -174,7 +174,8 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
             kind = "repeats" if found <= step else "skips to"
             yield Problem(f"step {step} is followed by step {found}: the line {kind} it", where)
         step = found
-        odd = [name for name, value in values.items() if not _is_number(value) and (name, value) != (_OPTIONAL, None)]
+        checked = {name: value for name, value in values.items() if name != "stragglers"}
+        odd = [name for name, value in checked.items() if not _is_number(value) and (name, value) != (_OPTIONAL, None)]
         if odd:
             yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
@@ -262,4 +263,6 @@ def _lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
 def _is_number(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_number, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_number, value))
     return isinstance(value, int | float) and math.isfinite(value)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed
+
+from harness.launch import place_in_slurm
 from harness.loader import RankLayout
-from harness.megatron.job import runtime
+from harness.megatron.job import runtime, thread_times
 from harness.megatron.run.sampling import Sampler
 from harness.plan import TrainerConfig
 from harness.train import (
     METRICS_FILE,
     DigestWriter,
     MetricsWriter,
+    RankTimes,
     RunProgress,
     StepRecord,
+    Straggler,
+    StragglerWatch,
+    find_slow_nodes_file,
     is_due,
     merge_ranks,
     plot_loss,
@@ -23,6 +32,7 @@ from harness.train import (
     read_metrics,
     step_metrics,
     write_report,
+    write_slow_nodes,
 )
 
 
@@ -36,6 +46,7 @@ class RunRecords:
 
     Attributes:
         progress: the terminal's view, a context manager; it prints nothing on other ranks.
+        leaving: why the run ends after this step so that a slow node is left out, the same on every rank; or None.
     """
 
     def __init__(
@@ -55,6 +66,15 @@ class RunRecords:
         self.progress = RunProgress(trainer.steps, done=first_step - 1, quiet=not writes)
         self._digests: DigestWriter | None = None
         self._metrics: MetricsWriter | None = None
+        self.leaving: str | None = None
+        self._named: set[tuple[int | None, str]] = set()
+        self._thread = thread_times()
+        nodes, stages = zip(*self._on_every_rank((place_in_slurm().node, layout.pp_rank)), strict=True)
+        self._is_on_many_nodes = len(set(nodes)) > 1
+        self._watch: StragglerWatch | None = None
+        if trainer.straggler_ratio is not None:
+            limits: dict[str, Any] = {"ratio": trainer.straggler_ratio, "steps": trainer.straggler_steps}
+            self._watch = StragglerWatch(nodes, stages, **limits, on_gpu=ranks.device.type == "cuda")
         if writes:
             log = self.progress.log
             self._digests = DigestWriter(folder, first_step=first_step) if self._keeps_data else None
@@ -75,14 +95,53 @@ class RunRecords:
             parts = runtime.gather_on_rank_0(own)
             if self._digests is not None:
                 self._digests.write(merge_ranks(record.step, record.batch, parts))
-        metrics = step_metrics(record)
+        times = self._gather_times(record)
+        stragglers = self._watch.step(times) if self._watch is not None else []
+        metrics = step_metrics(record, times, stragglers)
         if self._metrics is not None:
             self._metrics.write(metrics)
         self.progress.step(metrics)
+        self._report_stragglers(stragglers)
         if self._sampler is not None and is_due(record.step, self._trainer.eval_interval, self._trainer.last_step):
             with self.progress.doing("answering prompts"):
                 for prompt, answer in self._sampler.answer(record.step):
                     self.progress.log(f"  {prompt!r}: {answer!r}")
+
+    def _on_every_rank(self, value: Any) -> list[Any]:
+        values = [value] * self._ranks.world_size
+        if self._ranks.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def _gather_times(self, record: StepRecord) -> list[RankTimes]:
+        """Return the times of every rank in this step, the same on every rank."""
+        before, self._thread = self._thread, thread_times()
+        wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
+        thread_s = [now - was for now, was in zip(self._thread, before, strict=True)]
+        own = RankTimes(record.compute_s, record.data_s, wait_s, *thread_s)
+        if self._ranks.world_size == 1:
+            return [own]
+        mine = torch.tensor(astuple(own), dtype=torch.float64, device=self._ranks.device)
+        everyones = torch.empty(self._ranks.world_size * len(mine), dtype=torch.float64, device=self._ranks.device)
+        torch.distributed.all_gather_into_tensor(everyones, mine)
+        return [RankTimes(*values) for values in everyones.view(self._ranks.world_size, -1).tolist()]
+
+    def _report_stragglers(self, stragglers: Sequence[Straggler]) -> None:
+        steps = self._trainer.straggler_steps
+        named = {(straggler.rank, straggler.cause) for straggler in stragglers}
+        for straggler in stragglers:
+            if (straggler.rank, straggler.cause) not in self._named:
+                self.progress.log(f"warning: {straggler.describe(steps)}")
+        is_new, self._named = not named <= self._named, named
+        if not is_new or self._trainer.on_straggler != "exclude" or not self._is_on_many_nodes:
+            return
+
+        def leave_out() -> list[str]:
+            path = find_slow_nodes_file(self._folder)
+            return write_slow_nodes(path, stragglers, steps) if path is not None else []
+
+        if nodes := runtime.on_rank_0(leave_out):
+            self.leaving = f"{', '.join(nodes)} left out as too slow"
 
     def close(self, status: str) -> None:
         """End the records of a run; `status` is finished or stopped."""

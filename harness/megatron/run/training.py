@@ -22,7 +22,7 @@ from harness.errors import CheckpointError, ConfigError, FormatError, HarnessErr
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
-from harness.megatron.job import StopSignals, Watchdog, join, runtime
+from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
 from harness.megatron.model import build_model, check_same_adapters, engine_layers, slow_parts
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
@@ -187,10 +187,12 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
         records.close("finished" if reason is None else "stopped")
         if reason is not None:
             done = watchdog.step
+            is_slow = reason == records.leaving
+            message = reason if is_slow else f"{reason} received"
             # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
-            write_stop(run.folder, Stop(done, "signal", f"{reason} received"))
+            write_stop(run.folder, Stop(done, "straggler" if is_slow else "signal", message))
             again = "true" if done else "auto"  # before the first step there is nothing to resume from
-            log(f"{reason} received: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
+            log(f"{message}: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
             return EXIT_STOPPED
         ended: dict[str, str] = {}
         with suppress(FormatError):  # of a record that is damaged by now; the run is finished
@@ -268,7 +270,7 @@ def _train(
 
     def stop() -> str | None:
         checkpoints.finish(wait=False)
-        return signals.agreed()
+        return signals.agreed() or records.leaving
 
     def wait() -> str | None:
         watchdog.at(watchdog.step, "waiting for live chunks")
@@ -280,19 +282,21 @@ def _train(
 
     if isinstance(run.training, LiveFeed):
         run.training.call_while_waiting(wait)
-    reason = train(
-        iter(run.training),
-        run.step,
-        trainer,
-        validation={name: partial(validate, batches) for name, batches in run.validation.items()},
-        save=save,
-        record=records.step,
-        stop=stop,
-        at=watchdog.at,
-        log=records.progress.log,
-        first_step=run.first_step,
-        validated=run.validated,
-    )
+    with Waits(run.step.device) as waits:
+        reason = train(
+            iter(run.training),
+            run.step,
+            trainer,
+            waits_s=waits.total_s,
+            validation={name: partial(validate, batches) for name, batches in run.validation.items()},
+            save=save,
+            record=records.step,
+            stop=stop,
+            at=watchdog.at,
+            log=records.progress.log,
+            first_step=run.first_step,
+            validated=run.validated,
+        )
     checkpoints.finish()
     if reason is None:
         _mark_trained(run.training, whole_checkpoints(folder)[-1:])

@@ -114,3 +114,14 @@ def test_further_validation_sets_are_written_drawn_and_reported(tmp_path):
     plot_loss(steps, tmp_path / "loss.png")
     report = write_report(tmp_path, steps, {}).read_text()
     assert "| code loss | 3.0000 at step 1, 1.5000 at step 3, 2.5000 at step 5; perplexity 12.2 |" in report
+
+
+def test_the_report_of_a_run_has_its_slow_ranks(tmp_path):
+    slow = {"rank": 2, "node": "b", "cause": "data", "ratio": 3.0, "is_node": False}
+    network = {"rank": None, "node": "", "cause": "network", "ratio": 4.0, "is_node": False}
+    steps = [metrics(1), metrics(2, stragglers=[slow]), metrics(3, stragglers=[slow, network])]
+    write_report(tmp_path, steps, {})
+    report = (tmp_path / "report.md").read_text()
+    assert "| slow rank 2 on b | it waits for its data" in report
+    assert "; 2 steps from step 2 to 3 |" in report
+    assert "| slow network | the ranks exchange data more slowly than before; 1 step, step 3 |" in report

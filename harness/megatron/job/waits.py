@@ -1,0 +1,106 @@
+"""Measure how long a rank waits in exchanges with other ranks, and what its main thread does meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+# Where no work is returned, the exchange itself is on the compute stream.
+_EXCHANGES = (
+    "allreduce",
+    "allgather",
+    "_allgather_base",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "send",
+    "recv",
+    "_end_coalescing",
+)
+
+
+class Waits:
+    """Adds up the seconds that this rank spends in exchanges, the wait for later ranks included. A context manager.
+
+    On a CPU every exchange blocks in `Work.wait`. On a GPU it holds up the compute stream, in which events before and
+    after it are timed; those that run beside computation count only as far as the stream waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._total_s = 0.0
+        self._thread = threading.get_ident()
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Waits:
+        names: list[tuple[type, str]] = [(Work, "wait")]
+        if self._is_gpu:
+            names += [(ProcessGroup, name) for name in _EXCHANGES if hasattr(ProcessGroup, name)]
+        for owner, name in names:
+            measured = self._on_stream if self._is_gpu else self._blocking
+            self._stack.enter_context(mock.patch.object(owner, name, measured(getattr(owner, name))))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def total_s(self) -> float:
+        """Return the seconds so far; on a GPU, waits for the stream."""
+        if self._pending:
+            torch.cuda.current_stream().synchronize()
+            self._total_s += sum(began.elapsed_time(ended) for began, ended in self._pending) / 1e3
+            self._spare += self._pending
+            self._pending.clear()
+        return self._total_s
+
+    def _blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def measured(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                if threading.get_ident() == self._thread:  # not a checkpoint that is written beside the steps
+                    self._total_s += time.perf_counter() - began
+
+        return measured
+
+    def _on_stream(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def measured(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*arguments, **options)
+            began, ended = self._spare.pop() if self._spare else (_event(), _event())
+            began.record()
+            result = function(*arguments, **options)
+            ended.record()
+            self._pending.append((began, ended))
+            return result
+
+        return measured
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def thread_times() -> tuple[float, float]:
+    """Return the seconds of the calling thread on a core, and ready to run while others had it; 0 where unknown."""
+    with suppress(OSError, ValueError):
+        running, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return int(running) / 1e9, int(queued) / 1e9
+    return 0.0, 0.0

@@ -1,0 +1,187 @@
+"""Name ranks that are slower than the others, and why, from the times of every rank in each step."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# Nodes that the batch script could not leave out because the partition has too few others.
+KEPT_FILE = "kept_nodes"
+# What a slow rank does longer than the others.
+CAUSES = {
+    "data": "it waits for its data (disk, network storage or loader workers)",
+    "core": "other processes run on its cores",
+    "compute": "it computes more slowly (a throttled GPU or core, or more work than the others)",
+    "stopped": "it does not run for part of the time (stopped by a signal, or blocked in the kernel)",
+    "network": "the ranks exchange data more slowly than before",
+}
+# A rank that is slower by less than this share of a step holds nobody up.
+_LEAST_SHARE = 0.1
+# Exchanges vary with the data and with other jobs of the network; a link that fell back to TCP takes many times longer.
+_NETWORK_RATIO = 3.0
+# Caches, kernels that are compiled and connections that are made: the first steps of a run are slow.
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of one rank in one step.
+
+    Attributes:
+        compute_s: without its loader and without waiting for other ranks.
+        data_s: of its loader, without waiting for other ranks.
+        wait_s: in exchanges with other ranks.
+        running_s: of the main thread on a core.
+        queued_s: of the main thread ready to run while other processes had the core.
+    """
+
+    compute_s: float
+    data_s: float
+    wait_s: float
+    running_s: float
+    queued_s: float
+
+    @property
+    def busy_s(self) -> float:
+        return self.compute_s + self.data_s
+
+    @property
+    def step_s(self) -> float:
+        return self.busy_s + self.wait_s
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that holds the others up, or the network of all of them.
+
+    Attributes:
+        cause: a key of CAUSES.
+        ratio: its time without waiting over the median of the others; of a network, exchanges now over before.
+        rank: None for a network.
+        node: of the rank; empty for a network.
+        is_node: all ranks of the node are slow, and there are several.
+    """
+
+    cause: str
+    ratio: float
+    rank: int | None = None
+    node: str = ""
+    is_node: bool = False
+
+    def describe(self, steps: int) -> str:
+        """Return a sentence about so many slow steps."""
+        if self.rank is None:
+            return f"for {steps} steps {CAUSES[self.cause]}: {self.ratio:.1f} times as long, and no rank is slow itself"
+        who = f"node {self.node} (all of its ranks, such as rank {self.rank})" if self.is_node else ""
+        who = who or f"rank {self.rank} on {self.node}"
+        return f"{who} has taken {self.ratio:.1f} times as long as the others for {steps} steps: {CAUSES[self.cause]}"
+
+
+class StragglerWatch:
+    """Watches the times of all ranks; the same calls give the same answers on every rank.
+
+    Args:
+        nodes: of each rank.
+        stages: pipeline stage of each rank. Those of one stage have the same work, and one alone is not compared.
+        ratio: of a slow rank's time over that of the others.
+        steps: consecutive slow steps after which a rank is named.
+        on_gpu: a core that idles says nothing about the rank.
+    """
+
+    def __init__(
+        self, nodes: Sequence[str], stages: Sequence[int], *, ratio: float, steps: int, on_gpu: bool = False
+    ) -> None:
+        self._nodes, self._stages = nodes, stages
+        self._ratio, self._steps, self._on_gpu = ratio, steps, on_gpu
+        self._window: deque[Sequence[RankTimes]] = deque(maxlen=steps)
+        self._seen = 0
+        self._least_exchange_s = float("inf")
+
+    def step(self, times: Sequence[RankTimes]) -> list[Straggler]:
+        """Add the times of every rank in one step, and return the ranks that are slow now."""
+        self._seen += 1
+        if self._seen <= _WARMUP_STEPS or len(times) < 2:
+            return []
+        self._window.append(times)
+        if len(self._window) < self._steps:
+            return []
+        compared = [rank for rank in range(len(times)) if self._peers(rank)]
+        slow = [rank for rank in compared if all(self._is_slow(rank, step) for step in self._window)]
+        if not slow:
+            return self._slow_network()
+        on_node, all_on_node = Counter(self._nodes[rank] for rank in slow), Counter(self._nodes)
+        return [
+            Straggler(
+                self._cause(rank),
+                statistics.median(self._ratio_of(rank, step) for step in self._window),
+                rank,
+                self._nodes[rank],
+                on_node[self._nodes[rank]] == all_on_node[self._nodes[rank]] > 1,
+            )
+            for rank in slow
+        ]
+
+    def _peers(self, rank: int) -> list[int]:
+        stage = self._stages[rank]
+        return [other for other in range(len(self._stages)) if other != rank and self._stages[other] == stage]
+
+    def _excess(self, rank: int, step: Sequence[RankTimes], part: Callable[[RankTimes], float]) -> float:
+        return part(step[rank]) - statistics.median(part(step[other]) for other in self._peers(rank))
+
+    def _ratio_of(self, rank: int, step: Sequence[RankTimes]) -> float:
+        busy_s = step[rank].busy_s
+        return busy_s / max(1e-9, busy_s - self._excess(rank, step, lambda times: times.busy_s))
+
+    def _is_slow(self, rank: int, step: Sequence[RankTimes]) -> bool:
+        excess = self._excess(rank, step, lambda times: times.busy_s)
+        return self._ratio_of(rank, step) > self._ratio and excess > _LEAST_SHARE * step[rank].step_s
+
+    def _cause(self, rank: int) -> str:
+        def excess(part: Callable[[RankTimes], float]) -> float:
+            return sum(self._excess(rank, step, part) for step in self._window)
+
+        half = excess(lambda times: times.busy_s) / 2
+        if excess(lambda times: times.data_s) > half:
+            return "data"
+        if excess(lambda times: times.queued_s) > half:
+            return "core"
+        if self._on_gpu or excess(lambda times: times.running_s) > half:
+            return "compute"
+        return "stopped"
+
+    def _slow_network(self) -> list[Straggler]:
+        """Compare exchanges, which take every rank at least as long as the one that others wait for, with the fastest.
+
+        A network that was slow from the first step on is a matter of the preflight.
+        """
+        exchanges = [min(times.wait_s for times in step) for step in self._window]
+        before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, max(exchanges))
+        ratio = statistics.median(exchanges) / max(1e-9, before)
+        is_slow = all(
+            exchange_s > _NETWORK_RATIO * before and exchange_s > _LEAST_SHARE * max(times.step_s for times in step)
+            for exchange_s, step in zip(exchanges, self._window, strict=True)
+        )
+        return [Straggler("network", ratio)] if is_slow else []
+
+
+def find_slow_nodes_file(folder: Path) -> Path | None:
+    """Return the file in which the batch script of `harness submit` finds nodes to leave out; None without one."""
+    job, logs = os.environ.get("SLURM_JOB_ID"), folder / "logs"
+    return logs / f"straggler-{job}.failed" if job and logs.is_dir() else None
+
+
+def write_slow_nodes(path: Path, stragglers: Sequence[Straggler], steps: int) -> list[str]:
+    """Write the nodes of stragglers and the reasons for the batch script; return their names, none if all are kept."""
+    kept: set[str] = set()
+    with suppress(OSError):
+        kept = {line.partition(" ")[0] for line in (path.parent.parent / KEPT_FILE).read_text().splitlines()}
+    nodes = {straggler.node: straggler.describe(steps) for straggler in stragglers if straggler.rank is not None}
+    nodes = {node: reason for node, reason in nodes.items() if node not in kept}
+    if nodes:
+        path.write_text("".join(f"{node} {reason}\n" for node, reason in nodes.items()))
+    return list(nodes)
