@@ -90,6 +90,8 @@ class ClusterConfig:
         max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
         restarts: times that the ranks start again in the same job after a failure, before Slurm requeues it: seconds on
             the same nodes, where a requeue waits in the queue and checks the nodes.
+        spares: nodes that are asked for beyond those that train. One replaces, within the job, a node that fails the
+            preflight, or whose rank dies, hangs or is left out as too slow; so many restarts are allowed at least.
         successor: keep a second job of the run in the queue, which continues it if the first one ends without being
             requeued, as when Slurm kills its script: `afterany` makes it depend on the first job, `singleton` on the
             name, which is then that of the run's folder; `none` for sites that count queued jobs.
@@ -121,6 +123,7 @@ class ClusterConfig:
     signal_lead_s: int = bounded(120, lowest=1, highest=LONGEST_S)
     max_same_failures: int = bounded(3, lowest=1)
     restarts: int = bounded(0, highest=1000)
+    spares: int = bounded(0, highest=1000)
     successor: str = "none"
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 

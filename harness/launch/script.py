@@ -1,7 +1,7 @@
 """Render the batch script of a job: a pure function of the job and its cluster.
 
 The parts of the script that are the same for every job are the texts below, with `@name@` where a job's values go;
-`render` puts them together. Every line of four scripts is kept in `tests/golden/sbatch`.
+`render` puts them together. Every line of five scripts is kept in `tests/golden/sbatch`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ preflight() {
   local answers=$logs/preflight-$SLURM_JOB_ID.jsonl nodes
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   rm -f "$answers.failed"
-  timeout --kill-after=5 @limit@ "${on_each_node[@]}" --label --kill-on-bad-exit=0 \\
+  timeout --kill-after=5 @limit@ "${on_each_node[@]}"@all_nodes@ --label --kill-on-bad-exit=0 \\
     "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$answers" 2>"$answers.srun"
   judge "$answers" @expected@ || return
-  timeout --kill-after=5 @limit@ "${@reduce_step@[@]}" --label --kill-on-bad-exit=0 \\
+  timeout --kill-after=5 @limit@ "${@reduce_step@[@]}"@all_tasks@ --label --kill-on-bad-exit=0 \\
     "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$answers.reduce" 2>"$answers.reduce.srun"
   judge "$answers.reduce" --tasks-per-node=@tasks@ @rates@
 }
@@ -76,20 +76,6 @@ judge() {
     grep -q "node.: .${node}[^-.a-z0-9]" "$1" || echo "preflight: $node: no answer from the node"
   done
   return 1
-}
-# The job waits for other nodes only if the partition has enough of them.
-leave_out_failed() {
-  local failed=$logs/preflight-$SLURM_JOB_ID.jsonl.failed names left
-  [[ -s $failed ]] || return 1
-  names=$(excluded)
-  names=$(scontrol show hostnames "${names:+$names,}$(cut -d ' ' -f 1 "$failed" | paste -sd,)")
-  left=$(sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION:-}" --states=idle,alloc,mix,comp,resv \\
-    --format=%N | tr -d ' ' | sort -u | grep -cvxF -f <(echo "$names"))
-  if ((left < SLURM_JOB_NUM_NODES)); then
-    echo "preflight: without these nodes the partition has $left, and the job needs $SLURM_JOB_NUM_NODES"
-    return 1
-  fi
-  cat "$failed" >>"$run_dir/excluded_nodes"
 }
 preflight
 case $? in
@@ -159,6 +145,34 @@ FORWARDING = """\
 # Nodes that jobs of this run leave out: those of cluster.exclude, and those that failed.
 excluded() {
   { echo @exclude@; cut -s -d ' ' -f 1 "$run_dir/excluded_nodes" 2>/dev/null | sort -u; } | grep . | paste -sd,
+}
+# Leave out the nodes of a file, if the partition has enough others to wait for.
+leave_out() {
+  local names left
+  [[ -s $1 ]] || return 1
+  names=$(excluded)
+  names=$(scontrol show hostnames "${names:+$names,}$(cut -d ' ' -f 1 "$1" | paste -sd,)")
+  left=$(sinfo --noheader --Node --partition="${SLURM_JOB_PARTITION:-}" --states=idle,alloc,mix,comp,resv \\
+    --format=%N | tr -d ' ' | sort -u | grep -cvxF -f <(echo "$names"))
+  if ((left < SLURM_JOB_NUM_NODES)); then
+    echo "without these nodes the partition has $left, and the job needs $SLURM_JOB_NUM_NODES"
+    return 1
+  fi
+  cat "$1" >>"$run_dir/excluded_nodes"
+}
+# Ranks that are slower than the others have saved and ended: their node is left out, or kept where others are too few.
+leave_out_slow() {
+  local slow=$logs/straggler-$SLURM_JOB_ID.failed
+  [[ -s $slow ]] || return 0
+  sed 's/^[^ ]* /too slow: /' "$slow"
+  if @spare@leave_out "$slow"; then
+    here=false
+  else
+    here=true
+    cat "$slow" >>"$run_dir/kept_nodes"
+    echo "kept: $(cut -d ' ' -f 1 "$slow" | paste -sd,)"
+  fi
+  rm "$slow"
 }
 # The run is over: nothing is left for a successor.
 forget_run() {
@@ -254,7 +268,7 @@ _RUN = """\
 # --wait: a rank that outlives another by a minute waits for it in vain. --kill-on-bad-exit=1 would lose the last output
 # of the other ranks, and make the exit code of srun that of the signal that ended them.
 run_ranks() {
-  "${@step@[@]}" --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
+  "${@step@[@]}"@train_on@ --kill-on-bad-exit=0 --wait=60 --open-mode=append \\
     --output="$logs/$SLURM_JOB_NAME-$SLURM_JOB_ID-@what@@number@.out" bash -c "$start_@what@" @what@ "${program[@]}" &
   step=$!
   [[ ! $warned && ! $ended ]] || stop "a signal before the start"
@@ -285,6 +299,38 @@ start_node='
   wait "$agent"'
 """ + _RUN.replace("@step@", "on_each_node").replace("@what@", "node").replace("@number@", "%n")
 
+SPARES = """\
+# The nodes that train: the first @nodes@ that have not failed and that Slurm does not call down; the others are spares.
+# With a file of failed nodes, these are left out from now on, unless too few would be left.
+choose_nodes() {
+  local out healthy
+  out=$({ excluded; [[ ! ${1:-} ]] || cut -d ' ' -f 1 "$1"; sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" \\
+    --states=down,fail,no_respond --format=%N | tr -d ' '; } | grep . | paste -sd,)
+  [[ ! $out ]] || out=$(scontrol show hostnames "$out")
+  mapfile -t healthy < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF -f <(echo "${out:-/}"))
+  ((${#healthy[@]} >= @nodes@)) || return 1
+  [[ ! ${1:-} ]] || cat "$1" >>"$run_dir/excluded_nodes"
+  train_nodes=("${healthy[@]:0:@nodes@}")
+  train_on=(--nodelist="$(IFS=, && echo "${train_nodes[*]}")")
+  first_node=${train_nodes[0]}
+  MASTER_ADDR="@master_addr@"
+  ((${#on_first_node[@]} == 0)) ||
+    on_first_node=(srun --nodes=1 --ntasks=1 --nodelist="$first_node" --overlap "${container[@]}")
+  echo "training on ${train_nodes[*]}, spare: ${healthy[*]:@nodes@}"
+}
+# The node of a rank that died or hung gives way to a spare one.
+replace_failed() {
+  local last rank failed=$logs/replaced-$SLURM_JOB_ID
+  last=$(tail -n 1 "$run_dir/attempts.jsonl")
+  local reason='"reason": "(hang|lost|LostRankError)"' number='"rank": ([0-9]+)'
+  if [[ $last =~ $reason && $last =~ $number ]]; then
+    rank=${BASH_REMATCH[1]}
+    echo "${train_nodes[rank / @ranks@]} rank $rank failed there in job $SLURM_JOB_ID" >"$failed"
+    choose_nodes "$failed" && return 0
+  fi
+  choose_nodes || echo "fewer than @nodes@ nodes are left: the ranks start on the same ones"
+}"""
+
 ENDING = """\
 # A failed run starts again here first, which costs seconds; then through Slurm, perhaps on other nodes.
 restarted=0
@@ -304,6 +350,7 @@ while :; do
   fi
   here=false
   [[ $warned || $ended ]] || ((restarted >= @restarts@)) || here=true
+  leave_out_slow
   timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
     "${harness[@]}" requeue "$run_dir" exit_code="$code" restart="$here" cluster.max_same_failures=@max_same@
   decided=$?
@@ -317,8 +364,8 @@ while :; do
     [[ $here == false ]] || sed -i '$ s/"again": "in the job"/"again": "through Slurm"/' "$run_dir/attempts.jsonl"
     run_again
   fi
-  restarted=$((restarted + 1))
-  echo "restart $restarted of @restarts@ in this job at $(date +%T)"
+@replace@  restarted=$((restarted + 1))
+  echo "restart $restarted@of@ in this job at $(date +%T)"
 done"""
 
 
@@ -371,6 +418,11 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""
     harness = [job.python, "-m", "harness"]
     limit = f"{max(60.0, cluster.preflight.timeout_s):g}"
+    address = cluster.master_addr.replace("%N", "$first_node")
+    own = {"nodes": job.nodes, "ranks": cluster.ranks_per_node}
+    train_on, replace = (' "${train_on[@]}"', "  replace_failed\n") if cluster.spares else ("", "")
+    restarts = max(cluster.restarts, cluster.spares)
+    of = f" of {restarts}" if restarts else ""  # a run that leaves a slow node starts again anyway
     sections = [
         [
             "#!/bin/bash",
@@ -393,12 +445,14 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         _steps(job, cluster),
         [CONTROLLER],
         [CLAIM],
-        [_fill(RENDEZVOUS, master_addr=cluster.master_addr.replace("%N", "$first_node"))],
+        [_fill(RENDEZVOUS, master_addr=address)],
         [forwarding(cluster)],
+        [_fill(SPARES, **own, master_addr=address)] if cluster.spares else [],
         [] if cluster.successor == "none" else ["submit_successor &"],
         [_preflight(job, cluster)] if cluster.preflight.enabled else [],
-        [SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS],
-        [_fill(ENDING, max_same=cluster.max_same_failures, restarts=cluster.restarts, limit=limit)],
+        ["[[ ${train_on[*]:-} ]] || choose_nodes || run_again"] if cluster.spares else [],
+        [_fill(SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS, train_on=train_on)],
+        [_fill(ENDING, max_same=cluster.max_same_failures, restarts=restarts, limit=limit, replace=replace, of=of)],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
 
@@ -406,7 +460,8 @@ def render(job: Job, cluster: ClusterConfig) -> str:
 def forwarding(cluster: ClusterConfig) -> str:
     """Return the functions that pass signals on to the ranks, requeue the job, and submit its successor."""
     dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # of one that a refused requeue needs
-    return _fill(FORWARDING, exclude=shlex.quote(cluster.exclude), dependency=dependency)
+    spare = 'choose_nodes "$slow"; then\n    here=true\n  elif ' if cluster.spares else ""
+    return _fill(FORWARDING, exclude=shlex.quote(cluster.exclude), dependency=dependency, spare=spare)
 
 
 def _fill(text: str, **values: object) -> str:
@@ -423,7 +478,7 @@ def _quote(value: str) -> str:
 def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     options = {
         "job-name": job.name,
-        "nodes": str(job.nodes),
+        "nodes": str(job.nodes + cluster.spares),
         "ntasks-per-node": str(cluster.ranks_per_node),
         "cpus-per-task": str(cluster.cpus_per_rank),
         "gpus-per-node": str(cluster.gpus_per_node or ""),
@@ -441,6 +496,9 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     yield "# A node failure or a preemption requeues the job, which appends to the same logs."
     yield "#SBATCH --requeue"
     yield "#SBATCH --open-mode=append"
+    if cluster.spares:
+        yield "# The job outlives a node that fails: a spare one takes its place."
+        yield "#SBATCH --no-kill"
     yield "# B: only this script gets the signal and passes it on to the ranks. Not USR1, which NCCL may catch."
     yield f"#SBATCH --signal=B:USR2@{cluster.signal_lead_s}"
 
@@ -500,12 +558,21 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         f"--min-all-gb-s={limits.min_all_gb_s:g}",
         f"--min-gemm-tflops={limits.min_gemm_tflops:g}",
     ]
+    tasks = cluster.ranks_per_node if cluster.gpus_per_node else 1
+    every, spares = job.nodes + cluster.spares, bool(cluster.spares)
+    file = '"$logs/preflight-$SLURM_JOB_ID.jsonl.failed"'
     does_not_start = 'echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1'
     return _fill(
         PREFLIGHT,
-        failed=f"leave_out_failed && run_again; {does_not_start}" if limits.exclude_failed else does_not_start,
+        failed=(f"choose_nodes {file} || {{ " if spares else "")
+        + (f"leave_out {file} && run_again; " if limits.exclude_failed else "")
+        + does_not_start
+        + ("; }" if spares else ""),
+        # Spare nodes too; srun takes the last of two equal options.
+        all_nodes=f" --nodes={every} --ntasks={every}" if spares else "",
+        all_tasks=f" --nodes={every} --ntasks={every * tasks}" if spares else "",
         rates=shlex.join(rates),
-        tasks=cluster.ranks_per_node if cluster.gpus_per_node else 1,
+        tasks=tasks,
         needed="".join(f" --{name}={shlex.quote(path)}" for name, path in needed),
         timeout=f"{limits.timeout_s:g}",
         # srun itself is ended a little later, so that the nodes can report their own timeouts.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.launch.cluster import ClusterConfig
-from harness.launch.script import CLAIM, CONTROLLER, forwarding
+from harness.launch.script import CLAIM, CONTROLLER, SPARES, forwarding
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 RUNNING = "JobId=42 JobName=sft JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1"
@@ -28,6 +28,8 @@ name = pathlib.Path(sys.argv[0]).name
 verb = name if name != "scontrol" else sys.argv[1]
 with (folder / "calls").open("a") as calls:
     calls.write(" ".join([name, *sys.argv[1:]]) + "\\n")
+if sys.argv[1:3] == ["show", "hostnames"]:
+    sys.exit(print(*sys.argv[3].split(","), sep="\\n"))
 answers = json.loads((folder / "answers").read_text())
 lines = answers.get(verb, [""])
 answer = lines.pop(0) if len(lines) > 1 else lines[0]
@@ -55,7 +57,7 @@ def script(tmp_path: Path):
     """script(commands, answers, env): run them after the functions of the batch script of job 42."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("scontrol", "sbatch", "scancel"):
+    for name in ("scontrol", "sbatch", "scancel", "sinfo"):
         (programs / name).write_text(PROGRAM.format(folder=str(tmp_path)))
         (programs / name).chmod(0o755)
     for name in ("run", "logs"):
@@ -65,10 +67,16 @@ def script(tmp_path: Path):
         (tmp_path / "answers").write_text(json.dumps(answers))
         # Waits take no time here.
         start = f"set -uo pipefail\nexport SCRIPT=$$\nrun_dir={tmp_path}/run logs={tmp_path}/logs\nsleep() {{ :; }}"
-        text = "\n".join([start, CONTROLLER, forwarding(cluster or ClusterConfig()), commands])
+        spares = SPARES.replace("@nodes@", "2").replace("@ranks@", "4").replace("@master_addr@", "$first_node-ib")
+        text = "\n".join([start, CONTROLLER, forwarding(cluster or ClusterConfig()), spares, commands])
         done = subprocess.run(
             ["bash", "-c", text],
-            env={"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},
+            env={
+                "PATH": f"{programs}:/usr/bin:/bin",
+                "SLURM_JOB_ID": "42",
+                "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_JOB_NODELIST": "n1,n2,n3,n4",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -196,3 +204,59 @@ def test_a_successor_continues_only_a_run_that_its_predecessor_could_not_end(scr
     ended = script(text, show=[RUNNING.replace("RUNNING", state)])
     assert ("continues" in ended.printed, ended.code) == (continues, 0)
     assert continues or "nothing is left for its successor" in ended.printed
+
+
+SLOW = "n2 rank 5 on n2 has taken 3.0 times as long as the others for 10 steps: it waits for its data\n"
+
+
+@pytest.mark.parametrize(("others", "is_left_out"), [("n1\nn3\nn2", True), ("n1\nn2", False)])
+def test_a_slow_node_is_left_out_if_the_partition_has_enough_others(script, tmp_path, others, is_left_out):
+    (tmp_path / "logs" / "straggler-42.failed").write_text(SLOW)
+    ended = script('here=; leave_out_slow; echo "here=$here"', sinfo=[others])
+    assert "too slow: rank 5 on n2 has taken 3.0 times" in ended.printed
+    assert f"here={'false' if is_left_out else 'true'}" in ended.printed
+    assert (tmp_path / "run" / ("excluded_nodes" if is_left_out else "kept_nodes")).read_text() == SLOW
+    assert not (tmp_path / "run" / ("kept_nodes" if is_left_out else "excluded_nodes")).exists()
+    assert not (tmp_path / "logs" / "straggler-42.failed").exists()
+    if not is_left_out:
+        assert "without these nodes the partition has 1, and the job needs 2" in ended.printed
+
+
+CHOICE = 'on_first_node=(); container=(); choose_nodes\nshown() { echo "$MASTER_ADDR" "${train_on[@]}"; }\n'
+
+
+def test_a_spare_node_takes_the_place_of_a_slow_one_in_the_same_job(script, tmp_path):
+    (tmp_path / "logs" / "straggler-42.failed").write_text(SLOW)
+    ended = script(f"{CHOICE}shown; leave_out_slow; shown; echo here=$here", cluster=ClusterConfig(spares=2))
+    assert [line for line in ended.printed.splitlines() if not line.startswith("too slow")] == [
+        "training on n1 n2, spare: n3 n4",
+        "n1-ib --nodelist=n1,n2",
+        "training on n1 n3, spare: n4",
+        "n1-ib --nodelist=n1,n3",
+        "here=true",
+    ]
+    assert (tmp_path / "run" / "excluded_nodes").read_text() == SLOW
+
+
+@pytest.mark.parametrize(
+    ("reason", "rank", "expected"),
+    [("hang", 5, "n1,n3"), ("LostRankError", 2, "n2,n3"), ("RuntimeError", 5, "n1,n2"), ("lost", None, "n1,n2")],
+)
+def test_the_node_of_a_rank_that_died_or_hung_is_replaced_at_the_restart(script, tmp_path, reason, rank, expected):
+    attempt = {"step": 4, "reason": reason, "message": "x", "rank": rank, "requeue": True, "job": "42"}
+    (tmp_path / "run" / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    ended = script(f"{CHOICE}replace_failed; shown", cluster=ClusterConfig(spares=2))
+    assert ended.printed.splitlines()[-1] == f"{expected[:2]}-ib --nodelist={expected}"
+
+
+def test_a_node_that_is_down_does_not_train_and_without_spares_the_nodes_stay(script, tmp_path):
+    attempt = {"step": 4, "reason": "hang", "message": "x", "rank": 0, "requeue": True, "job": "42"}
+    (tmp_path / "run" / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    ended = script(f"{CHOICE}shown; replace_failed; shown", cluster=ClusterConfig(spares=2), sinfo=["n1\nn2"])
+    assert ended.printed.splitlines() == [
+        "training on n3 n4, spare: ",
+        "n3-ib --nodelist=n3,n4",
+        "training on n3 n4, spare: ",
+        "n3-ib --nodelist=n3,n4",
+    ]
+    assert not (tmp_path / "run" / "excluded_nodes").exists()

@@ -32,6 +32,7 @@ CASES = {
     "srun": ["cluster=h100_ib", "cluster.account=research", "cluster.successor=afterany"],
     "torchrun": ["cluster=h100_ib", "cluster.launcher=torchrun"],
     "srun_pyxis": ["cluster=h100_pyxis"],
+    "srun_spares": ["cluster=h100_pyxis", "cluster.spares=2"],
     "torchrun_cpu": ["cluster=local_cpu", "cluster.launcher=torchrun", "cluster.preflight.enabled=false"],
 }
 
