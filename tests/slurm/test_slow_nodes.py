@@ -1,0 +1,67 @@
+"""Nodes that are too slow or lose a rank are replaced by spare ones in the same job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .cluster import Cluster
+from .conftest import started
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+# Without the preflight: on a busy machine its measurements differ between nodes.
+ONE_SPARE = ("cluster.ranks_per_node=1", "cluster.spares=1", "cluster.preflight.enabled=false")
+# Python runs this module at its start: on node2 every read of the dataset takes a while.
+SLOW_DISK = """
+import os, sys, time
+if os.environ.get("SLURMD_NODENAME") == "node2" and "recipes.sft" in sys.orig_argv:
+    sys.path.insert(0, os.getcwd())
+    from harness.formats import PackReader
+    read = PackReader.read
+    PackReader.read = lambda *arguments: time.sleep(0.5) or read(*arguments)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    """A cluster of three nodes."""
+    yield from started(Cluster(3))
+
+
+def test_a_node_with_a_slow_disk_gives_way_to_a_spare_one_in_the_same_job(submit, slurm, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    job = submit(
+        *(*ONE_SPARE, "trainer.steps=12", "trainer.straggler_steps=5", "trainer.on_straggler=exclude"),
+        f"cluster.env={{PYTHONPATH: {tmp_path}}}",
+    )
+    assert job.wait() == "COMPLETED", job.log
+    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("0", "node[1-3]")
+    assert "training on node1 node2, spare: node3" in job.log
+    assert "too slow: rank 1 on node2 has taken" in job.log
+    assert "it waits for its data" in job.log
+    assert "training on node1 node3, spare:" in job.log
+    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 rank 1 on node2 has taken")
+    assert [line["step"] for line in job.metrics] == list(range(1, 13))
+    (attempt,) = [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
+    assert (attempt["reason"], attempt["step"], attempt["again"]) == ("straggler", 7, "in the job")
+
+
+def test_the_node_of_a_killed_rank_gives_way_to_a_spare_one_in_the_same_job(submit, slurm):
+    job = submit(*ONE_SPARE, "trainer.steps=150", "trainer.checkpoint_interval=20")
+    job.wait_for(lambda: len(job.metrics) >= 25, "step 25")
+    (rank_1,) = [
+        pid
+        for pid in slurm.processes("node2")
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
+    ]
+    os.kill(rank_1, signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.log
+    assert job.facts["Restarts"] == "0"
+    assert "training on node1 node3, spare:" in job.log
+    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 rank 1 failed there")
+    assert [line["step"] for line in job.metrics] == list(range(1, 151))
