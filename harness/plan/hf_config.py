@@ -78,8 +78,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         raise refuse(f"weights quantized by {quantized} are not supported: save them in bfloat16 with transformers")
     if values.get("hidden_act", "silu") != "silu":
         raise refuse(f"the activation {values['hidden_act']!r} is not supported (silu is)")
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name) and not family.has_biases:
+    for name in ("mlp_bias",) if family.has_qkv_bias else ("attention_bias", "mlp_bias"):
+        if values.get(name):
             raise refuse(f"{name} is set, and is not supported")
     positions = int(values["max_position_embeddings"])
     window = values.get("sliding_window")

@@ -206,7 +206,7 @@ def plan_memory(
         own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
         # Cosine and sine of the rotary angles are of a row, and all layers share them.
         layers = sum(layer_activation_bytes(model, parallel, with_experts=experts) for experts in own)
-        turned = model.qk_rope_head_dim if model.kv_lora_rank else model.head_size
+        turned = model.rotated_size
         kept = waiting * (layers + 2 * item * turned)
         if model.recompute == "full":
             again = replace(model, recompute="none")

@@ -39,8 +39,8 @@ class ModelConfig:
     Attributes:
         family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key);
             with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
-            and deepseek_v3 (latent attention; Moonlight too), glm4_moe_lite (GLM-4.7-Flash) and gpt_oss (attention
-            sinks, windows, biases).
+            and deepseek_v3 (latent attention; Moonlight too), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
+            gpt_oss (attention sinks, windows, biases).
         init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         head_dim: size of a head; null for hidden_size / num_attention_heads.
@@ -58,6 +58,8 @@ class ModelConfig:
             keys without and with a rotary embedding, and its values.
         sliding_window: tokens, its own included, that a token attends to in every second layer, the first included (of
             the family gpt_oss); null in other families.
+        qk_norm: normalize the queries and keys of each head; null for what all models of the family do. Models of the
+            family glm4_moe differ (GLM-4.5 has these norms, GLM-4.5-Air has none).
         norm_epsilon: added to the mean square in each norm.
         init_std: standard deviation of the initial weights.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
@@ -114,6 +116,7 @@ class ModelConfig:
     qk_rope_head_dim: int = bounded(64, lowest=2, highest=1_000_000)
     v_head_dim: int = bounded(128, lowest=1, highest=1_000_000)
     sliding_window: int | None = bounded(None, lowest=1, highest=1_000_000_000)
+    qk_norm: bool | None = None
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
     dtype: str = "float32"
@@ -171,6 +174,21 @@ class ModelConfig:
                 f"lora_targets are {', '.join(map(str, self.lora_targets)) or 'none'}",
                 where="model.lora_targets",
                 fix=f"some of {', '.join(LORA_TARGETS)}",
+            )
+        if (self.qk_norm is not None) != FAMILIES[self.family].chooses_head_norms:
+            all_have = "" if FAMILIES[self.family].has_head_norms else "no "
+            raise ConfigError(
+                f"some models of the family {self.family} have norms of queries and keys, and qk_norm is null"
+                if self.qk_norm is None
+                else f"models of the family {self.family} have {all_have}norms of queries and keys, and qk_norm is set",
+                where="model.qk_norm, model.family",
+                fix="model.qk_norm=true or false" if self.qk_norm is None else "model.qk_norm=null",
+            )
+        if self.rope_scaling == "yarn" and FAMILIES[self.family].rotated_part != 1:
+            raise ConfigError(
+                f"Megatron-Core's yarn turns whole heads, and the family {self.family} a part of each",
+                where="model.rope_scaling, model.family",
+                fix="model.rope_scaling=none, or linear",
             )
         if (self.sliding_window is not None) != FAMILIES[self.family].has_windows:
             raise ConfigError(
@@ -271,7 +289,8 @@ class ModelConfig:
                     where="model.experts_per_token, model.router_top_groups",
                     fix=f"model.experts_per_token={ranked_by * top}, or no groups",
                 )
-        if FAMILIES[self.family].has_latents and self.shared_ffn_hidden_size % self.expert_size:
+        names = FAMILIES[self.family].experts
+        if names is not None and names.shared is not None and self.shared_ffn_hidden_size % self.expert_size:
             raise ConfigError(
                 f"shared experts of {self.shared_ffn_hidden_size} are no whole number of experts of {self.expert_size}",
                 where="model.shared_ffn_hidden_size, model.expert_ffn_hidden_size",
@@ -323,7 +342,12 @@ class ModelConfig:
     @property
     def has_head_norms(self) -> bool:
         """True if queries and keys are normalized."""
-        return FAMILIES[self.family].has_head_norms
+        return FAMILIES[self.family].has_head_norms if self.qk_norm is None else self.qk_norm
+
+    @property
+    def rotated_size(self) -> int:
+        """Numbers of a head's query and key that a rotary embedding turns."""
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * FAMILIES[self.family].rotated_part)
 
     @property
     def norms_span_heads(self) -> bool:

@@ -59,7 +59,6 @@ MODELS = {
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
-    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True, "head_dim": 16}),
     "qwen3_moe_unnormalized": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
@@ -101,6 +100,18 @@ MODELS |= {
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 14, "mlp_layer_types": ["dense", "sparse"]}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
+MODELS["qwen2_tied"] = ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN})
+MODELS["glm4_moe"] = (
+    "Glm4Moe",
+    {
+        **{name: GROUPED[name] for name in GROUPED if "_lora_" not in name and "_head_dim" not in name},
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+    },
+)
 MODELS |= {
     "gpt_oss": (
         "GptOss",
@@ -293,6 +304,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
             {"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]},
             "windows in layers other than every second one",
         ),
+        ({"model_type": "glm4_moe", "attention_bias": True, "partial_rotary_factor": 0.25}, "0.25 of each head"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0, "layer_types": None}, "swiglu_limit 5.0 is not supported"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2},
@@ -307,7 +319,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
             "queries, keys and values clipped to 8.0 are not supported",
         ),
         ({"model_type": "deepseek_v32"}, "'deepseek_v32' are not supported: they need sparse attention"),
-        ({"model_type": "glm4_moe"}, "'glm4_moe' are not supported: they need rotary positions in a part of each head"),
+        ({"model_type": "glm4_moe"}, "queries, keys and values without biases are not supported"),
         ({"model_type": "nemotron_h"}, "'nemotron_h' are not supported: they need layers with a recurrent state"),
         (
             {"model_type": "deepseek_v2", **GROUPED, "topk_method": "group_limited_greedy"},

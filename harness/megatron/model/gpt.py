@@ -279,6 +279,7 @@ def build_chunks(
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 share_embeddings_and_output_weights=model.tie_embeddings,
                 position_embedding_type="yarn" if hasattr(config, "yarn_mscale") else "rope",
+                rotary_percent=FAMILIES[model.family].rotated_part,
                 rotary_base=model.rotary_base,
                 rope_scaling=model.rope_scaling == "llama3",
                 rope_scaling_factor=model.rope_scaling_factor,

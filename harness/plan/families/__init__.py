@@ -9,6 +9,7 @@ from __future__ import annotations
 from harness.plan.families import (
     deepseek_v2,
     deepseek_v3,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     llama,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
         olmoe,
         deepseek_v2,
         deepseek_v3,
+        glm4_moe,
         glm4_moe_lite,
         gpt_oss,
     )
@@ -66,7 +68,6 @@ MISSING = {
         _HYBRID,
     ),
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
-    "glm4_moe": "rotary positions in a part of each head, and biases and norms that its models have or not",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",

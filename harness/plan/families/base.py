@@ -61,6 +61,8 @@ class Family:
             is x * sigmoid(1.702 x); 0 for plain SwiGLU.
         yarn_truncates: positions scaled by yarn have their range of dimensions rounded to whole numbers.
         has_head_norms: queries and keys are normalized, those of each head by themselves.
+        chooses_head_norms: some of its models have such norms and some do not; `model.qk_norm` says which.
+        rotated_part: share of the numbers of a head that a rotary embedding turns, the first ones.
         norms_span_heads: the queries of all heads are normalized together, and so are the keys.
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
         ranks_groups_by: experts by whose sum the family's models rank a group of experts; 0 for no groups.
@@ -80,6 +82,8 @@ class Family:
     swiglu_limit: float = 0.0
     yarn_truncates: bool = True
     has_head_norms: bool = False
+    chooses_head_norms: bool = False
+    rotated_part: float = 1.0
     norms_span_heads: bool = False
     has_latents: bool = False
     ranks_groups_by: int = 0

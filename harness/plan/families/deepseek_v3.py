@@ -12,7 +12,8 @@ from harness.plan.families import latent
 from harness.plan.families.base import Family, Refuse
 
 
-def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return settings of a router by biased sigmoid scores in groups."""
     for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}.items():
         if values.get(name, known) != known:
             raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
@@ -27,7 +28,6 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         )
     grouped = groups > top
     return {
-        **latent.read(values, refuse),
         "router_score": "sigmoid",
         "router_normalize": True,
         "router_groups": groups if grouped else None,
@@ -36,9 +36,9 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     }
 
 
-def _write(model: Any) -> dict[str, Any]:
+def write_router(model: Any) -> dict[str, Any]:
+    """Return the values that `read_router` reads, and that further tokens are not predicted."""
     return {
-        **latent.write(model),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
@@ -54,6 +54,6 @@ FAMILY = Family(
     has_latents=True,
     ranks_groups_by=2,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
-    read=_read,
-    write=_write,
+    read=lambda values, refuse: latent.read(values, refuse) | read_router(values, refuse),
+    write=lambda model: latent.write(model) | write_router(model),
 )

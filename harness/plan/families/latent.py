@@ -21,13 +21,11 @@ def expert_names(bias: str = "") -> ExpertNames:
 
 
 def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return settings of the attention, the positions, and the sizes of experts."""
+    """Return settings of the attention, and the sizes of experts."""
     heads, groups = int(values["num_attention_heads"]), values.get("num_key_value_heads")
     if groups not in (None, heads):
         raise refuse(f"{groups} key-value heads beside {heads} heads of latent attention are not supported")
-    if values.get("moe_layer_freq", 1) != 1:
-        raise refuse(f"experts in one of {values['moe_layer_freq']} layers are not supported")
-    query, inner = values.get("q_lora_rank"), int(values["moe_intermediate_size"])
+    query = values.get("q_lora_rank")
     return {
         "num_query_groups": heads,
         "head_dim": None,
@@ -36,6 +34,16 @@ def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         "qk_nope_head_dim": int(values["qk_nope_head_dim"]),
         "qk_rope_head_dim": int(values["qk_rope_head_dim"]),
         "v_head_dim": int(values["v_head_dim"]),
+        **read_experts(values, refuse),
+    }
+
+
+def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return the sizes of experts, some of them shared, after some dense layers."""
+    if values.get("moe_layer_freq", 1) != 1:
+        raise refuse(f"experts in one of {values['moe_layer_freq']} layers are not supported")
+    inner = int(values["moe_intermediate_size"])
+    return {
         "num_experts": int(values.get("n_routed_experts") or values.get("num_experts") or values["num_local_experts"]),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": inner,
@@ -47,7 +55,6 @@ def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 def write(model: Any) -> dict[str, Any]:
     """Return the values that `read` reads."""
-    inner = model.expert_size
     return {
         "attention_bias": False,
         "head_dim": model.qk_rope_head_dim,
@@ -56,6 +63,14 @@ def write(model: Any) -> dict[str, Any]:
         "qk_nope_head_dim": model.qk_nope_head_dim,
         "qk_rope_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
+        **write_experts(model),
+    }
+
+
+def write_experts(model: Any) -> dict[str, Any]:
+    """Return the values that `read_experts` reads."""
+    inner = model.expert_size
+    return {
         "n_routed_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": inner,

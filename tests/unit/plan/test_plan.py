@@ -69,6 +69,7 @@ def model_of(**settings) -> ModelConfig:
         {"num_experts": 8, "expert_ffn_hidden_size": 48, "dense_layers": 1, "shared_ffn_hidden_size": 64},
         {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 48, "dtype": "bfloat16"},
         {"family": "olmoe", "num_experts": 8, "num_query_groups": 4, "dtype": "bfloat16"},
+        {"family": "glm4_moe", "qk_norm": True, "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
         {"family": "gpt_oss", "num_experts": 8, "sliding_window": 600, "dtype": "bfloat16"},
         {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
         {**LATENT, "recompute": "selective"},
