@@ -115,6 +115,10 @@ def start(
         )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        # NCCL's flight recorder keeps so many collectives, which the watchdog writes into the run's folder on a hang.
+        # Newer versions of PyTorch read the first of these names.
+        if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+            os.environ.update(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
     shim = _cpu_as_cuda() if chosen.type == "cpu" else nullcontext()
     with shim, _without_kernels(chosen), _same_bits() if deterministic else nullcontext():
         timeout = timedelta(seconds=timeout_s)

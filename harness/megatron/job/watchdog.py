@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -34,6 +35,7 @@ _TOGETHER = ("training", _WAITING)
 _SILENT_INTERVALS = 4
 # A rank that is asked to stop before its first step gets this long to reach it and save it.
 _STARTUP_GRACE_S = 20.0
+_FABRIC = re.compile("(TORCH_)?(NCCL|FR|GLOO|FI|UCX|OMPI_MCA)_")
 
 
 @dataclass(frozen=True)
@@ -262,11 +264,13 @@ class Watchdog:
             with (folder / f"{name}.txt").open("w") as file:
                 step, activity = self.now
                 file.write(f"rank {self._rank} on {socket.gethostname()}, step {step}, {activity}\n")
+                # How its exchanges were set up.
+                file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if _FABRIC.match(name))
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             if torch.distributed.get_backend() == "nccl":
                 recorder: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-                if recorder is not None:  # empty unless TORCH_NCCL_TRACE_BUFFER_SIZE is set
+                if recorder is not None:
                     (folder / f"{name}.nccl.pickle").write_bytes(recorder())
 
     def _lost(self, error: RuntimeError) -> LostRankError:

@@ -122,9 +122,9 @@ class RunRecords:
         if self._ranks.world_size == 1:
             return [own]
         mine = torch.tensor(astuple(own), dtype=torch.float64, device=self._ranks.device)
-        everyones = torch.empty(self._ranks.world_size * len(mine), dtype=torch.float64, device=self._ranks.device)
-        torch.distributed.all_gather_into_tensor(everyones, mine)
-        return [RankTimes(*values) for values in everyones.view(self._ranks.world_size, -1).tolist()]
+        everyones = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
+        torch.distributed.all_gather(everyones, mine)
+        return [RankTimes(*values) for values in torch.stack(everyones).tolist()]
 
     def _report_stragglers(self, stragglers: Sequence[Straggler]) -> None:
         steps = self._trainer.straggler_steps

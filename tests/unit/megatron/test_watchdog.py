@@ -130,13 +130,16 @@ def test_a_startup_without_progress_ends_and_names_the_setting_to_raise(ended, c
     assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err
 
 
-def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(ended, tmp_path) -> None:
+def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(ended, tmp_path, monkeypatch) -> None:
     event, _ = ended
+    for name in ("NCCL_IB_HCA", "TORCH_NCCL_TRACE_BUFFER_SIZE", "MY_TOKEN"):
+        monkeypatch.setenv(name, "x")
     with runtime.start("cpu"), Watchdog(limit_s=4) as watchdog:
         watchdog.training_begins(tmp_path, limit_s=0.4)
         watchdog.at(7, "training")
         assert event.wait(timeout=10)
     stacks = (tmp_path / "stacks" / "rank-00000.txt").read_text()
     assert stacks.startswith("rank 0 on ")
-    assert ", step 7, training\n" in stacks
+    assert ", step 7, training\nNCCL_IB_HCA=x\nTORCH_NCCL_TRACE_BUFFER_SIZE=x\n" in stacks
+    assert "MY_TOKEN" not in stacks
     assert "test_a_hang_in_training_leaves" in stacks  # the main thread, where it was stuck
