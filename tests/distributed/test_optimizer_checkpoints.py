@@ -23,6 +23,7 @@ RUNS = {
 }
 
 
+@pytest.mark.nightly
 def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_not(dataset, tmp_path) -> None:
     runs = [(dtype, name, *run) for dtype, by_name in RUNS.items() for name, run in by_name.items()]
     jobs = []

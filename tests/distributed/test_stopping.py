@@ -107,6 +107,7 @@ def curve(folder: Path) -> list[dict[str, object]]:
     return [{name: line[name] for name in SAME} for line in read_metrics(folder)]
 
 
+@pytest.mark.nightly
 def test_a_signal_to_the_launcher_ends_the_run_after_a_checkpoint_and_it_resumes_with_the_same_losses(
     dataset, tmp_path
 ) -> None:
