@@ -41,6 +41,9 @@ TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainCo
 _WITH_VALUE = {"--config-dir": "config_dir", "-cd": "config_dir", "--config-name": "config_name", "-cn": "config_name"}
 # Carried out by Hydra's own command line, with all other arguments.
 _HYDRA_FLAGS = ("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+# As errors name them: of every recipe, and of some.
+_FLAGS = ("--cfg", "--help", "--info", "--config-dir", "--config-name", "--multirun")
+_FLAGS_OF = {"prepare": ("--preview", "--overwrite")}
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -88,7 +91,9 @@ class Options:
                 flags += [name, value if equals else rest.pop(0)]
             elif name == "--overwrite":
                 overrides.append("data.overwrite=true")
-            elif name == "--preview" and (equals or rest):
+            elif name == "--preview":
+                if not equals and not rest:
+                    raise ConfigError(f"{name} has no value", where=where, fix=f"{name} 3 shows three records")
                 number = value if equals else rest.pop(0)
                 if number.strip("0") == "":
                     raise ConfigError("--preview 0 shows nothing", where=where, fix="omit it to prepare")
@@ -101,7 +106,8 @@ class Options:
                     raise ConfigError(f"{name} has no value", where=where, fix=f"{name} VALUE")
                 values[_WITH_VALUE[name]] = value if equals else rest.pop(0)
             elif name.startswith("-"):
-                fix = "settings are key=value; flags are --cfg, --help, --info, --config-dir, --config-name, --multirun"
+                flags_here = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
+                fix = f"settings are key=value; flags are {flags_here}"
                 raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
             elif not equals and not name.startswith("~"):
                 fix = "settings are key=value" + (f", such as source.path={name}" if Path(name).exists() else "")

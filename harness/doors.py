@@ -1,4 +1,4 @@
-"""Doors of packages whose names load on first use, because a module behind them needs packages or time."""
+"""Doors whose names load on first use, for packages with modules that need extras or take long to import."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.cli.settings import AsJson, print_json
+from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError
 
 jobs_app = typer.Typer()
@@ -103,14 +103,34 @@ def _group() -> None:
     pass
 
 
-@cluster_app.command()
-def detect(
-    partition: Annotated[str, typer.Option(help="partition of the nodes; omit for the largest one with GPUs")] = "",
-) -> None:
+@dataclass
+class DetectedNodes:
+    """The nodes that `harness cluster detect` looks at.
+
+    Attributes:
+        partition: partition of the nodes; empty for the largest one with GPUs.
+    """
+
+    partition: str = ""
+
+
+@dataclass
+class DetectSettings:
+    """Settings of `harness cluster detect`.
+
+    Attributes:
+        cluster: see DetectedNodes.
+    """
+
+    cluster: DetectedNodes = field(default_factory=DetectedNodes)
+
+
+@cluster_app.command(cls=class_of(DetectSettings))
+def detect(context: typer.Context) -> None:
     """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
     from harness.launch import detect_cluster
 
-    print(detect_cluster(partition), end="")
+    print(detect_cluster(context.obj.cluster.partition), end="")
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,23 +41,38 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with t
 
 
 @dataclass
-class RecordSettings:
-    """Settings of `harness parity record`.
+class RecordedTolerances:
+    """Tolerances that a baseline keeps.
 
     Attributes:
-        baselines: folder of the baselines.
         loss: largest relative difference of a loss in later runs.
         grad_norm: largest relative difference of a gradient norm in later runs.
         reason: why these tolerances, for the reports.
     """
 
-    baselines: str = _BASELINES
     loss: float = bounded(1e-5, lowest=0, highest=1)
     grad_norm: float = bounded(1e-4, lowest=0, highest=1)
     reason: str = "other machines and versions round otherwise"
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_numbers(self, "tolerances")
+
+
+@dataclass
+class RecordSettings:
+    """Settings of `harness parity record`.
+
+    Attributes:
+        baselines: folder of the baselines.
+        tolerances: see RecordedTolerances.
+    """
+
+    baselines: str = _BASELINES
+    tolerances: RecordedTolerances = field(default_factory=RecordedTolerances)
+
+
+# As they were named before 0.2; their flags are the last parts of the names.
+_FLAGS_OF_RECORD = {"--run": 1} | {name: f"tolerances.{name}" for name in ("loss", "grad_norm", "reason")}
 
 
 @dataclass
@@ -108,13 +123,14 @@ def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=V
     run_recipe("parity", arguments or [])
 
 
-@parity_app.command(cls=class_of(RecordSettings, {"--run": 1}))
+@parity_app.command(cls=class_of(RecordSettings, _FLAGS_OF_RECORD))
 def record(context: typer.Context, name: Name, run: Run) -> None:
     """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
     from harness import parity
 
     settings: RecordSettings = context.obj
-    tolerances = parity.Tolerances(settings.loss, settings.grad_norm, settings.reason)
+    kept = settings.tolerances
+    tolerances = parity.Tolerances(kept.loss, kept.grad_norm, kept.reason)
     print(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
 
 

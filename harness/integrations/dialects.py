@@ -1,4 +1,4 @@
-"""One row as the tensors that training code expects, in two dialects that cannot be taken for each other.
+"""One row as the tensors that training code expects, in two dialects that cannot be confused.
 
 Megatron's models get labels that are shifted already; models of Hugging Face get the tokens as labels and shift them
 themselves. A row that is fed to the wrong one trains the token after the next, and nothing fails.
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class DialectError(HarnessError, KeyError):
-    """A key of one dialect was asked of a row in another."""
+    """A row was asked for a key of the other dialect."""
 
     __str__ = HarnessError.__str__
 

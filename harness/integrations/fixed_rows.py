@@ -26,7 +26,7 @@ class FixedRows:
         stream: with the schedule `as_packed` and a global batch of at most rows_per_step * dp_size packs.
         rows_per_step: microbatches of a step on this rank.
         layout: as that of the stream.
-        row_tokens: pad every row to this many tokens; None leaves each at its length.
+        pad_rows_to: pad every row to this many tokens; None leaves each at its length.
         one_epoch: end with the epoch of the stream's position; otherwise there is no end.
     """
 
@@ -36,13 +36,13 @@ class FixedRows:
         *,
         rows_per_step: int,
         layout: RankLayout,
-        row_tokens: int | None = None,
+        pad_rows_to: int | None = None,
         one_epoch: bool = False,
     ) -> None:
         self.rows_per_step = rows_per_step
         self._stream = stream
         self._layout = layout
-        self._row_tokens = row_tokens
+        self._pad_rows_to = pad_rows_to
         self._one_epoch = one_epoch
         self._batches: Iterator[RankBatch] | None = None
         self._rows: deque[ThdBatch] = deque()
@@ -98,7 +98,7 @@ class FixedRows:
             )
         missing = self.rows_per_step - len(batch.rows)
         rows = [*batch.rows, *(zero_loss_row(self._layout.pad_to_multiple) for _ in range(missing))]
-        return rows if self._row_tokens is None else [pad_row(row, self._row_tokens) for row in rows]
+        return rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows]
 
 
 def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
@@ -117,33 +117,33 @@ def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
 
 
 def as_packed_rows(
-    pack_offsets: Int64Array, sequence_lengths: Any, layout: RankLayout, *, row_tokens: int | None, setting: str
+    pack_offsets: Int64Array, sequence_lengths: Any, layout: RankLayout, *, pad_rows_to: int | None, setting: str
 ) -> ScheduleConfig:
     """Return the settings of `as_packed` with rows that hold every pack of a dataset.
 
     Args:
         pack_offsets, sequence_lengths: of the dataset.
         layout: of this rank.
-        row_tokens: tokens that a row is padded to; None for rows as long as their pack.
-        setting: name of `row_tokens` for errors.
+        pad_rows_to: tokens that a row is padded to; None for rows as long as their pack.
+        setting: name of `pad_rows_to` for errors.
 
     Raises:
-        ConfigError: `row_tokens` cannot be cut as the layout cuts rows, or a pack has more tokens.
+        ConfigError: `pad_rows_to` cannot be cut as the layout cuts rows, or a pack has more tokens.
     """
-    if row_tokens is not None and row_tokens % layout.pad_to_multiple:
+    if pad_rows_to is not None and pad_rows_to % layout.pad_to_multiple:
         raise ConfigError(
-            f"{setting} is {row_tokens:,}, not a multiple of {layout.pad_to_multiple}, to which this layout pads",
+            f"{setting} is {pad_rows_to:,}, not a multiple of {layout.pad_to_multiple}, to which this layout pads",
             where=f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}",
             fix=f"set it to a multiple of {layout.pad_to_multiple}",
         )
     tokens = np.add.reduceat(padded_lengths(sequence_lengths, layout.pad_to_multiple), pack_offsets[:-1])
     longest = int(tokens.max())
-    if row_tokens is not None and longest > row_tokens:
+    if pad_rows_to is not None and longest > pad_rows_to:
         raise ConfigError(
-            f"pack {int(np.argmax(tokens)):,} of the dataset takes {longest:,} tokens, more than the {row_tokens:,} "
-            f"of a row; {int(np.count_nonzero(tokens > row_tokens)):,} of {tokens.shape[0]:,} packs do",
+            f"pack {int(np.argmax(tokens)):,} of the dataset takes {longest:,} tokens, more than the {pad_rows_to:,} "
+            f"of a row; {int(np.count_nonzero(tokens > pad_rows_to)):,} of {tokens.shape[0]:,} packs do",
             where=setting,
             fix=f"set it to {-(-longest // layout.pad_to_multiple) * layout.pad_to_multiple:,} or more, or prepare "
             "smaller packs",
         )
-    return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(row_tokens or longest) // layout.cp_size))
+    return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(pad_rows_to or longest) // layout.cp_size))

@@ -125,11 +125,11 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             reader.pack_offsets,
             reader.sequence_lengths,
             layout,
-            row_tokens=self.seq_length,
+            pad_rows_to=self.seq_length,
             setting="dataset.seq_length",
         )
         stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, layout=layout, row_tokens=self.seq_length)
+        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, layout=layout, pad_rows_to=self.seq_length)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
         if evaluation_steps is not None:
             return BridgeRows(rows, pin_memory=pin, repeat_steps=evaluation_steps)

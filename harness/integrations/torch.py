@@ -169,7 +169,7 @@ class PackedDataset(IterableDataset[Row]):
 class StoredRows(Dataset[Row]):
     """Map-style dataset: item i is stored pack i as one row, for loops that have an order of their own.
 
-    It knows no epochs and no ranks; with a shuffling sampler the order, and a resume, are the sampler's.
+    It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's.
 
     Args:
         data: an open dataset or its path.

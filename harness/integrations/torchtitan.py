@@ -112,13 +112,13 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         reader = open_dataset(config.dataset_path)
         layout = RankLayout(dp_rank=dp_rank, dp_size=dp_world_size)
         schedule = as_packed_rows(
-            reader.pack_offsets, reader.sequence_lengths, layout, row_tokens=seq_len, setting="training.seq_len"
+            reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=seq_len, setting="training.seq_len"
         )
         self._rows = FixedRows(
             RankStream(reader, settings, schedule=schedule, layout=layout),
             rows_per_step=size // dp_world_size,
             layout=layout,
-            row_tokens=seq_len,
+            pad_rows_to=seq_len,
             one_epoch=not config.infinite,
         )
         self._local_batch_size = local_batch_size

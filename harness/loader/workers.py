@@ -196,7 +196,7 @@ class _EndAtExit:
     """Ends the workers of a stream that nobody closed, when Python exits.
 
     It runs before the handler of multiprocessing, which was registered earlier: that one sends SIGTERM, which workers
-    ignore, and waits for them without end. Seen: a script whose rank ended with an error stayed for good.
+    ignore, and waits for them without end. Observed: a script whose rank ended with an error never exited.
     """
 
     def __init__(self, stream: weakref.ref[BatchStream[Any]]) -> None:
@@ -259,7 +259,7 @@ def _end_with_parent() -> None:
     step that it saves after.
 
     Torch's workers watch their parent's id, which with forkserver is that of the server, and the server lives as long
-    as one of its workers. Seen: both stayed for good.
+    as one of its workers. Observed: neither ever exited.
     """
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

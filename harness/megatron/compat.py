@@ -153,7 +153,7 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
     too: a CPU gets PyTorch's AdamW and Megatron's own functions.
 
     Megatron 0.16 reads a name of Transformer Engine that exists only with it. The dispatcher of experts expects counts
-    of tokens as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream for good.
+    of tokens as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream forever.
     """
 
     def as_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -131,7 +131,7 @@ class ObjectStore:
         """Run `work` on the filesystem, again after transient errors, until the time is up.
 
         Raises:
-            FormatError: it failed for good, or the time is up.
+            FormatError: it failed permanently, or the time is up.
         """
         begin = time.monotonic()
         end = begin + self._timeout_s

@@ -68,7 +68,7 @@ def read(path: str, **settings: Any) -> list[Any]:
 def test_every_kind_of_file_gives_the_same_records(proxy: Any, bucket: Any, place: str, name: str) -> None:
     put(bucket, place, {name: contents(0, 300)[name]})
     records = read(f"{place}/{name}")
-    assert [record.as_dicts() for record in records] == [chat(number)["messages"] for number in range(300)]
+    assert [record.as_record()["messages"] for record in records] == [chat(number)["messages"] for number in range(300)]
     unit = "item" if ".json" in name and ".jsonl" not in name else "line" if ".jsonl" in name else "row"
     assert records[-1].where == f"{place}/{name}, {unit} {300 if unit == 'line' else 299}"
 
@@ -105,7 +105,7 @@ def test_splits_of_a_bucket_are_chosen_by_setting(proxy: Any, bucket: Any, place
     put(bucket, place, {"train.jsonl": json.dumps(chat(1)).encode(), "test.jsonl": json.dumps(chat(2)).encode()})
     with pytest.raises(PrepError, match="holds files of the splits test, train"):
         find_files(SourceConfig(path=place))
-    assert [record.as_dicts() for record in read(place, split="test")] == [chat(2)["messages"]]
+    assert [record.as_record()["messages"] for record in read(place, split="test")] == [chat(2)["messages"]]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def _check(args: Any) -> None:
 
 def _layout(args: Any) -> RankLayout:
     cp_size, tp_size = args.context_parallel_size, args.tensor_model_parallel_size
-    multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=args.sequence_parallel)
+    pad_to_multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=args.sequence_parallel)
     return RankLayout(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -181,7 +181,7 @@ def _layout(args: Any) -> RankLayout:
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         virtual_stages=args.virtual_pipeline_model_parallel_size,
-        pad_to_multiple=multiple,
+        pad_to_multiple=pad_to_multiple,
     )
 
 
@@ -266,7 +266,7 @@ def _saved_position(args: Any, training: ExternalLoader) -> dict[str, Any] | Non
 
 
 def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:
-    """Return the position after this many of Megatron's samples, in whole global batches of the size of now."""
+    """Return the position after this many of Megatron's samples, in whole global batches of the current size."""
     size, steps_per_epoch = loader.stream.config.global_batch_size, loader.stream.num_steps_per_epoch
     assert steps_per_epoch is not None
     if samples % size:

@@ -126,7 +126,7 @@ class BasePackingScheduler:
         """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
-        multiple = padding_multiple(
+        pad_to_multiple = padding_multiple(
             cp_size=self.cp_size,
             tp_size=tp_group.size(),
             sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
@@ -136,7 +136,7 @@ class BasePackingScheduler:
         if data_iterator is not None:
             try:
                 batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
-                _check_multiple(batch[1], multiple)
+                _check_padding(batch[1], pad_to_multiple)
                 placed = self.get_groups_and_subsamples(batch[1])
                 self._check(placed, batch[1])
             except StopIteration:
@@ -156,7 +156,7 @@ class BasePackingScheduler:
                 kept, ids, id_lengths, placed, offsets, dp_group, tp_group, dp_cp_group, dp_cp_group.size()
             )
             own = [[mine[i] for i in group[dp_cp_group.rank()]] for group in placed]
-            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=multiple)
+            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=pad_to_multiple)
             scalars = (len(rows), float(sum(lengths)), float(sum(length * length for length in lengths)))
         if tp_group.rank() == 0:
             rows, *of_stages = broadcast_to_pp_group(rows, *scalars, pp_group, dev)
@@ -457,15 +457,15 @@ def _own_slice(
     return values
 
 
-def _check_multiple(id_lengths: Sequence[tuple[int, int]], multiple: int) -> None:
-    wrong = [(number, length) for number, length in id_lengths if length % multiple]
+def _check_padding(id_lengths: Sequence[tuple[int, int]], pad_to_multiple: int) -> None:
+    wrong = [(number, length) for number, length in id_lengths if length % pad_to_multiple]
     if wrong:
         number, length = wrong[0]
         raise LoaderError(
             f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
-            f"{len(id_lengths):,} are like it; the layout needs multiples of {multiple}",
+            f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}",
             where="the data iterator",
-            fix=f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)",
+            fix=f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)",
         )
 
 

@@ -176,7 +176,7 @@ def read_inodes(folder: Path) -> dict[str, Any]:
 def read_rate(path: str) -> dict[str, Any]:
     """Return the rate in MiB/s at which the largest file of a dataset or model is read from its file system.
 
-    Nothing where the path is not on a disk, or its files are small.
+    Empty if the path is not on a disk, or its files are small.
     """
     place = Path(path)
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]

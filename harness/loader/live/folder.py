@@ -105,7 +105,7 @@ class Contents:
 
     @property
     def next_index(self) -> int:
-        """The index after every chunk of which there is a trace."""
+        """The index after the last chunk that left any trace."""
         return 1 + max((*self.chunks, *self.ready, *self.completed), default=-1)
 
     def num_unread(self, chunks: Iterable[int], status: dict[str, Any]) -> int:

@@ -26,7 +26,7 @@ class LiveStatus:
     Attributes:
         producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`.
         producer_seen_s, consumer_seen_s: seconds since each was last active; None for never.
-        producer_told, consumer_told: the status that each wrote.
+        producer_status, consumer_status: the status that each wrote.
         chunks: written so far.
         rows, tokens: in them; None where chunks have no records, or are not tokenized.
         waiting: whole chunks that are unread.
@@ -39,10 +39,10 @@ class LiveStatus:
     path: str
     producer: str
     producer_seen_s: float | None
-    producer_told: dict[str, Any]
+    producer_status: dict[str, Any]
     consumer: str
     consumer_seen_s: float | None
-    consumer_told: dict[str, Any]
+    consumer_status: dict[str, Any]
     chunks: int
     rows: int | None
     tokens: int | None
@@ -76,10 +76,10 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
         path=str(path),
         producer="ended" if end is not None else _state(folder, PRODUCER_FILE),
         producer_seen_s=folder.seen_s(PRODUCER_FILE),
-        producer_told=folder.status(PRODUCER_FILE),
+        producer_status=folder.status(PRODUCER_FILE),
         consumer=_state(folder, CONSUMER_FILE),
         consumer_seen_s=folder.seen_s(CONSUMER_FILE),
-        consumer_told=consumer,
+        consumer_status=consumer,
         chunks=end.chunks if end is not None else contents.next_index,
         rows=last.total_rows if last is not None else None,
         tokens=last.total_tokens if last is not None else None,
@@ -95,20 +95,20 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
 def render_status(status: LiveStatus) -> RenderableType:
     """Return a table of the folder, and one of the ranks that read it."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    state = status.producer_told.get("state")
+    state = status.producer_status.get("state")
     doing = f", {state}" if status.producer == "alive" and state else ""
     rates = ""
     if status.rows_per_s is not None and status.chunks_per_min is not None:
         rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
-    table.add_row("producer", f"{_who(status.producer, status.producer_told, status.producer_seen_s)}{doing}")
+    table.add_row("producer", f"{_who(status.producer, status.producer_status, status.producer_seen_s)}{doing}")
     made = [f"{status.chunks:,} chunks"]
     made += [f"{count:,} {of}" for count, of in ((status.rows, "rows"), (status.tokens, "tokens")) if count is not None]
     table.add_row("made", ", ".join(made + ["ended"] * status.ended))
     table.add_row("rate", rates or "unknown yet")
     table.add_row("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}")
     table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
-    table.add_row("training", _who(status.consumer, status.consumer_told, status.consumer_seen_s))
-    consumer = status.consumer_told
+    table.add_row("training", _who(status.consumer, status.consumer_status, status.consumer_seen_s))
+    consumer = status.consumer_status
     if not consumer:
         return table
     table.add_row(

@@ -1,6 +1,6 @@
 """A pretraining corpus through Megatron-Core's own builder: GPTDataset, BlendedDataset and their built indices.
 
-Megatron builds on rank 0 while the others wait in a barrier, for good where rank 0 fails. Here each rank builds as if
+Megatron builds on rank 0 while the others wait in a barrier, forever if rank 0 fails. Here each rank builds as if
 it were alone: rank 0 first, then the first rank of every node, which finds the indices of rank 0 where they share the
 folder, and then the others. An error of one is an error of all.
 """

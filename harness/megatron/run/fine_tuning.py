@@ -145,7 +145,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
                 where="trainer.sample_prompts",
                 fix="name it with data.tokenizer, or leave the prompts out",
             )
-        # A prompt has no mask: any rule that asks nothing of the template will do.
+        # A prompt has no mask: any rule that works with every template will do.
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})

@@ -94,7 +94,7 @@ def put_weights(model: Any, weights: dict[str, Any]) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line about why a checkpoint could not be loaded: the first rank's reason, not that there is one."""
+    """Return one line about why a checkpoint could not be loaded: the first rank's own reason."""
     causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
     cause = causes[0] if causes else error
     text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")

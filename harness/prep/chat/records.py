@@ -130,10 +130,6 @@ class Conversation:
     text: str | None = None
     dropped_media: int | None = None
 
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the turns in the form that chat templates take."""
-        return [message.as_dict() for message in self.messages]
-
     def as_record(self) -> dict[str, Any]:
         """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""
         if self.text is not None:

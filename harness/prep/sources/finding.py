@@ -58,7 +58,7 @@ class SourceFiles:
         files: places in the order in which they are read.
         stamps: size and version of each.
         skipped: files beside them that are not read.
-        facts: where they came from, as far as the path does not say it: dataset, revision and split.
+        facts: their origin where the path does not show it: dataset, revision and split.
         names: names of the files under which the source is recognized on another machine; empty for their places.
     """
 

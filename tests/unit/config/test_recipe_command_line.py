@@ -53,6 +53,7 @@ def test_settings_and_flags_are_separated(tmp_path):
         ("--config-dir=nowhere", "there is no such folder"),
         ("--config-path=x", "--config-path would replace every file"),
         ("--resolve", "unknown flag --resolve"),
+        ("--preview", "--preview has no value"),
         ("chats.jsonl", "'chats.jsonl' is not a setting"),
     ],
 )

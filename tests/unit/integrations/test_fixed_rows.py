@@ -28,7 +28,7 @@ def rows_of(reader: PackReader, *, dp_rank: int = 0, dp_size: int = 1, **setting
     layout = RankLayout(dp_rank=dp_rank, dp_size=dp_size)
     config = LoaderConfig(global_batch_size=4, num_workers=0, shuffle=False)
     schedule = as_packed_rows(
-        reader.pack_offsets, reader.sequence_lengths, layout, row_tokens=None, setting="seq_length"
+        reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=None, setting="seq_length"
     )
     stream = RankStream(reader, config, schedule=schedule, layout=layout)
     return FixedRows(stream, rows_per_step=4 // dp_size, layout=layout, **settings)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: Pac
 
 
 def test_rows_can_have_one_length(reader: PackReader) -> None:
-    assert [len(next(rows)) for rows in [rows_of(reader, row_tokens=8)] for _ in range(5)] == [8] * 5
+    assert [len(next(rows)) for rows in [rows_of(reader, pad_rows_to=8)] for _ in range(5)] == [8] * 5
 
 
 def test_one_epoch_ends(reader: PackReader) -> None:
@@ -80,7 +80,7 @@ def test_one_epoch_ends(reader: PackReader) -> None:
 def test_a_row_length_that_a_pack_exceeds_is_refused(reader: PackReader) -> None:
     with pytest.raises(ConfigError, match="pack 4 of the dataset takes 6 tokens, more than the 5 of a row") as caught:
         as_packed_rows(
-            reader.pack_offsets, reader.sequence_lengths, RankLayout(), row_tokens=5, setting="training.seq_len"
+            reader.pack_offsets, reader.sequence_lengths, RankLayout(), pad_rows_to=5, setting="training.seq_len"
         )
 
     assert caught.value.where == "training.seq_len"
@@ -93,7 +93,7 @@ def test_a_row_length_that_the_layout_cannot_cut_is_refused(reader: PackReader) 
             reader.pack_offsets,
             reader.sequence_lengths,
             RankLayout(cp_size=2, pad_to_multiple=4),
-            row_tokens=10,
+            pad_rows_to=10,
             setting="dataset.seq_length",
         )
 

@@ -73,7 +73,7 @@ def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
         if kind == "packs":
             assert one.pack(row) == other.pack(row) == rows[row]
         else:
-            assert one.conversation(row).as_dicts() == other.conversation(row).as_dicts() == rows[row]["messages"]
+            assert one.conversation(row).as_record() == other.conversation(row).as_record() == rows[row]
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}

@@ -100,7 +100,7 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
     assert "chunk 3 for 12 s" in out
     code, out, _ = harness("live", "status", tmp_path, "--json")
     assert code == 0
-    assert json.loads(out)["consumer_told"]["ranks"] == ranks
+    assert json.loads(out)["consumer_status"]["ranks"] == ranks
     train_somewhere(tmp_path, state="ended")
     assert live_status(tmp_path).consumer == "ended"
 

@@ -36,7 +36,7 @@ def harness(*arguments: object) -> tuple[int, str]:
 def kept(data, tmp_path) -> Path:
     """A folder of baselines with the one named `small`."""
     run = write_run(tmp_path / "first", data)
-    code, output = harness("record", "small", run, f"baselines={tmp_path / 'kept'}", "loss=1e-4")
+    code, output = harness("record", "small", run, f"baselines={tmp_path / 'kept'}", "tolerances.loss=1e-4")
     assert code == 0, output
     return tmp_path / "kept"
 

@@ -230,7 +230,7 @@ def check(tokenizer: ChatTokenizer, hf, name: str, conversation: Conversation) -
         assert is_unwritten(name, conversation.messages)
         return
     # Each sequence is a beginning of the conversation, as a server writes it.
-    turns, tools = conversation.as_dicts(), list(conversation.tools) or None
+    turns, tools = [turn.as_dict() for turn in conversation.messages], list(conversation.tools) or None
     texts = [hf.apply_chat_template(turns[: end + 1], tools=tools, tokenize=False) for end in range(len(turns))]
     for first, second in pairwise(range(len(turns))):
         if turns[first]["role"] == turns[second]["role"] == "assistant":

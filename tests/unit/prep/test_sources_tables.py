@@ -60,7 +60,7 @@ def test_turns_of_every_arrow_type_are_read(tmp_path, kind, suffix):
     turns = json.dumps(TURNS) if kind == "json" else [list(t.items()) for t in TURNS] if kind == "maps" else TURNS
     file = write(tmp_path / f"chats{suffix}", pa.table({"messages": pa.array([turns, turns], TYPES[kind])}))
     records = read_all(file)
-    assert [record.as_dicts() for record in records] == [TURNS, TURNS]
+    assert [record.as_record()["messages"] for record in records] == [TURNS, TURNS]
     assert records[1].where == f"{file}, row 1"
 
 
@@ -68,7 +68,7 @@ def test_views_and_dictionaries_of_an_arrow_file_are_read(tmp_path):
     view = pa.list_view(pa.struct([("role", pa.string_view()), ("content", pa.string_view())]))
     table = pa.table({"messages": pa.array([TURNS], view)})
     (record,) = read_all(write(tmp_path / "chats.arrow", table))
-    assert record.as_dicts() == TURNS
+    assert record.as_record()["messages"] == TURNS
     table = pa.table({"prompt": pa.array(["Hi", "Hi"]).dictionary_encode(), "completion": ["a", "b"]})
     assert [one.messages[1].content for one in read_all(write(tmp_path / "b.parquet", table))] == ["a", "b"]
 
@@ -117,7 +117,7 @@ def test_only_the_columns_of_the_schema_are_decoded(tmp_path):
 def test_columns_with_other_names_are_mapped(tmp_path):
     file = write(tmp_path / "a.parquet", pa.table({"chat": [TURNS], "text": ["x"]}))
     (record,) = read_all(file, schema="messages", columns={"messages": "chat"})
-    assert record.as_dicts() == TURNS
+    assert record.as_record()["messages"] == TURNS
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

@@ -89,7 +89,10 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(folder, tokenizer, con
     from transformers import AutoTokenizer
 
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        conversation.as_dicts(), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        [turn.as_dict() for turn in conversation.messages],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     sequence = encode(tokenizer, conversation)
     assert sequence.input_ids.tolist() == expected["input_ids"]
