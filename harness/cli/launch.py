@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from harness.checks import bounded, check_numbers
-from harness.cli.settings import class_of
+from harness.cli.settings import class_of, complete_names, list_experiments
 from harness.errors import ConfigError
 from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
@@ -67,7 +67,14 @@ _RENAMED = {"ranks": "parallel.ranks", "--ranks": "parallel.ranks", "pack_size":
 @launch_app.command(cls=class_of(PlanSettings, _RENAMED, takes_recipe=True))
 def plan(
     context: typer.Context,
-    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or sft")],
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="a file of configs/experiment, or sft",
+            autocompletion=complete_names(list_experiments),
+        ),
+    ],
 ) -> None:
     """Compute what a run needs before anyone books a node: memory, microbatches, tokens, MFU, time."""
     from harness.config import Options, compose_run
@@ -98,7 +105,12 @@ def plan(
 def submit(
     context: typer.Context,
     experiment: Annotated[
-        str, typer.Argument(metavar="EXPERIMENT", help="a file of configs/experiment, or a recipe: sft, pretrain")
+        str,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="a file of configs/experiment, or a recipe: sft, pretrain",
+            autocompletion=complete_names(list_experiments),
+        ),
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and leave nothing behind")] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from harness.checks import bounded, check_numbers, require_choice, require_cores
-from harness.cli.settings import class_of, complete_keys
+from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
 
 runs_app = typer.Typer()
@@ -97,7 +97,10 @@ def prepare(arguments: Arguments = None) -> None:
 
 @runs_app.command(context_settings=_FORWARDED)
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="sft|pretrain", help="the recipe")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES)),
+    ],
     arguments: Arguments = None,
     ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:

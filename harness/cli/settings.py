@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -33,6 +33,8 @@ from harness.settings import CONFIGS, REQUIRED, explain_settings, nearest_name
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
+# Those that train.
+RECIPES = ("sft", "pretrain")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _CHANGE_OF_HYDRA = re.compile(r"(\+{1,2}|~)(?=[A-Za-z_][\w.]*(=|$))")
 _MAP = "map of "
@@ -128,6 +130,11 @@ class SettingsCommand(TyperCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         keys = complete_keys(self.schema, incomplete)
+        if self.takes_recipe:
+            from harness.plan import PretrainConfig, SftConfig
+
+            recipe = PretrainConfig if "pretrain" in ctx.params.values() else SftConfig
+            keys = sorted({*keys, *complete_keys(recipe, incomplete)})
         return [*super().shell_complete(ctx, incomplete), *map(CompletionItem, keys)]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -154,6 +161,16 @@ def complete_keys(schema: type[Any], incomplete: str) -> list[str]:
     known = KnownSettings("", schema, [CONFIGS])
     names = {key for key in known.types if "[]" not in key} | known.groups
     return sorted(f"{name}=" for name in names if name.startswith(incomplete))
+
+
+def complete_names(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the completion of an argument that is one of these names."""
+    return lambda incomplete: sorted(name for name in names() if name.startswith(incomplete))
+
+
+def list_experiments() -> list[str]:
+    """Return what `harness plan` and `harness submit` take: the files of configs/experiment, and recipes."""
+    return [*RECIPES, *(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))]
 
 
 def class_of(

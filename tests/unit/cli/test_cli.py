@@ -322,6 +322,8 @@ def test_both_modules_run_the_command_and_print_its_version(module):
         ("harness train sft loader.seed=1 mo", ["model="]),
         ("harness prepare source.o", ["source.on_bad="]),
         ("harness plan sft_tiny pac", ["packs="]),
+        ("harness plan qwen3_8b", ["qwen3_8b_1node", "qwen3_8b_4nodes"]),
+        ("harness submit pretrain data.spl", ["data.split="]),
     ],
 )
 def test_the_shell_completes_commands_and_settings_without_torch(monkeypatch, words, expected):

@@ -281,4 +281,4 @@ def test_an_error_of_a_stream_that_is_not_of_this_project_is_raised_as_it_is(one
 
 def test_padding_that_does_not_fit_the_layout_is_refused() -> None:
     with pytest.raises(LoaderError, match="sample 1 of the global batch has a padded_seq_len of 6"):
-        data_schedule._check_multiple([(0, 8), (1, 6)], 4)
+        data_schedule._check_padding([(0, 8), (1, 6)], 4)
