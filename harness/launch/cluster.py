@@ -80,6 +80,10 @@ class ClusterConfig:
             or `python3` in a container.
         image: container image for Pyxis (`/shared/x.sqsh` or `registry#name:tag`); empty to run without a container.
         mounts: `SOURCE:TARGET[:flags]` of the container; they must include the run's folder and the datasets.
+        container_name: unpack the image once per node and job, into a container with a name, instead of once per step;
+            where Pyxis keeps such containers to the job (`container_scope=job`).
+        container_writable: let the job write to the file system of the container, which is lost with it.
+        mpi: `--mpi` of srun, such as `none` or `pmix` where the site's default fails; empty for the default.
         workdir: folder to run in; empty for the folder of `harness submit`, or the project's folder in a container.
         setup: shell lines that run before everything else, such as `module load`.
         env: environment variables of every rank.
@@ -115,6 +119,9 @@ class ClusterConfig:
     python: str = ""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
+    container_name: bool = False
+    container_writable: bool = False
+    mpi: str = ""
     workdir: str = ""
     setup: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
@@ -128,7 +135,7 @@ class ClusterConfig:
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
-        for name in (*SBATCH_NAMES, "memory"):
+        for name in (*SBATCH_NAMES, "memory", "mpi"):
             check_directive(getattr(self, name), f"cluster.{name}")
         if not _TIME.fullmatch(self.time):
             raise ConfigError(
@@ -159,8 +166,10 @@ class ClusterConfig:
                 raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
         for text in (*self.env.values(), *self.mounts, self.image, self.workdir, self.python, self.master_addr):
             check_one_line(text, "cluster")
-        if self.mounts and not self.image:
-            raise ConfigError("there are mounts but no image", where="cluster.mounts", fix="set cluster.image")
+        for name in ("mounts", "container_name", "container_writable"):
+            if getattr(self, name) and not self.image:
+                what = "there are mounts but no image" if name == "mounts" else f"{name} is set, and there is no image"
+                raise ConfigError(what, where=f"cluster.{name}", fix="set cluster.image")
 
 
 @dataclass

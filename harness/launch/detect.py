@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.errors import ConfigError, HarnessError
 
@@ -13,6 +15,18 @@ from harness.errors import ConfigError, HarnessError
 _FORMAT = "%R|%l|%D|%c|%m|%G|%f"
 _GPUS = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
 _WITHOUT_LIMIT = "24:00:00"
+# What the firmware of a cloud's virtual machines and servers calls their maker, and the file of `configs/cluster` with
+# its fabric.
+_SITES = {
+    "amazon ec2": "aws_p5",
+    "google": "gcp_a3ultra",
+    "microsoft corporation": "azure_ndv5",
+    "oraclecloud.com": "oci_h100",
+}
+_FIRMWARE = Path("/sys/class/dmi/id")
+# Features of nodes that sites name their fabric by.
+_ROCE = re.compile(r"(^|[,_-])(roce|spectrum)", re.IGNORECASE)
+_GB200 = re.compile(r"gb[23]00", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -69,11 +83,25 @@ def detect_cluster(partition: str = "") -> str:
             where=" ".join(command),
             fix="try again once the controller answers (`scontrol ping`)",
         )
-    return propose_cluster(read_partitions(done.stdout), partition)
+    return propose_cluster(read_partitions(done.stdout), partition, site=find_site())
 
 
-def propose_cluster(partitions: list[Partition], name: str = "") -> str:
-    """Return the text of a cluster file for the nodes of a partition; see `detect_cluster`."""
+def find_site(firmware: Path = _FIRMWARE) -> str:
+    """Return the cluster file of the cloud that this machine is in; empty for other machines."""
+    for name in ("sys_vendor", "chassis_asset_tag"):
+        with suppress(OSError, UnicodeDecodeError):
+            site = _SITES.get((firmware / name).read_text().strip().lower())
+            if site is not None:
+                return site
+    return ""
+
+
+def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = "") -> str:
+    """Return the text of a cluster file for the nodes of a partition; see `detect_cluster`.
+
+    Args:
+        site: of `find_site`.
+    """
     chosen = [each for each in partitions if name in ("", each.name)]
     if not chosen:
         raise ConfigError(
@@ -86,19 +114,29 @@ def propose_cluster(partitions: list[Partition], name: str = "") -> str:
     nodes = max(chosen, key=lambda each: (each.gpus > 0, each.gpus * each.nodes, each.nodes))
     others = dict.fromkeys(each.name for each in partitions if each.name != nodes.name)
     ranks = nodes.gpus or max(1, min(2, nodes.cores))
+    if not nodes.gpus:
+        site = ""
+    elif _GB200.search(f"{nodes.gpu},{nodes.features}"):
+        site = "gb200"
+    elif not site and _ROCE.search(nodes.features):
+        site = "roce"
     lines = [
         f"# Proposed from sinfo for the partition {nodes.name}: {nodes.nodes} nodes of {nodes.cores} cores, "
         f"{nodes.memory_mb / 1024:,.0f} GiB"
         + (f", {nodes.gpus} GPUs ({nodes.gpu or 'of unknown kind'})" * (nodes.gpus > 0)),
         *([f"# Their features: {nodes.features}"] if nodes.features not in ("", "(null)") else []),
         f"# Other partitions: {', '.join(others) or 'none'}",
+        *(
+            ["# The fabric is that of this file: compare it with a node.", "defaults:", f"  - {site}", "  - _self_"]
+            * (site != "")
+        ),
         f"partition: {nodes.name}",
         f'time: "{nodes.time_limit}"',
         f"gpus_per_node: {nodes.gpus}",
         f"ranks_per_node: {ranks}",
         f"cpus_per_rank: {max(1, nodes.cores // ranks)}",
     ]
-    if nodes.gpus:
+    if nodes.gpus and not site:
         lines += [
             "cpu_bind: cores",
             "exclusive: true",
@@ -106,8 +144,8 @@ def propose_cluster(partitions: list[Partition], name: str = "") -> str:
             "env:",
             '  CUDA_DEVICE_MAX_CONNECTIONS: "1"',
             '  TORCH_NCCL_ASYNC_ERROR_HANDLING: "1"',
-            "  # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr`",
-            "  # the interface of node names; `fi_info -p efa` answers on AWS.",
+            "  # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr` the",
+            "  # interface of node names. For InfiniBand or RoCE: `defaults: [h100_ib, _self_]` or `[roce, _self_]`.",
             '  # NCCL_IB_HCA: "=mlx5_0,mlx5_1"',
             "  # NCCL_SOCKET_IFNAME: eth0",
             "preflight:",
@@ -117,6 +155,6 @@ def propose_cluster(partitions: list[Partition], name: str = "") -> str:
             "  # min_pair_gb_s: 80",
             "  # min_all_gb_s: 60",
         ]
-    else:
+    elif not nodes.gpus:
         lines += ["env:", '  OMP_NUM_THREADS: "1"']
     return "\n".join(lines) + "\n"

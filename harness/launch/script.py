@@ -521,11 +521,16 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
         options += [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
         names = ",".join(["MASTER_ADDR", "MASTER_PORT", *cluster.env])
         options += ["--no-container-mount-home", f"--container-env={names}"]
-        yield _fill(IN_CONTAINER, container=shlex.join(options))
+        options += ["--container-writable"] if cluster.container_writable else []
+        # All steps of the job, and of its restarts on the node, share the one of this name.
+        name = ' --container-name="harness-$SLURM_JOB_ID"' if cluster.container_name else ""
+        yield _fill(IN_CONTAINER, container=shlex.join(options) + name)
         container = ' "${container[@]}"'
     else:
         yield "# This script runs on the first node."
         yield "on_first_node=()"
+    if cluster.mpi:
+        yield f"export SLURM_MPI_TYPE={cluster.mpi}"
     yield "# Since Slurm 22.05, srun does not inherit --cpus-per-task from its job."
     yield f"on_each_node=(srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     yield f"  --cpus-per-task={ranks * cpus}{container})"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.launch.cluster import SubmitConfig
-from harness.launch.detect import propose_cluster, read_partitions
+from harness.launch.cluster import ClusterConfig, SubmitConfig
+from harness.launch.detect import find_site, propose_cluster, read_partitions
 
 SINFO = """\
 cpu|2-00:00:00|64|128|515000|(null)|(null)
@@ -16,6 +18,12 @@ hopper|1-00:00:00|32|112|2063000+|gpu:h100:8(S:0-1)|ib,ndr
 debug|infinite|2|112|2063000|gpu:h100:8|ib
 mixed|4:00:00|4|72+|480000|gpu:4,shard:16|gb200
 """
+
+
+def composed(text: str, folder: Path) -> ClusterConfig:
+    (folder / "cluster").mkdir()
+    (folder / "cluster" / "mine.yaml").write_text(text)
+    return compose_config("submit", SubmitConfig, ["cluster=mine"], config_dir=folder).cluster
 
 
 @pytest.mark.parametrize(
@@ -32,13 +40,48 @@ def test_a_cluster_is_proposed_that_submit_takes(tmp_path, partition, expected):
     values = yaml.safe_load(text)
     names = ("partition", "time", "gpus_per_node", "ranks_per_node", "cpus_per_rank")
     assert tuple(values[name] for name in names) == expected
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "mine.yaml").write_text(text)
-    cluster = compose_config("submit", SubmitConfig, ["cluster=mine"], config_dir=tmp_path).cluster
-    assert cluster.partition == expected[0]
+    assert composed(text, tmp_path).partition == expected[0]
 
 
 def test_a_partition_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(ConfigError, match="there is no partition 'gpu'") as refused:
         propose_cluster(read_partitions(SINFO), "gpu")
     assert "cpu, hopper, debug, mixed" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("files", "site"),
+    [
+        ({"sys_vendor": "Amazon EC2\n"}, "aws_p5"),
+        ({"sys_vendor": "Google\n"}, "gcp_a3ultra"),
+        ({"sys_vendor": "Microsoft Corporation\n"}, "azure_ndv5"),
+        ({"sys_vendor": "QEMU\n", "chassis_asset_tag": "OracleCloud.com\n"}, "oci_h100"),
+        ({"sys_vendor": "Dell Inc.\n"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_cloud_is_known_by_its_firmware(tmp_path, files, site):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert find_site(tmp_path) == site
+
+
+@pytest.mark.parametrize(
+    ("partition", "site", "variable"),
+    [
+        ("hopper", "aws_p5", ("NCCL_NET", "AWS Libfabric")),
+        ("hopper", "azure_ndv5", ("NCCL_TOPO_FILE", "/opt/microsoft/ndv5-topo.xml")),
+        ("hopper", "oci_h100", ("NCCL_IB_TC", "41")),
+        ("rdma", "", ("NCCL_IB_TC", "104")),
+        ("mixed", "azure_ndv5", ("NCCL_MNNVL_ENABLE", "2")),  # its GPUs are not those of that file
+        ("cpu", "aws_p5", ("OMP_NUM_THREADS", "1")),
+        ("hopper", "", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
+    ],
+)
+def test_the_fabric_is_that_of_the_site_and_the_nodes_are_those_of_the_partition(tmp_path, partition, site, variable):
+    more = "rdma|1:00:00|4|112|2063000|gpu:h100:8|h100,roce\n"
+    text = propose_cluster(read_partitions(SINFO + more), partition, site=site)
+    cluster = composed(text, tmp_path)
+    assert cluster.env[variable[0]] == variable[1]
+    assert cluster.partition == partition
+    assert cluster.ranks_per_node == {"mixed": 4, "cpu": 2}.get(partition, 8)

@@ -32,7 +32,10 @@ CASES = {
     "srun": ["cluster=h100_ib", "cluster.account=research", "cluster.successor=afterany"],
     "torchrun": ["cluster=h100_ib", "cluster.launcher=torchrun"],
     "srun_pyxis": ["cluster=h100_pyxis"],
-    "srun_spares": ["cluster=h100_pyxis", "cluster.spares=2"],
+    "srun_spares": [
+        *("cluster=h100_pyxis", "cluster.spares=2", "cluster.mpi=none"),
+        *("cluster.container_name=true", "cluster.container_writable=true"),
+    ],
     "torchrun_cpu": ["cluster=local_cpu", "cluster.launcher=torchrun", "cluster.preflight.enabled=false"],
 }
 
@@ -114,6 +117,8 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
         ("cluster.account='a b'", "sbatch would misread"),
         ("cluster.sbatch=[-t1]", "'-t1' is not an option"),
         ("cluster.mounts=[/a:/b]", "there are mounts but no image"),
+        ("cluster.container_name=true", "container_name is set, and there is no image"),
+        ("cluster.mpi='pmix; rm'", "sbatch would misread"),
         ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
         ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
         ("cluster.nodes=4", "unknown setting 'cluster.nodes'"),
