@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
-from harness.megatron.model import expert_metrics, weigh_tokens
+from harness.megatron.model import expert_metrics, routers, weigh_tokens
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
@@ -113,6 +113,8 @@ class MegatronStep:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
+        for router in routers(self.chunks):
+            router.reset()
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
             weigh_tokens(self.chunks, **self._count_tokens(batch.rows))
@@ -146,12 +148,15 @@ class MegatronStep:
         """Return the mean loss of a trained token over `batches`, computed without gradients."""
         for chunk in self.chunks:
             chunk.eval()
+        for router in routers(self.chunks):
+            router.reset()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
                 sums += self._run(batch.rows, forward_only=True)
         total, tokens = self._reduce(sums)
-        return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens))
+        load = expert_metrics(self.chunks, self.config.num_layers, self.device).load if self.has_experts else 0.0
+        return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens), expert_load=load or None)
 
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
         if self.pad_rows_to is not None:

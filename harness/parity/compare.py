@@ -98,8 +98,9 @@ def _check_routers(reference: Sequence[StepMetrics], run: Sequence[StepMetrics],
     """Compare the statistics of the routers, counts first, and name the first of a step that differs."""
     difference, largest = None, 0.0
     for expected, actual in _pair_steps(reference, run):
-        for name in (*EXACT_EXPERTS, *EXPERTS):
-            wanted, got = expected.experts.get(name), actual.experts.get(name)
+        before, after = _statistics(expected), _statistics(actual)
+        for name in dict.fromkeys((*EXACT_EXPERTS, *EXPERTS, *before, *after)):
+            wanted, got = before.get(name), after.get(name)
             size = 0.0 if wanted == got else relative_difference(wanted, got)
             is_count = name in EXACT_EXPERTS
             largest = max(largest, 0.0 if is_count else size)
@@ -110,6 +111,11 @@ def _check_routers(reference: Sequence[StepMetrics], run: Sequence[StepMetrics],
                 difference = Difference(message, step=expected.step, field=name, expected=wanted, found=got)
     known = largest if math.isfinite(largest) else None
     return Check("experts", difference is None, tolerances.loss, known, tolerances.reason, difference)
+
+
+def _statistics(step: StepMetrics) -> dict[str, float]:
+    """Return the statistics of routers over a step, and their loads in the validations after it, by name."""
+    return {**step.experts, **{f"load in {name}": load for name, load in step.evaluation_expert_loads.items()}}
 
 
 def _check_column(

@@ -67,10 +67,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats over the trained tokens of a validation."""
+    """Result of a validation.
+
+    Attributes:
+        loss: mean in nats over the trained tokens.
+        expert_load: tokens of a layer's busiest expert over the mean, as a mean over layers; None for a dense model.
+    """
 
     loss: float
     trained_tokens: int
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.storage import write_atomically
 from harness.train.events import EventFile
 from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before, whole_lines
-from harness.train.loop import StepRecord
+from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
 
@@ -48,6 +48,8 @@ class StepMetrics:
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
+            is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
         stragglers: ranks that hold the others up, by the names of `Straggler`.
     """
@@ -70,6 +72,7 @@ class StepMetrics:
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
     rank_compute_s: list[float] = field(default_factory=list)
     stragglers: list[dict[str, Any]] = field(default_factory=list)
 
@@ -79,6 +82,7 @@ def step_metrics(
 ) -> StepMetrics:
     """Return the metrics of one step, with the times of every rank and those that are slow."""
     batch, result = record.batch, record.result
+    evaluated = {**({} if record.validation is None else {OWN_VALIDATION: record.validation}), **record.evaluations}
     return StepMetrics(
         step=record.step,
         epoch=batch.epoch,
@@ -98,6 +102,9 @@ def step_metrics(
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
         experts={} if result.experts is None else asdict(result.experts),
+        evaluation_expert_loads={
+            name: evaluation.expert_load for name, evaluation in evaluated.items() if evaluation.expert_load is not None
+        },
         rank_compute_s=[round(each.compute_s, 6) for each in times],
         stragglers=[asdict(straggler) for straggler in stragglers],
     )
@@ -208,21 +215,47 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     Args:
         title: above the plot; a long line is wrapped.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(title, "loss (nats per trained token)")
     axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
     for number, (name, losses) in enumerate(_validations(steps).items()):
         style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
         if losses:
             axes.plot(list(losses), list(losses.values()), "o--" if number == 0 else "o:", label=name, **style)
+    _save(figure, axes, path)
+
+
+def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
+    """Draw the load of the busiest expert over the steps as a PNG: in training, and in each validation set.
+
+    Args:
+        title: above the plot; a long line is wrapped.
+    """
+    figure, axes = _axes(title, "tokens of the busiest expert / mean")
+    trained = [s for s in steps if s.experts]
+    for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
+        axes.plot([s.step for s in trained], [s.experts[name] for s in trained], label=label, color=color)
+    for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
+        loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
+        axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
+    _save(figure, axes, path)
+
+
+def _axes(title: str, label: str) -> tuple[Any, Any]:
+    """Return a figure and its axes over the steps, with a label of the values."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     # Drawn as it is: a name may hold a dollar sign, which would begin a formula.
     axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10, loc="left", parse_math=False)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per trained token)")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.legend(frameon=False)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
@@ -239,6 +272,22 @@ def _summary(losses: Mapping[int, float]) -> str:
     last = losses[steps[-1]]
     perplexity = f"{math.exp(last):,.1f}" if last < 50 else "too large to show"
     return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
+
+
+def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
+    """Return the load of the busiest expert, in training and where it was validated last; nothing of a dense model."""
+    first, last = steps[0], steps[-1]
+    if not (first.experts and last.experts):
+        return {}
+    rows = {
+        "busiest expert over the mean": f"{first.experts['load']:.3f} at step {first.step}, "
+        f"{last.experts['load']:.3f} at step {last.step}, {last.experts['worst_load']:.3f} in the worst layer"
+    }
+    for step in reversed(steps):
+        if step.evaluation_expert_loads:
+            loads = (f"{name} {load:.3f}" for name, load in step.evaluation_expert_loads.items())
+            return {**rows, f"the same of validation sets, step {step.step}": ", ".join(loads)}
+    return rows
 
 
 def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
@@ -265,6 +314,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
         **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
+        **_expert_rows(steps),
         "tokens": f"{tokens:,}, of them {sum(s.trained_tokens for s in steps):,} trained",
         "tokens per second": f"{tokens / seconds:,.0f}",
         "fill of rows": f"{sum(s.fill for s in steps) / count:.1%}",
@@ -276,7 +326,8 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         **_slow_ranks(steps),
         **facts,
     }
-    lines = ["# Training run", "", "![loss](loss.png)", "", "| | |", "|---|---|"]
+    charts = ["![loss](loss.png)", *(["![load of experts](experts.png)"] if last.experts else [])]
+    lines = ["# Training run", "", *charts, "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     path = folder / REPORT_FILE
     with _report_may_fail(path):

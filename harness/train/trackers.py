@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.train.loop import OWN_VALIDATION
 
 # The package and the extra of each have the same name.
 SERVICES = ("wandb", "mlflow")
@@ -48,11 +49,15 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
     `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on.
     """
-    skipped = ("step", "validation_loss", "evaluation_losses", "experts", "rank_compute_s", "stragglers")
+    loads = line.get("evaluation_expert_loads", {})
+    of_sets = ("evaluation_losses", "evaluation_expert_loads")
+    skipped = ("step", "validation_loss", *of_sets, "experts", "rank_compute_s", "stragglers")
     further = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
     values |= {"validation/loss": line["validation_loss"], **further}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
+    values |= {f"validation/{name}/expert_load": load for name, load in loads.items() if name != OWN_VALIDATION}
+    values |= {"validation/expert_load": loads.get(OWN_VALIDATION)}
     values |= {"train/slowest_rank_compute_s": max(times)} if (times := line.get("rank_compute_s")) else {}
     return {curve: value for curve, value in values.items() if value is not None}
 

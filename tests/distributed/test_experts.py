@@ -93,6 +93,17 @@ def differences(checks: dict[str, Check]) -> list[str]:
 def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(dataset, tmp_path) -> None:
     compare = run_all(dataset, tmp_path, [("deepseek_like", "tp2_ep2", None)])
     assert differences(compare("deepseek_like", "tp2_ep2", None)) == []
+    # The load of experts in a validation, which is compared too, does not count in the steps' own.
+    steps = recorded_run(tmp_path / "deepseek_like" / "one").steps
+    assert [list(step.evaluation_expert_loads) for step in steps] == [
+        ["validation"],
+        ["validation"],
+        [],
+        ["validation"],
+    ]
+    assert len({step.experts["bias_tokens"] / step.tokens for step in steps}) == 1
+    assert all(load > 1 for step in steps for load in step.evaluation_expert_loads.values())
+    assert "![load of experts](experts.png)" in (tmp_path / "deepseek_like" / "one" / "report.md").read_text()
 
 
 @pytest.fixture(scope="module")

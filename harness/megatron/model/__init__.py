@@ -7,7 +7,7 @@ from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import build_chunks, build_model, engine_layers, use_transformer_engine
 from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.model.rotary import RowSelfAttention
-from harness.megatron.model.router import expert_metrics, weigh_tokens
+from harness.megatron.model.router import expert_metrics, routers, weigh_tokens
 
 __all__ = [
     "RowSelfAttention",
@@ -17,6 +17,7 @@ __all__ = [
     "engine_layers",
     "expert_metrics",
     "lora",
+    "routers",
     "slow_parts",
     "use_transformer_engine",
     "weigh_tokens",

@@ -42,7 +42,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         self.reset()
 
     def reset(self) -> None:
-        """Begin the statistics of a step."""
+        """Begin the statistics of a step, or of a validation."""
         self.counts: Any = 0
         self.sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
 
@@ -76,6 +76,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         )
         if counted:
             weights = self._balance(logits, weights, padding)
+        if counted or not self.training:
             self._count(logits, chosen, padding)
         return weights, chosen
 
@@ -113,7 +114,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
     def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
         real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
         counts = real.sum(dim=0)
-        if self.enable_expert_bias:
+        if self.enable_expert_bias and self.training:
             self.local_tokens_per_expert += counts
         self.counts = self.counts + counts.double()
         scores = _scores(logits, self.score_function)

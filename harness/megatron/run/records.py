@@ -27,6 +27,7 @@ from harness.train import (
     find_slow_nodes_file,
     is_due,
     merge_ranks,
+    plot_experts,
     plot_loss,
     rank_rows,
     read_metrics,
@@ -156,6 +157,8 @@ class RunRecords:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
         plot_loss(steps, self._folder / "loss.png", title=title)
+        if steps[-1].experts:
+            plot_experts(steps, self._folder / "experts.png", title=title)
         write_report(self._folder, steps, facts)
         plot, report = self._folder / "loss.png", self._folder / "report.md"
         self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")
