@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.checks import bounded, check_numbers
-from harness.cli.indexed import find_check
+from harness.cli.indexed import describe_pair_checks, find_check
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import (
@@ -197,7 +197,8 @@ def verify(
     if not is_uri(path):
         check = find_run_check(path)
         notes += describe_run_checks(path) if check is not None else []
-        check = check or find_check(path)
+        if check is None and (check := find_check(path)) is not None:
+            notes += describe_pair_checks(check)
         if check is None and not Path(path).exists():
             # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
             open_dataset(path).close()

@@ -179,6 +179,19 @@ def find_check(path: str) -> Callable[..., list[Problem]] | None:
     return verify_indexed if any(there[:2]) and not there[2] else None
 
 
+def describe_pair_checks(check: Callable[..., list[Problem]]) -> list[str]:
+    """Return what a check that `find_check` returned cannot know, as sentences."""
+    from harness.indexed import verify_indexed
+
+    if check is not verify_indexed:
+        return []
+    return [
+        "a pair has no checksums: a token that became another one of the vocabulary, or a document bound that moved to "
+        "another sequence, would not show; `harness indexed family` writes a record with hashes, and `harness verify "
+        "NAME.json` compares them"
+    ]
+
+
 def _counted(advance: Callable[..., None]) -> Callable[[int], None]:
     """Turn numbers of further documents into the total that a progress bar shows."""
     done = 0

@@ -164,7 +164,7 @@ def probe(
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="the run's folder")],
     data: Annotated[list[str] | None, typer.Option(metavar="PATH", help="a dataset of the run; repeatable")] = None,
     weights: Annotated[str | None, typer.Option(metavar="DIR", help="initial weights of the model")] = None,
-    live: Annotated[str | None, typer.Option(metavar="DIR", help="folder of live chunks")] = None,
+    live: Annotated[list[str] | None, typer.Option(metavar="DIR", help="folder of live chunks; repeatable")] = None,
     timeout_s: Annotated[float, typer.Option(help="time limit of each check")] = 40.0,
 ) -> None:
     """Check this node, as one task of a Slurm step with one task a node; prints JSON lines."""
@@ -172,7 +172,7 @@ def probe(
     from harness.launch.preflight import node_checks, run_checks
 
     place = place_in_slurm()
-    checks = node_checks(place, run_dir=run_dir, data=data or [], weights=weights, live=live, timeout_s=timeout_s)
+    checks = node_checks(place, run_dir=run_dir, data=data or [], weights=weights, live=live or [], timeout_s=timeout_s)
     run_checks(checks, node=place.node, timeout_s=timeout_s)
     # A thread that hangs in the kernel would keep the interpreter from ending.
     os._exit(0)

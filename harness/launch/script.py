@@ -383,7 +383,7 @@ class Job:
         python: interpreter of the job.
         data: datasets that every node must be able to read; empty checks none.
         weights: folder of the initial weights, if any.
-        live: folder of the live chunks, if any.
+        live: folders of live chunks.
         code: digest that the code on the nodes must have; empty for any that is the same on all.
     """
 
@@ -396,13 +396,13 @@ class Job:
     python: str
     data: tuple[str, ...] = ()
     weights: str | None = None
-    live: str | None = None
+    live: tuple[str, ...] = ()
     code: str = ""
 
     def __post_init__(self) -> None:
         for text, where in ((self.name, "name"), (self.run_dir, "runs"), (self.workdir, "cluster.workdir")):
             check_directive(text, where)
-        for setting in (*self.overrides, *self.data, self.weights, self.live, self.python):
+        for setting in (*self.overrides, *self.data, self.weights, *self.live, self.python):
             check_one_line(setting or "", "settings")
 
     @property
@@ -547,7 +547,8 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
 def _preflight(job: Job, cluster: ClusterConfig) -> str:
     limits = cluster.preflight
     needed = [("data", path) for path in job.data]
-    needed += [(name, path) for name, path in (("weights", job.weights), ("live", job.live)) if path]
+    needed += [("weights", job.weights)] if job.weights else []
+    needed += [("live", path) for path in job.live]
     expected = [
         f"--gpus={cluster.gpus_per_node}",
         f"--min-shm-mib={limits.min_shm_mib}",

@@ -69,9 +69,9 @@ def plan_job(
         )
     weights = settings["model"]["init_from"]
     weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub
-    live = settings["data"].get("live", {}).get("path")
+    live = tuple(live_paths(settings))
     if cluster.image:
-        for path in (*dataset_paths(settings), weights, live):
+        for path in (*dataset_paths(settings), weights, *live):
             if path and "://" not in path and not Path(path).is_absolute():
                 raise ConfigError(
                     f"{path} is relative, and would be looked up in the container's own folder",
@@ -110,6 +110,12 @@ def next_run_dir(runs: Path, name: str) -> Path:
     return runs.absolute() / f"{name}-{max(numbers, default=0) + 1:03d}"
 
 
+def live_paths(settings: dict[str, Any]) -> list[str]:
+    """Return the folders of live chunks of a run with these settings."""
+    live = settings["data"].get("live") or {}
+    return [source["path"] for source in live.get("blend") or [live] if source.get("path")]
+
+
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     """Return the datasets that a run with these settings opens, by the paths that its ranks will use.
 
@@ -118,7 +124,7 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     data = settings["data"]
     if "blend_per_split" in data:
         return tuple(dict.fromkeys(path for path in corpus_paths(data) if path and "://" not in path))
-    paths = [source["path"] for source in data["blend"]] or ([] if data["live"]["path"] else [data["path"]])
+    paths = [source["path"] for source in data["blend"]] or ([] if live_paths(settings) else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)
 

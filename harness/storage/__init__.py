@@ -13,6 +13,7 @@ Read `folders` first: the interface that readers and writers of datasets use.
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
+from harness.storage.bucket import s3_endpoint
 from harness.storage.checksums import (
     CHECKSUMS_FILE,
     digest_files,
@@ -77,6 +78,7 @@ __all__ = [
     "read_checksums",
     "read_npy_header",
     "redact",
+    "s3_endpoint",
     "share_of",
     "stamp_of",
     "sync_folder",

@@ -1,6 +1,7 @@
 """Object storage through PyArrow's filesystems: every call ends in bounded time, and errors name the cause.
 
-Settings come from the environment, as the providers' own tools read it: AWS_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3),
+Settings come from the environment, as the providers' own tools read it: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or
+AWS_S3_ENDPOINT_URL, which no tool of AWS reads but which is common),
 AWS_REGION and the AWS credential chain; Google's application default credentials; AZURE_STORAGE_ACCOUNT with
 AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or Azure's default credentials. HARNESS_STORAGE_TIMEOUT_S (60) bounds
 one request, all attempts together. No error shows credentials.
@@ -155,7 +156,7 @@ class ObjectStore:
         verdict = judge(error)
         if verdict is Verdict.PASSING:
             is_s3 = place.scheme == "s3"
-            address = f" at {redact(_endpoint())}" if _endpoint() and is_s3 else ""
+            address = f" at {redact(s3_endpoint())}" if s3_endpoint() and is_s3 else ""
             return FormatError(
                 f"object storage{address} did not answer: {attempts} attempts in {seconds:.1f} s, "
                 f"the last: {_short(str(error))}",
@@ -292,15 +293,17 @@ def _timeout_s() -> float:
     return value
 
 
-def _endpoint() -> str:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+def s3_endpoint() -> str:
+    """Return the address of the S3 server that the environment names; empty for that of AWS."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_S3_ENDPOINT_URL")
+    return next((value for name in names if (value := os.environ.get(name))), "")
 
 
 def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
     import pyarrow.fs as pa_fs
 
     if place.scheme == "s3":
-        endpoint = _endpoint()
+        endpoint = s3_endpoint()
         scheme, _, host = endpoint.rpartition("://")
         if "@" in host:
             raise ConfigError(

@@ -68,7 +68,7 @@ def run_checks(checks: Mapping[str, Check], *, node: str, timeout_s: float, rank
 
 
 def node_checks(
-    place: NodePlace, *, run_dir: Path, data: list[str], weights: str | None, live: str | None, timeout_s: float
+    place: NodePlace, *, run_dir: Path, data: list[str], weights: str | None, live: list[str], timeout_s: float
 ) -> dict[str, Check]:
     """Return the checks of this node by name; those that wait for another node give up before `timeout_s`."""
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
@@ -91,8 +91,12 @@ def node_checks(
         },
         **({f"weights {weights}": lambda: read_weights(Path(weights))} if weights else {}),
         # The producer may create it later; where only some nodes see it, it is not shared.
-        **({f"live chunks {live}": lambda: {"folder": "there" if Path(live).is_dir() else "missing"}} if live else {}),
+        **{f"live chunks {path}": partial(_find_folder, path) for path in live},
     }
+
+
+def _find_folder(path: str) -> Facts:
+    return {"folder": "there" if Path(path).is_dir() else "missing"}
 
 
 def read_versions() -> Facts:

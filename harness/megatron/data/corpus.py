@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import json
+import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
 from harness.megatron.job import runtime
+from harness.storage import s3_endpoint
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ def build_corpus(
         for some in blends.values()
     )
     remote = sorted(path for path in named if is_object_storage_path(path) and path not in packs)
+    if remote and (endpoint := s3_endpoint()):
+        # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
+        os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
     values: dict[str, Any] = {
         "random_seed": seed,
         "sequence_length": config.sequence_length,
@@ -413,7 +418,7 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
         ) from None
     if config.fast_cache_load:
         return
-    client = boto3.client("s3")
+    client = boto3.client("s3", endpoint_url=s3_endpoint() or None)
     for path in in_s3:
         bucket, key = parse_s3_path(path)
         for suffix in (IDX, BIN):

@@ -66,13 +66,13 @@ def run_bash(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_settings_reach_the_recipe_unchanged_through_the_shell():
     odd = ("a=x y", "b='single' \"double\"", "c=$HOME `id` \\", "d=[{path: 'p q', weight: 0.5}]", "e=*", "f=#g;|&<>")
-    job = Job(**{**vars(JOB), "overrides": odd, "data": ("/d/a b$c",), "weights": "/w x", "live": "/l"})
+    job = Job(**{**vars(JOB), "overrides": odd, "data": ("/d/a b$c",), "weights": "/w x", "live": ("/l", "/m")})
     text = render(job, ClusterConfig(env={"G": "$HOME 'x'"}))
     line = next(line for line in text.splitlines() if line.startswith("program="))
     show = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
     done = run_bash(f'{line}\n{show} "${{program[@]}}"')
     assert tuple(json.loads(done.stdout)[3:-2]) == odd
-    assert "--data='/d/a b$c' --weights='/w x' --live=/l --timeout-s" in text
+    assert "--data='/d/a b$c' --weights='/w x' --live=/l --live=/m --timeout-s" in text
     assert "export G='$HOME '\"'\"'x'\"'\"''" in text
 
 

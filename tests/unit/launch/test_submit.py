@@ -9,7 +9,7 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.launch.submit import check_arguments, dataset_paths, next_run_dir
+from harness.launch.submit import check_arguments, dataset_paths, live_paths, next_run_dir
 from harness.plan.settings import SftConfig
 
 
@@ -65,6 +65,9 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
     assert dataset_paths({"data": blended}) == ("a", "b")
     live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "not/yet"}}
     assert dataset_paths({"data": live}) == ()
+    assert live_paths({"data": live}) == ["not/yet"]
+    several = {**live, "live": {"path": "unused", "blend": [{"path": "a"}, {"path": "b"}]}}
+    assert (dataset_paths({"data": several}), live_paths({"data": several})) == ((), ["a", "b"])
     none = {"train": [], "valid": [], "test": []}
     corpus = {"path": "c", "blend": [], "blend_per_split": none, "per_split_data_args_path": None}
     assert dataset_paths({"data": corpus}) == ("c",)

@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.storage.bucket import Verdict, explain, judge
+from harness.storage.bucket import Verdict, explain, judge, s3_endpoint
 from harness.storage.uris import ObjectPath, join_path, redact
 
 
@@ -118,6 +118,17 @@ def test_a_dead_endpoint_is_an_error_after_attempts_within_the_limit(monkeypatch
         open_dataset("s3://bucket/data")
     assert clock.now < 1
     assert "AWS_ENDPOINT_URL" in caught.value.fix
+
+
+def test_the_address_of_a_server_has_three_names_of_which_those_of_aws_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert s3_endpoint() == ""
+    for name in ("AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, f"http://{name.lower()}")
+        assert s3_endpoint() == f"http://{name.lower()}"
 
 
 def test_pyarrow_is_imported_only_when_an_address_is_opened() -> None:
