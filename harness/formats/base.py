@@ -157,8 +157,8 @@ class Format:
         shard_files: endings of the files of a shard after its path.
         has_checksums: whether shards carry checksums of their own content.
         single_file_suffix: a destination with this suffix is written as one file without a folder; "" if never.
-        in_buckets: whether shards are written to object storage and read from it by ranges; if not, they are read
-            from local copies.
+        in_buckets: whether shards are read from object storage by ranges, and go there as they are written; if not,
+            they are read from local copies, and uploaded once they are whole.
     """
 
     name: str

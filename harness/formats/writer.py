@@ -24,6 +24,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.records import Pack
 from harness.storage import (
     TEMPORARY_SUFFIX,
+    BucketFolder,
     Folder,
     LocalFolder,
     Marker,
@@ -35,6 +36,8 @@ from harness.storage import (
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"
+# Far above the index of one shard.
+_MAX_PART_BYTES = 1 << 34
 # Names that an interrupted write can have left in a folder.
 _OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
@@ -54,7 +57,7 @@ def open_writer(
 
     Args:
         path: a new or empty folder; or, if the format has one, a file with its suffix (`.npy`, `.parquet`), which
-            then is the whole dataset. Parquet can also be written to either in object storage.
+            then is the whole dataset. Both may be in object storage, files for Parquet only.
         format: one of FORMATS.
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest.
@@ -62,8 +65,8 @@ def open_writer(
         rows_per_group: packs in a Parquet row group, the unit that is decoded at once; other formats have none.
         overwrite: replace an existing dataset, which is deleted when the block is entered.
         resume_key: names the content. An interrupted write with the same key and settings continues after its last
-            whole shard: append from pack `writer.num_packs` on. Not for single files and not in object storage,
-            where a write starts from scratch.
+            whole shard, in object storage too and from any machine: append from pack `writer.num_packs` on. Not for
+            single files.
 
     Raises:
         ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
@@ -112,13 +115,6 @@ class PackWriter:
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
-        is_local = isinstance(destination, LocalFolder)
-        if not is_local and not format.in_buckets:
-            raise ConfigError(
-                f"{format.name} cannot be written to object storage",
-                where=destination.where(),
-                fix="write parquet there, or write to a folder and copy it",
-            )
         self.where = destination.where()
         self.pack_size = options.pack_size
         self.provenance = provenance
@@ -135,15 +131,24 @@ class PackWriter:
         self._open = False
         self._claim: FolderClaim | _FileClaim
         if format.single_file_suffix and self.where.endswith(format.single_file_suffix):
+            if isinstance(destination, BucketFolder) and not format.in_buckets:
+                raise ConfigError(
+                    f"a single file of {format.name} cannot be written to object storage",
+                    where=destination.where(),
+                    fix=f"leave out the ending {format.single_file_suffix} to write a folder, or write parquet",
+                )
             self._file = destination.place.name
             self._folder = open_folder(str(destination.place.parent))
             self._claim = _FileClaim(self._folder, self._file, overwrite=overwrite)
             return
+        if isinstance(destination, BucketFolder):
+            destination.is_staged = not format.in_buckets
         resume = None
-        if resume_key is not None and is_local:
+        if resume_key is not None:
             # What a resumed write must share with the interrupted one, as comparable bytes.
             identity = {"format": format.name, "provenance": asdict(provenance), "key": resume_key}
             resume = json.dumps(settings | identity, sort_keys=True).encode()
+        self._resumes = resume is not None
         self._claim = FolderClaim(self._folder, overwrite=overwrite, resume=resume, keep=self._take_up)
 
     @property
@@ -212,6 +217,8 @@ class PackWriter:
         path = self._part_path(number)
         path.parent.mkdir(exist_ok=True)
         _save_part(path, stored, totals, self._builder.build())
+        if self._resumes and isinstance(self._folder, BucketFolder):
+            self._folder.write(_part_name(number), [path.read_bytes()])
         self._shard = None
         self._add_finished(stored, totals)
         self._builder = IndexBuilder()
@@ -247,6 +254,8 @@ class PackWriter:
             )
             for number in range(len(self._finished)):
                 self._part_path(number).unlink()
+                if self._resumes and isinstance(self._folder, BucketFolder):
+                    self._folder.remove(_part_name(number))
             manifest = replace(
                 manifest,
                 fingerprint=fingerprint,
@@ -276,6 +285,12 @@ class PackWriter:
         names: list[str] = []
         while True:
             number = len(self._finished)
+            if isinstance(self._folder, BucketFolder):
+                data = self._folder.read(_part_name(number), _MAX_PART_BYTES)
+                if data is None:
+                    return names
+                self._part_path(number).parent.mkdir(exist_ok=True)
+                write_atomically(self._part_path(number), data)
             loaded = _load_part(self._part_path(number))
             if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
@@ -289,8 +304,11 @@ class PackWriter:
     def _is_whole(self, shard: Shard) -> bool:
         folder = self._folder
         try:
+            # An upload exists once all of it has arrived, so its size is enough.
+            is_remote = isinstance(folder, BucketFolder)
             return all(
-                folder.find_size(stored.path) == stored.num_bytes and folder.digest(stored.path) == stored.xxh3
+                folder.find_size(stored.path) == stored.num_bytes
+                and (is_remote or folder.digest(stored.path) == stored.xxh3)
                 for stored in shard.files
             )
         except (OSError, FormatError):

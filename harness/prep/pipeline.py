@@ -33,7 +33,7 @@ from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_fil
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.settings import nearest_name
-from harness.storage import Place, Stamp, stamp_of, write_atomically
+from harness.storage import Place, Stamp, is_uri, redact, stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -97,6 +97,13 @@ def prepare(
     """
     config = _config_of(source, tokenizer, path, settings)
     check_engine(config.engine)
+    if is_uri(config.data.path):
+        raise ConfigError(
+            "a preparation writes to a folder, because it continues and checks what is there",
+            where=f"data.path={redact(config.data.path)}",
+            fix="prepare into a folder, then copy its datasets: harness convert FOLDER/train s3://BUCKET/KEY/train "
+            "FORMAT, and the same for validation",
+        )
     config = replace(config, source=config.source.resolve())
     console = console or Console(quiet=progress is not None)
     stages = Stages(console, progress)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -243,6 +244,66 @@ class UploadFile(OutputFile):
         data, self._buffer = bytes(self._buffer), bytearray()
         if data:
             self._store.upload(self._place, lambda: self._stream.write(data))
+
+
+class StagedFile(OutputFile):
+    """An object that is written to a temporary file first, for formats that go back to a header, and then uploaded.
+
+    Nothing is left on the disk when the process is killed.
+    """
+
+    def __init__(self, store: ObjectStore, place: ObjectPath) -> None:
+        self._store, self._place = store, place
+        self._file = tempfile.TemporaryFile(prefix="harness-upload-")  # noqa: SIM115 - closed by finish and abort
+        self._upload: UploadFile | None = None
+
+    def describe(self, name: str) -> StoredFile:
+        """Return the manifest's entry of this file under a name, with the hash of the bytes that were uploaded."""
+        assert self._upload is not None
+        return self._upload.describe(name)
+
+    def write(self, data: bytes | memoryview) -> int:
+        return len(data) if self._done else self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, position: int) -> int:
+        return self._file.seek(position)
+
+    def seekable(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Upload the file, and check that the store has all of it.
+
+        Raises:
+            FormatError: the store refuses it, or has another number of bytes.
+        """
+        if self._done:
+            return
+        num_bytes = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
+        upload = self._upload = UploadFile(self._store, self._place)
+        while block := self._file.read(REQUEST_BYTES):
+            upload.write(block)
+        upload.finish()
+        self._done = True
+        self._file.close()
+        if (stored := self._store.find_size(self._place)) != num_bytes:
+            raise FormatError(
+                f"the object has {stored or 0:,} bytes, and {num_bytes:,} were uploaded",
+                where=str(self._place),
+                fix="write again; something else writes to this place, or the store is damaged",
+            )
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        self._file.close()
+        if self._upload is not None:
+            self._upload.abort()
 
 
 def _text(value: bytes | str) -> str:

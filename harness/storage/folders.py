@@ -14,10 +14,12 @@ from pathlib import Path
 import xxhash
 
 from harness.errors import FormatError
-from harness.storage.bucket import ObjectStore, UploadFile
+from harness.storage.bucket import ObjectStore, StagedFile, UploadFile
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, sync_folder
 from harness.storage.uris import ObjectPath, Place, is_uri
+
+_MARKER_BYTES = 1 << 20
 
 
 class Folder(ABC):
@@ -197,15 +199,19 @@ class BucketFolder(Folder):
     There are no locks and no renames. An upload is invisible until it is complete; the next writer removes what an
     interrupted one left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule
     of the bucket ends them.
+
+    Attributes:
+        is_staged: new files are written to a temporary file first, so that their writers may go back in them.
     """
 
     place: ObjectPath
 
     def __init__(self, place: ObjectPath) -> None:
         self.place = place
+        self.is_staged = False
         self.store = ObjectStore(place)
         self._listing: dict[str, int] | None = None
-        self._uploads: dict[str, UploadFile] = {}
+        self._uploads: dict[str, UploadFile | StagedFile] = {}
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -256,9 +262,9 @@ class BucketFolder(Folder):
     def make(self) -> bool:
         return False
 
-    def create_file(self, name: str) -> UploadFile:
+    def create_file(self, name: str) -> UploadFile | StagedFile:
         self._listing = None
-        self._uploads[name] = UploadFile(self.store, self.place / name)
+        self._uploads[name] = (StagedFile if self.is_staged else UploadFile)(self.store, self.place / name)
         return self._uploads[name]
 
     def sync(self, names: Sequence[str]) -> None:
@@ -291,17 +297,21 @@ class BucketMarker:
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        self.folder.write(self.name, ())
+        left = self.folder.read(self.name, _MARKER_BYTES)
+        self.was_created = left is None
+        if left is None:
+            self.folder.write(self.name, ())
         self._acquired = True
-        return b""
+        return left or b""
 
     def write(self, data: bytes) -> None:
-        """Do nothing: a write into a bucket starts from scratch."""
+        """Replace what a later writer finds if this one is killed."""
+        self.folder.write(self.name, [data])
 
     def release(self, *, remove: bool) -> None:
-        if self._acquired:
-            self._acquired = False
+        if self._acquired and remove:
             self.folder.store.delete(self.folder.place / self.name)
+        self._acquired = False
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -57,6 +57,11 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *(torchrun if ranks > 1 else []), "-m"]
 
 
+def forked(ranks: int) -> list[str]:
+    """The start of a command that runs a module on ranks that share their imports, for what ranks compute."""
+    return [sys.executable, "-m", *(["tests.distributed.forked", str(ranks)] if ranks > 1 else [])]
+
+
 def overrides_of(dataset: Path, folder: Path, *overrides: str) -> list[str]:
     return [f"data.path={dataset}", f"run_dir={folder}", *SMALL, *overrides]
 

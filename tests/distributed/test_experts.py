@@ -26,7 +26,7 @@ from harness.plan import SftConfig
 from harness.plan.hf_config import read_hf_config
 from recipes.parity import ParityConfig
 
-from .conftest import launcher, overrides_of, run_command, run_here
+from .conftest import forked, overrides_of, run_command, run_here
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
@@ -74,7 +74,7 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
     ]
     listed = place / "runs.json"
     listed.write_text(json.dumps(runs))
-    code, output = run_command([*launcher(2), "tests.distributed.expert_ranks", str(listed)], timeout_s=1000)
+    code, output = run_command([*forked(2), "tests.distributed.expert_ranks", str(listed)], timeout_s=1000)
     assert code == 0, output
 
     def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:

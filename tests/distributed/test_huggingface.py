@@ -15,7 +15,7 @@ from harness.errors import ConfigError, LoaderError
 from harness.integrations import RankStream
 from harness.integrations.huggingface import check_boundaries
 
-from .conftest import launcher, run_command
+from .conftest import forked, run_command
 from .huggingface_ranks import trainer
 
 LOSSES = [
@@ -122,7 +122,7 @@ def test_a_resume_on_another_number_of_ranks_trains_the_same_steps(llama, datase
     def run(ranks: int, out: str, **more: Any) -> list[Any]:
         settings = {**options, "gradient_accumulation_steps": 6 // ranks, **more}
         arguments = ["tests.distributed.huggingface_ranks", str(llama), data, str(tmp_path / out)]
-        code, output = run_command([*launcher(ranks), *arguments, str(tmp_path / out), json.dumps(settings)])
+        code, output = run_command([*forked(ranks), *arguments, str(tmp_path / out), json.dumps(settings)])
         assert code == 0, output
         return [json.loads((tmp_path / f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
 

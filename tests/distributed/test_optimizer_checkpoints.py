@@ -8,7 +8,7 @@ import pytest
 
 from harness.parity.running import free_ports
 
-from .conftest import SMALL, launcher, read_metrics, run_command
+from .conftest import SMALL, forked, read_metrics, run_command
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
 # name: run that it resumes from, its last step, its settings.
@@ -23,6 +23,7 @@ RUNS = {
 }
 
 
+@pytest.mark.nightly
 def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_not(dataset, tmp_path) -> None:
     runs = [(dtype, name, *run) for dtype, by_name in RUNS.items() for name, run in by_name.items()]
     jobs = []
@@ -41,7 +42,7 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
         jobs.append([port, overrides, str(tmp_path / f"{dtype}-{name}"), before])
     listed = tmp_path / "jobs.json"
     listed.write_text(json.dumps({"program": "recipes.sft", "runs": jobs}))
-    code, output = run_command([*launcher(2), "recipes.sft_runs", str(listed)])
+    code, output = run_command([*forked(2), "recipes.sft_runs", str(listed)])
     assert code == 0, output
     for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
         expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
@@ -55,7 +56,7 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
 
 def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:
     """It gathers nothing that others own, and either optimizer may have saved it."""
-    code, output = run_command([*launcher(2), "tests.distributed.checkpoint_ranks", str(tmp_path)])
+    code, output = run_command([*forked(2), "tests.distributed.checkpoint_ranks", str(tmp_path)])
     assert code == 0, output
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for dtype in ("float32", "bfloat16"):

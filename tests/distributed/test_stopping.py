@@ -19,7 +19,7 @@ import pytest
 from harness.parity.running import free_ports
 from harness.train.attempts import decide
 
-from .conftest import ROOT, command, environment, launcher, overrides_of, read_metrics, run_command
+from .conftest import ROOT, command, environment, forked, overrides_of, read_metrics, run_command
 from .test_resume import SAME
 
 # Long enough that none ends before its signal.
@@ -107,6 +107,7 @@ def curve(folder: Path) -> list[dict[str, object]]:
     return [{name: line[name] for name in SAME} for line in read_metrics(folder)]
 
 
+@pytest.mark.nightly
 def test_a_signal_to_the_launcher_ends_the_run_after_a_checkpoint_and_it_resumes_with_the_same_losses(
     dataset, tmp_path
 ) -> None:
@@ -142,7 +143,7 @@ def test_a_signal_to_the_launcher_ends_the_run_after_a_checkpoint_and_it_resumes
     ]
     (tmp_path / "runs.json").write_text(json.dumps({"program": "recipes.sft", "runs": jobs}))
     kept = checkpoints_in(tmp_path / "killed")[-1]
-    code, output = run_command([*launcher(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
+    code, output = run_command([*forked(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
     # Both resumed from their checkpoints, and not from the beginning.

@@ -10,7 +10,7 @@ import pytest
 
 from harness.parity.running import free_ports
 
-from .conftest import launcher, run_command
+from .conftest import forked, run_command
 
 TWO = [
     ({}, "dp_balanced"),
@@ -41,7 +41,7 @@ def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_
     jobs, out = tmp_path / "jobs.json", tmp_path / "report"
     jobs.write_text(json.dumps([[port, *one] for port, one in zip(free_ports(len(layouts)), layouts, strict=True)]))
     code, output = run_command(
-        [*launcher(ranks), "tests.distributed.stream_ranks", str(jobs), str(dataset / "train"), str(out)]
+        [*forked(ranks), "tests.distributed.stream_ranks", str(jobs), str(dataset / "train"), str(out)]
     )
     assert code == 0, output
     for rank in range(ranks):

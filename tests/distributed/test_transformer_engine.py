@@ -8,7 +8,7 @@ import os
 import pytest
 
 from . import conftest
-from .conftest import ROOT, launcher, run_command
+from .conftest import ROOT, forked, run_command
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ ALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine_and_back(
     tmp_path, engine, tp_size, families
 ) -> None:
-    program = [*launcher(tp_size), "tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *families]
+    program = [*forked(tp_size), "tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *families]
     code, output = run_command(program)
     assert code == 0, output
     found = json.loads((tmp_path / "found.json").read_text())

@@ -31,7 +31,7 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.settings import to_plain
 
-from .conftest import command, launcher, run_command
+from .conftest import command, forked, run_command
 
 SIZES = {
     "hidden_size": 32,
@@ -180,7 +180,7 @@ def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models
     ]
     listed = tmp_path / "jobs.json"
     listed.write_text(json.dumps([[port, *job] for port, job in zip(free_ports(len(jobs)), jobs, strict=True)]))
-    code, output = run_command([*launcher(ranks), "tests.distributed.weights_ranks", str(listed), str(tmp_path)])
+    code, output = run_command([*forked(ranks), "tests.distributed.weights_ranks", str(listed), str(tmp_path)])
     assert code == 0, output
     made = {job[0] for job in jobs}
     for name, folder in models.items():

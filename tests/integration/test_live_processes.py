@@ -122,6 +122,7 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream: Stream, tmp_path: Path) -> None:
     rows = some_packs(120)
     with open_writer(tmp_path / "source", format="memmap", pack_size=64) as writer:

@@ -312,12 +312,83 @@ def test_a_writer_that_is_killed_leaves_no_dataset_and_the_next_one_finishes(
     assert len(stored(bucket, place)) == 6
 
 
+@pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])
+def test_every_format_is_written_shard_by_shard_and_reads_as_on_a_disk(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
+) -> None:
+    write(place, format=format)
+    local = open_dataset(write(tmp_path / "local", format=format))
+    remote = open_dataset(place)
+    assert list(remote) == PACKS
+    assert remote.fingerprint == local.fingerprint
+    assert remote.manifest.shards == local.manifest.shards
+    assert verify_dataset(place) == []
+    puts = [one.path.split("?")[0] for one in proxy.requests if one.method == "PUT" and "partNumber" in one.path]
+    assert puts[-1].endswith("/manifest.json"), "the manifest comes last"
+    names = {path.relative_to(tmp_path / "local").as_posix() for path in (tmp_path / "local").rglob("*.*")}
+    assert set(stored(bucket, place)) == names
+
+
+@pytest.mark.parametrize("format", ["memmap", "parquet"])
+def test_a_killed_write_continues_after_its_last_whole_shard_from_another_machine(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
+) -> None:
+    code = textwrap.dedent("""
+        import os, sys
+        from harness.formats import open_writer
+        from harness.records import Pack
+        with open_writer(sys.argv[1], format=sys.argv[2], pack_size=4, packs_per_shard=2, resume_key="a") as writer:
+            for number in range(5):
+                writer.append(Pack([number], [0], [0]))
+            os.kill(os.getpid(), 9)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, place, format], check=False, timeout=60)
+    assert done.returncode == -9
+    before = stored(bucket, place)
+    packs = [Pack([number], [0], [0]) for number in range(7)]
+
+    def write_rest(key: str) -> int:
+        options = {"format": format, "pack_size": 4, "packs_per_shard": 2, "resume_key": key}
+        with open_writer(place, **options) as writer:  # type: ignore[arg-type]
+            begun = writer.num_packs
+            for pack in packs[begun:]:
+                writer.append(pack)
+        return begun
+
+    begun = proxy.requests and len(proxy.requests)
+    assert write_rest("a") == 4
+    sent = {one.path.split("?")[0].rpartition("/")[2] for one in proxy.requests[begun:] if one.method == "PUT"}
+    assert not any("000001" in name for name in sent), "whole shards are not sent again"
+    assert list(open_dataset(place)) == packs
+    assert verify_dataset(place) == []
+    after = stored(bucket, place)
+    assert any(name.endswith(".part") for name in before)
+    assert not any(name.endswith(".part") or "writing" in name for name in after)
+
+
+def test_an_interrupted_write_of_something_else_is_replaced(proxy: Any, bucket: Any, place: str) -> None:
+    def write_some() -> None:
+        with open_writer(place, format="memmap", pack_size=PACK_SIZE, packs_per_shard=8, resume_key="one") as writer:
+            for pack in PACKS[:20]:
+                writer.append(pack)
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        write_some()
+    assert len([name for name in stored(bucket, place) if name.endswith(".part")]) == 2
+    with open_writer(place, format="memmap", pack_size=PACK_SIZE, packs_per_shard=8, resume_key="two") as writer:
+        assert writer.num_packs == 0
+        for pack in PACKS:
+            writer.append(pack)
+    assert list(open_dataset(place)) == PACKS
+
+
 def test_a_place_with_something_else_in_it_is_not_written_to(proxy: Any, bucket: Any, place: str) -> None:
     with bucket.open_output_stream(place.removeprefix("s3://") + "/notes.txt") as file:
         file.write(b"hello")
     assert "1 files of something else, such as notes.txt" in error_of(lambda: write(place)).what
-    with pytest.raises(ConfigError, match="memmap cannot be written to object storage"):
-        write(place + "-2", format="memmap")
+    with pytest.raises(ConfigError, match="a single file of npy cannot be written to object storage"):
+        write(place + ".npy", format="npy")
 
 
 def test_missing_objects_and_buckets_are_errors_with_their_names(proxy: Any, bucket: Any, place: str) -> None:
@@ -358,7 +429,8 @@ def test_a_dataset_is_converted_to_and_from_object_storage(proxy: Any, bucket: A
     local = write(tmp_path / "data", format="binidx")
     up = convert_dataset(local, place, format="parquet")
     down = convert_dataset(place, tmp_path / "back", format="memmap")
-    assert up.fingerprint == down.fingerprint
+    across = convert_dataset(place, place + "-2", format="binidx")
+    assert up.fingerprint == down.fingerprint == across.fingerprint
     with pytest.raises(ConfigError, match="the same"):
         convert_dataset(place, place + "/", format="parquet")
 

@@ -62,6 +62,7 @@ def digests(folder: Path) -> list[str]:
     return [json.loads(line)["digest"] for line in (folder / "digests.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_kept(
     proxy: Any, bucket: Any, place: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from harness.formats.reader import HandleCache
 from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, SequenceShard, check_offsets
 from harness.formats.writer import FolderClaim, explain_os_errors
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import LocalFolder, file_digest, map_npy
+from harness.storage import LocalFolder, file_digest, is_uri, map_npy, redact
 
 SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
@@ -196,6 +196,12 @@ def write_plan(
         ConfigError: the plan does not fit this store.
         FormatError: the destination is in use, holds something else or cannot be written.
     """
+    if is_uri(str(path)):
+        raise ConfigError(
+            "a plan refers to its store by relative path, so it is written to a folder beside it",
+            where=redact(str(path)),
+            fix="name a folder; `harness convert PLAN s3://BUCKET/KEY FORMAT` writes its packs to object storage",
+        )
     folder = LocalFolder(Path(path))
     if folder.place.resolve() == store.path.resolve():
         raise ConfigError("the destination is the store itself", where=str(path), fix="name another destination")

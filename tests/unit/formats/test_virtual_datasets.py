@@ -285,6 +285,9 @@ def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path
     with pytest.raises(FormatError, match="a plan over a sequence store is read from disks only") as caught:
         open_unchecked(open_folder("s3://bucket/plan"), manifest)
     assert "harness convert" in caught.value.fix
+    with pytest.raises(ConfigError, match="written to a folder beside it") as refused:
+        repack_store(str(store), "s3://bucket/plan", pack_size=8)
+    assert "harness convert" in refused.value.fix
 
 
 def test_a_child_process_reads_with_its_own_files(tmp_path: Path, store: Path) -> None:
