@@ -22,7 +22,7 @@ class Counts:
         partial: conversations of which some sequences are kept and others left out for their length.
         truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
-        lost_tokens: trained tokens of kept conversations that were cut off or left out.
+        lost_tokens: trained tokens that were cut off or left out because their conversation is longer than a pack.
         media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
         placeholders: places of these in their text that were removed.
         user_last: kept conversations that end with a user turn, which is read and never answered.

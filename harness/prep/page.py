@@ -48,7 +48,8 @@ def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
     return environment.get_template("report.html.j2").render(
         name=Path(report.path).name,
         report=report,
-        facts=report.facts() | {"vocabulary size": f"{report.vocab_size:,}"},
+        facts={**({"lost": loss} if (loss := report.loss()) else {}), **report.facts()}
+        | {"vocabulary size": f"{report.vocab_size:,}"},
         findings=report.findings(),
         sources=list(islice(report.sources.items(), _MAX_SOURCES)),
         samples=samples,

@@ -262,7 +262,8 @@ class _Preparation:
             return tokenizer
         with self.stages.stage("tokenizer", "training a tokenizer", total=self.source.num_bytes) as stage:
             template = config.chat_template or "chatml"
-            train_bpe(self._texts(stage.advance), folder, vocab_size=config.vocab_size, chat_template=template)
+            texts = self._texts(stage.advance)
+            train_bpe(texts, folder, vocab_size=config.vocab_size, chat_template=template)
             tokenizer = ChatTokenizer(config, str(folder), today=self.today)
             if config.chat_template:
                 tokenizer.save(folder)
@@ -271,11 +272,16 @@ class _Preparation:
 
     def _texts(self, advance: Callable[[float], None]) -> Iterator[str]:
         left = _TRAIN_CHARACTERS
+        num_read, refused = 0, Counter[str]()
+        first = ""
         for chunk in read_chunks(self.source.files, limit=self.config.source.limit, reader=self.reader):
             bad = []
             for record in chunk.parse():
+                num_read += 1
                 if isinstance(record, BadRecord):
                     bad.append(record)
+                    refused[record.reason.value] += 1
+                    first = first or f"{record.where}: {record.detail}"
                     continue
                 for _, text in texts_of(record):
                     left -= len(text)
@@ -285,6 +291,23 @@ class _Preparation:
             advance(chunk.num_bytes)
             if left < 0:
                 return
+        if num_read == refused.total():
+            self._refuse_source(refused, first)
+
+    def _refuse_source(self, refused: Counter[str], first: str) -> None:
+        """Raise PrepError for a source of which every record was refused, or without records."""
+        source = self.config.source
+        if not refused:
+            files = self.source.files
+            what = "there are no records in " + ("the file" if len(files) == 1 else f"the {len(files):,} files")
+            where = str(files[0]) if len(files) == 1 else source.path or source.kind
+            raise PrepError(what, where=where, fix="name files with records in source.path")
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
+        raise PrepError(
+            f"no record can be trained on, {refused.total():,} were refused: {reasons}",
+            where=f"first {first}",
+            fix="repair the records, or change the settings of source that the reason names",
+        )
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
         """Tokenize everything, and divide the sequences among the splits."""
@@ -337,6 +360,8 @@ class _Preparation:
             reused = sum(receipt.was_there for receipt in receipts)
             if reused:
                 stage.summary += f"; {reused:,} of {len(shards):,} shards were already done"
+        if report.bad.total() == report.records:
+            self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()

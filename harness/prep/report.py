@@ -31,7 +31,7 @@ _KINDS = {
     "truncated": ("cut", "conversations were cut"),
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
-    "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out with them"),
+    "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out for their length"),
     "media": ("media left out", "conversations are trained on their text alone"),
     "placeholders": ("placeholders removed", "places of media were removed from their text"),
     "user_last": ("end with a user turn", "conversations end with a user turn, which nothing answers"),
@@ -201,6 +201,27 @@ class PrepareReport(Counts):
         found += [(kind, *words, getattr(self, kind)) for kind, words in _KINDS.items() if getattr(self, kind)]
         return [(title, text, count, self.examples.get(kind, [])) for kind, title, text, count in found]
 
+    def loss(self) -> str:
+        """Return what was left out of conversations longer than a pack, with its shares; empty if nothing was."""
+        data = self.settings.get("data", {})
+        if not self.lost_tokens:
+            return ""
+        dropped = self.dropped["over_long"] + self.dropped["untrained"]
+        conversations = dropped + sum(source.conversations for source in self.sources.values())
+        tokens = self.lost_tokens + sum(source.trained_tokens for source in self.sources.values())
+        kinds = ((dropped, "left out"), (self.partial, "left out in part"), (self.truncated, "cut"))
+        found = ", ".join(
+            f"{number:,} of {conversations:,} conversations ({number / conversations:.1%}) {kind}"
+            for number, kind in kinds
+            if number
+        )
+        return (
+            f"{found}, with {self.lost_tokens:,} of {tokens:,} trained tokens ({self.lost_tokens / tokens:.1%}): "
+            f"longer than data.pack_size={data.get('pack_size')}, and data.over_long={data.get('over_long')}; "
+            "to keep them: " + ("" if data.get("over_long") == "split" else "data.over_long=split or ") + "a larger "
+            "data.pack_size"
+        )
+
     def facts(self) -> dict[str, str]:
         """Return what the preparation found out: schema, mask and unused fields, as text by name."""
         mask = self.mask
@@ -224,6 +245,8 @@ def render_report(report: PrepareReport) -> RenderableType:
     below.add_row("records read", f"{report.records:,}")
     for title, _, count, places in report.findings():
         below.add_row(title, Text(f"{count:,}" + (f", first {places[0]}" if places else "")))
+    if loss := report.loss():
+        below.add_row("lost", Text(loss, style="yellow"))
     for name, text in report.facts().items():
         below.add_row(name, Text(text))
     below.add_row("vocabulary size", f"{report.vocab_size:,}")
@@ -245,6 +268,7 @@ def to_markdown(report: PrepareReport) -> str:
         + f". The tokenizer has {report.vocab_size:,} tokens.",
         "",
     ]
+    lines += [f"- lost: {loss}"] if (loss := report.loss()) else []
     lines += [f"- {name}: {_plain(text)}" for name, text in report.facts().items()]
     for title, text, count, places in report.findings():
         first = f"; first {_plain('; '.join(places))}" if places else ""

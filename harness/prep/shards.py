@@ -255,11 +255,11 @@ class _ShardWriter:
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
         job, counts, where = self.job, self.counts, conversation.where
         fitted = fit_conversation(conversation, sequences, tokenizer, pack_size=job.pack_size, over_long=job.over_long)
+        counts.lost_tokens += fitted.num_lost
         if not fitted.pieces:
             num_tokens = max(len(one.view) for one in sequences)
             counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=fitted.reason)
             return
-        counts.lost_tokens += fitted.num_lost
         counts.placeholders += conversation.dropped_media or 0
         for kind, found in (
             ("partial", fitted.is_partial),

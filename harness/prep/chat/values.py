@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import BadReason, ToolCall
@@ -163,6 +164,35 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(items, list):
         raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
+    try:
+        text = _ENCODER.encode(items)
+    except (TypeError, ValueError, RecursionError):
+        return _parse_list(items)
+    return _parse_tools(_Written(text, items))
+
+
+class _Written:
+    """A list and its JSON, by which it is looked up."""
+
+    __slots__ = ("items", "text")
+
+    def __init__(self, text: str, items: list[Any]) -> None:
+        self.text, self.items = text, items
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Written) and other.text == self.text
+
+
+# Most records of a source have the same tools: checked once, and one object, whose text is made and checked once, too.
+@lru_cache(maxsize=64)
+def _parse_tools(written: _Written) -> tuple[Mapping[str, Any], ...]:
+    return _parse_list(written.items)
+
+
+def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
 
 

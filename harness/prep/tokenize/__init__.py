@@ -12,7 +12,7 @@ from __future__ import annotations
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
-from harness.prep.tokenize.offsets import mask_of_encoding, token_mask
+from harness.prep.tokenize.offsets import TokenBytes, mask_of_encoding, token_mask
 from harness.prep.tokenize.recorded import as_prepared
 from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, texts_of, tokenizer_hash
 
@@ -20,6 +20,7 @@ __all__ = [
     "CHAT_TEMPLATE",
     "ChatTokenizer",
     "Encoded",
+    "TokenBytes",
     "TokenizerConfig",
     "as_prepared",
     "end_tokens",

@@ -74,7 +74,10 @@ def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
 
     For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
     """
-    return _pattern(tags).split(text) if any(tag in text for tag in tags) else [text]
+    for tag in tags:
+        if tag in text:
+            return _pattern(tags).split(text)
+    return [text]
 
 
 @lru_cache(maxsize=8)
@@ -109,7 +112,8 @@ def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[An
         )
         for turn in conversation.messages
     )
-    return turns, len(conversation.tools), json.dumps(dict(conversation.template_kwargs), sort_keys=True, default=str)
+    kwargs = conversation.template_kwargs
+    return turns, len(conversation.tools), json.dumps(dict(kwargs), sort_keys=True, default=str) if kwargs else ""
 
 
 def with_unique_words(

@@ -73,6 +73,21 @@ class Rendered:
     spans: list[Span]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The form in which a template takes the conversations of one shape, and what it makes of them.
+
+    Attributes:
+        form: in which it writes all of them.
+        is_ordered: it writes the texts and arguments in the order of the turns.
+        has_tags: their contents have marks that the template looks for.
+    """
+
+    form: Form
+    is_ordered: bool = False
+    has_tags: bool = False
+
+
 class Masker:
     """Renders conversations and finds their trained spans.
 
@@ -94,7 +109,7 @@ class Masker:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
         self._special_texts = tuple(special)
-        self._forms: dict[Any, Form | BadRecordError] = {}
+        self._forms: dict[Any, _Known | BadRecordError] = {}
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
         self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
@@ -121,15 +136,15 @@ class Masker:
         Raises:
             BadRecordError: it cannot be trained on with this template.
         """
-        form = self._form_of(conversation)
-        chat = _Chat(self._template, conversation, form, self._keeping)
+        known = self._known(conversation)
+        chat = _Chat(self._template, conversation, known.form, self._keeping)
         if self.rule == "all":
             if (untrained := _first_untrained(conversation)) is not None:
                 detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
                 detail += "tokenizer.mask=all trains every token; tokenizer.mask=auto leaves it out"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             text = chat.whole
-            self._check_written(chat)
+            self._check_written(chat, known)
             return [Rendered(text, [(0, len(text))])]
         trained = self._trained_turns(conversation)
         if not trained:
@@ -137,14 +152,15 @@ class Masker:
         if self.rule == "assistant_turns":
             found = [Rendered(chat.whole, [self._added_span(chat, turn) for turn in trained])]
         elif self.rule == "marks":
-            found = self._marked_sequences(chat, trained)
+            found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
             found = self._served_sequences(chat, trained)
-        self._check_written(chat)
+        self._check_written(chat, known)
         return found
 
-    def _check_written(self, chat: _Chat) -> None:
-        if missing := unwritten_text(chat.whole, chat.conversation.messages, chat.upto):
+    def _check_written(self, chat: _Chat, known: _Known) -> None:
+        messages = chat.conversation.messages
+        if missing := unwritten_text(chat.whole, messages, chat.upto, is_ordered=known.is_ordered):
             raise self._not_written(missing)
 
     def _not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
@@ -173,22 +189,29 @@ class Masker:
 
     # ---- forms -------------------------------------------------------------------------------------------------
 
-    def _form_of(self, conversation: Conversation) -> Form:
-        # A template with marks is used as it is.
+    def _known(self, conversation: Conversation) -> _Known:
+        """Return how the template takes conversations of this shape; raise BadRecordError if it does not."""
         tags = self._template.tags
-        if self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation, tags):
-            return FORMS[0]
-        shape = shape_of(conversation, tags)
-        form = self._forms.get(shape)
-        if form is None:
+        # A template with marks is used as it is.
+        is_as_given = self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation, tags)
+        shape: Any = (
+            tuple((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
+            if is_as_given
+            else shape_of(conversation, tags)
+        )
+        known = self._forms.get(shape)
+        if known is None:
+            known = self._probe(conversation, FORMS[:1] if is_as_given else FORMS)
+            if is_as_given and isinstance(known, BadRecordError):
+                known = _Known(FORMS[0])
             if len(self._forms) >= _MAX_SHAPES:
                 self._forms.clear()
-            form = self._forms[shape] = self._probe(conversation)
-        if isinstance(form, BadRecordError):
-            raise BadRecordError(form.reason, form.detail)
-        return form
+            self._forms[shape] = known
+        if isinstance(known, BadRecordError):
+            raise BadRecordError(known.reason, known.detail)
+        return known
 
-    def _probe(self, conversation: Conversation) -> Form | BadRecordError:
+    def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> _Known | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
                 return BadRecordError(
@@ -199,14 +222,17 @@ class Masker:
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
         tried = set()
-        for form in FORMS:
+        has_tags = _has_tags(conversation, self._template.tags)
+        for form in forms:
             turns = [form.turn(message) for message in probe.messages]
             if (key := json.dumps(turns)) in tried:
                 continue
             tried.add(key)
-            refused = self._try_form(_Chat(self._template, probe, form, {}), words)
+            chat = _Chat(self._template, probe, form, {})
+            refused = self._try_form(chat, words)
             if refused is None:
-                return form
+                is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
+                return _Known(form, is_ordered=is_ordered, has_tags=has_tags)
             # What a template leaves out is more to the point than its failure on another form.
             if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
                 first = refused
@@ -249,13 +275,13 @@ class Masker:
             raise BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
         return len(before), len(after)
 
-    def _marked_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
+    def _marked_sequences(self, chat: _Chat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
         text, spans = chat.marked(len(chat.messages))
         config = self._config
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
         is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
-        if plain and is_usual and not _has_tags(chat.conversation, self._template.tags) and self._keeps_turns:
+        if plain and is_usual and not has_tags and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -439,7 +465,7 @@ class Masker:
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
         probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
         try:
-            form = self._form_of(probe)
+            form = self._known(probe).form
         except BadRecordError:
             return {}
         for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
@@ -468,7 +494,7 @@ class Masker:
         found: dict[str, None] = {}
         for probe in probes:
             try:
-                text = _Chat(self._template, probe, self._form_of(probe), self._keeping).whole
+                text = _Chat(self._template, probe, self._known(probe).form, self._keeping).whole
             except BadRecordError:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))

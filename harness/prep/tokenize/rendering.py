@@ -17,6 +17,8 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
+import jinja2.runtime
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from harness.prep.tokenize.offsets import Span
@@ -28,6 +30,9 @@ MAX_CHARACTERS = 64 << 20
 # Text methods and filters whose result can be far longer than their input.
 _GROWING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "format_map"}
 _DICT_METHODS = frozenset(dir(dict))
+# What loops and templates keep, and the values in it that are no functions.
+_STATES = (jinja2.runtime.LoopContext, jinja2.utils.Namespace)
+_VALUES = frozenset((str, bool, int, list, tuple, dict))
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _TICK, _CONCATENATE = "count_a_pass", "bounded_concatenation"
 _DIGITS = re.compile(r"\d{6,}")
@@ -117,6 +122,8 @@ class _Environment(ImmutableSandboxedEnvironment):
                 self._check_replace(owner, *args[:2])
             elif name == "join" and args:
                 args = (self._joinable(owner, args[0]),)
+        elif type(function) is jinja2.runtime.Macro:  # safe to call, being the template's own
+            return context.call(function, *args, **kwargs)
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -139,8 +146,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The turns of a conversation, of which everything is asked again and again.
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
-            return obj[attribute]
+        if type(obj) is dict:
+            if attribute not in _DICT_METHODS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif type(obj) in _STATES and attribute[:1] != "_":
+            value = getattr(obj, attribute, None)
+            # The sandbox has nothing to check in these.
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
 
     def _to_json(

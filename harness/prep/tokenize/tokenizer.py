@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -20,12 +21,13 @@ from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Masker, Rendered
-from harness.prep.tokenize.offsets import Span, mask_of_encoding
+from harness.prep.tokenize.offsets import Span, TokenBytes, mask_of_encoding
 from harness.prep.tokenize.templates import load_template, template_tokens
-from harness.records import SequenceView
+from harness.records import Int32Array, SequenceView, UInt8Array
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
+_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class ChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
+        added = {number: token.content for number, token in self._hf.added_tokens_decoder.items()}
+        self._token_bytes = TokenBytes.of(self._backend, added)
         if config.chat_template:
             self._hf.chat_template = load_template(config.chat_template)
             self._check_tokens(config.chat_template)
@@ -84,6 +88,8 @@ class ChatTokenizer:
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
+        # The tools that were looked at last, and the control token that they spell.
+        self._tools: tuple[Sequence[Mapping[str, Any]], str] = (), ""
         where = config.chat_template or self.name
         self._template = _compile(self.chat_template, self._hf.special_tokens_map, today, where)
         self._masker = Masker(self._template, config, special, where=where)
@@ -193,7 +199,8 @@ class ChatTokenizer:
         """
         rendered = [self._render(conversation) for conversation in conversations]
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
+        encodings = iter(encode(texts, add_special_tokens=False))
         return [
             made
             if isinstance(made, BadRecord)
@@ -206,19 +213,31 @@ class ChatTokenizer:
     ) -> list[Encoded] | BadRecord:
         made = []
         for sequence, encoding in zip(rendered, encodings, strict=True):
-            ids = np.array(encoding.ids, np.int32)
+            numbers = encoding.ids
+            # Twice as fast as an array made of the list.
+            ids = np.frombuffer(bytearray(struct.pack(f"{len(numbers)}i", *numbers)), np.int32)
             if len(ids) < MIN_SEQUENCE_TOKENS:
                 detail = f"is {len(ids)} token long, so there is nothing to predict"
                 return BadRecord(conversation.where, BadReason.TOO_SHORT, detail)
             mask = np.zeros(len(ids), np.uint8)
             if sequence.spans:
-                mask[:-1] = mask_of_encoding(encoding, len(ids), sequence.text, sequence.spans)[1:]
+                mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
             if mask.any():
                 made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
         if not made:
             detail = "the chat template writes no assistant token that can be trained"
             return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
         return made
+
+    def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
+        """Mask the tokens of a sequence's trained parts, token-aligned; `encoding` is of its text."""
+        text, spans = sequence.text, sequence.spans
+        if self._token_bytes is not None:
+            mask = self._token_bytes.mask(ids, text, spans)
+            if mask is not None:
+                return mask
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return mask_of_encoding(encoding, len(ids), text, spans)
 
     def _render(self, conversation: Conversation) -> list[Rendered] | BadRecord:
         """Return the texts of a conversation's sequences with their trained spans."""
@@ -234,16 +253,32 @@ class ChatTokenizer:
 
     def _spelled_control_token(self, conversation: Conversation) -> str:
         """Return where a text of the conversation spells a control token; empty if none does."""
+        for place, text in _texts_of_turns(conversation):
+            if found := self._control_token_in(text):
+                return f"{place} spells the control token {found!r}"
+        # Nearly always the tools of the conversation before.
+        if self._tools[0] is not conversation.tools:
+            self._tools = conversation.tools, self._control_token_in(_JSON.encode(list(conversation.tools)))
+        return f"a tool spells the control token {self._tools[1]!r}" if self._tools[1] else ""
+
+    def _control_token_in(self, text: str) -> str:
+        """Return the first control token that a text spells; empty if it spells none."""
         assert self._control is not None
-        for place, text in texts_of(conversation):
-            begins = any(character in text for character in self._control_begins)
-            if begins and (match := self._control.search(text)):
-                return f"{place} spells the control token {match.group()!r}"
+        for character in self._control_begins:
+            if character in text:
+                match = self._control.search(text)
+                return match.group() if match else ""
         return ""
 
 
 def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template may write, with its place in words."""
+    yield from _texts_of_turns(conversation)
+    if conversation.tools:
+        yield "a tool", _JSON.encode(list(conversation.tools))
+
+
+def _texts_of_turns(conversation: Conversation) -> Iterator[tuple[str, str]]:
     if conversation.text is not None:
         yield "the text", conversation.text
     for number, message in enumerate(conversation.messages, start=1):
@@ -253,10 +288,8 @@ def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
             yield f"the reasoning of {place}", message.reasoning
         for call in message.tool_calls:
             arguments = call.arguments
-            spelled = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
-    if conversation.tools:
-        yield "a tool", json.dumps(list(conversation.tools), ensure_ascii=False)
 
 
 def _compile(text: str, variables: Mapping[str, Any], today: date | None, where: str) -> Template:

@@ -18,32 +18,72 @@ _THINK_TAGS = re.compile(r"</?think>")
 _SHOWN_CHARACTERS = 40
 
 
-def unwritten_text(text: str, messages: Sequence[Message], upto: Callable[[int], str]) -> str:
+def unwritten_text(
+    text: str, messages: Sequence[Message], upto: Callable[[int], str], *, is_ordered: bool = False
+) -> str:
     """Return what a rendered conversation leaves out, in words; empty if it holds every text.
 
-    Questions and answers have to be written in order, other turns anywhere, and each with its white space or other,
-    also as JSON spells it. The reasoning of a turn is checked where the turn is trained (`unwritten_reasoning`).
+    Texts have to be written one after another, each with its white space or other, also as JSON spells it; a short one
+    that is missing is thus not found inside another. The reasoning of a turn is checked where the turn is trained
+    (`unwritten_reasoning`).
 
     Args:
         text: of the whole conversation.
         messages: of the conversation.
         upto: renders the conversation up to and with a turn, in which an answer may say what it says no more later.
+        is_ordered: the template writes all texts in the order of the turns, not questions and answers alone.
     """
+    if is_ordered and _is_as_given(text, messages):
+        return ""
     place = 0
     for number, message in enumerate(messages):
         is_answer = message.role == "assistant"
-        in_order = is_answer or message.role == "user"
+        in_order = is_ordered or is_answer or message.role == "user"
         for piece in _contents(message):
             found = _find(text, piece, place if in_order else 0)
-            if found < 0 and (not is_answer or _find(upto(number), piece, 0) < 0):
-                return f"all of the content of turn {number + 1} ({message.role}): {_shown(piece)}"
+            if found < 0 and not (is_answer and _is_only_then(text, upto(number), piece)):
+                # It may stand where the search for an earlier text, which is missing, has found that.
+                turns = f"turns 1 to {number + 1}" if _find(text, piece, 0) >= 0 else f"turn {number + 1}"
+                return f"all of the content of {turns} ({message.role}): {_shown(piece)}"
             if in_order:
                 place = max(place, found)
+        end = place
         for call in message.tool_calls:
-            missing = _unwritten_argument(text, call.arguments)
-            if missing and _unwritten_argument(upto(number), call.arguments):
+            found, missing = _find_arguments(text, call.arguments, place if is_ordered else 0)
+            if missing and not _is_only_then(text, upto(number), call.arguments):
                 return f"all of the tool call's arguments of turn {number + 1} ({message.role}): {_shown(missing)}"
+            end = max(end, found)
+        place = end if is_ordered else place
     return ""
+
+
+def _is_only_then(text: str, own: str, wanted: Any) -> bool:
+    """Return whether a turn has a content or arguments at the end of a conversation (`own`) and no more in `text`."""
+    if text.startswith(own.rstrip()):
+        return False
+    return _find(own, wanted, 0) >= 0 if isinstance(wanted, str) else not _find_arguments(own, wanted, 0)[1]
+
+
+def _is_as_given(text: str, messages: Sequence[Message]) -> bool:
+    """Return whether a text has everything in order, as it was given; a few searches for nearly every conversation."""
+    place = 0
+    for message in messages:
+        for part in _parts(message):
+            piece = part.strip()
+            found = text.find(piece, place)
+            if found < 0 or "</think>" in piece:
+                return False
+            place = found + len(piece)
+        end = place
+        for call in message.tool_calls:
+            arguments = call.arguments
+            for leaf in (arguments,) if isinstance(arguments, str) else _leaves(arguments):
+                found = text.find(leaf, place)
+                if found < 0:
+                    return False
+                end = max(end, found + len(leaf))
+        place = end
+    return True
 
 
 def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
@@ -76,14 +116,10 @@ def _contents(message: Message) -> Iterator[str]:
 
 
 def _find(text: str, piece: str, start: int) -> int:
-    """Return the end of a piece in a text, from `start` on; -1 if it is not there."""
-    found = text.find(piece, start)
-    if found >= 0:
-        return found + len(piece)
-    for escaped in (json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]):
-        found = text.find(escaped, start)
-        if found >= 0:
-            return found + len(escaped)
+    """Return the first end of a piece in a text, from `start` on; -1 if it is not there."""
+    spelled = {piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]}
+    if ends := [found + len(form) for form in spelled if (found := text.find(form, start)) >= 0]:
+        return min(ends)
     for word in piece.split():
         found = text.find(word, start)
         if found < 0:
@@ -92,13 +128,20 @@ def _find(text: str, piece: str, start: int) -> int:
     return start
 
 
-def _unwritten_argument(text: str, arguments: Any) -> str:
+def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
+    """Return the end of a call's arguments in a text, from `start` on, and the first of them that is not there."""
     if isinstance(arguments, str):
-        if arguments in text:
-            return ""
+        if (found := text.find(arguments, start)) >= 0:
+            return found + len(arguments), ""
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
-    return next((leaf for leaf in _leaves(arguments) if _find(text, leaf.strip(), 0) < 0), "")
+    end = start
+    for leaf in _leaves(arguments):
+        found = _find(text, leaf.strip(), start)
+        if found < 0:
+            return start, leaf
+        end = max(end, found)
+    return end, ""
 
 
 def _leaves(value: Any) -> Iterator[str]:

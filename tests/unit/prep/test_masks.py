@@ -272,6 +272,53 @@ def test_a_text_that_a_template_loses_is_refused_by_name(
     assert f"the chat template does not write {words}" in bad.detail
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
+
+
+# What is lost stands elsewhere, too: a short result in the answer, an argument in the question.
+@pytest.mark.parametrize(
+    ("lost", "messages", "words"),
+    [
+        (
+            "{{ m.content if m.content != 'ok' else '' }}",
+            [("user", "Is it ok?"), ("assistant", None), ("tool", "ok"), ("assistant", "It is ok.")],
+            "turns 1 to 4 (assistant): 'It is ok.'",
+        ),
+        (
+            "{{ m.content if m.content != 'ok' else '' }}",
+            [("user", "Is it ok?"), ("assistant", None), ("tool", "ok"), ("assistant", "It is.")],
+            "turns 1 to 3 (tool): 'ok'",
+        ),
+        (
+            "{{ m.content if m.role != 'system' or 'w' in m.content else '' }}",
+            [("system", "yes"), ("user", "Say"), ("assistant", "yes")],
+            "turns 1 to 2 (user): 'Say'",
+        ),
+    ],
+)
+def test_a_short_text_that_is_lost_is_not_taken_for_the_same_words_elsewhere(
+    tokenizer: Any, lost: str, messages: list[tuple[str, str | None]], words: str
+) -> None:
+    made = tokenizer(TOOLS.replace("{{ m.content or '' }}", lost.replace("m.content", "(m.content or '')")))
+    calls = {"tool_calls": [CALL]}
+    turns = [{"role": role, "content": text, **({} if text is not None else calls)} for role, text in messages]
+    named = [{**turn, "content": turn["content"] and "The wall " * (number + 1)} for number, turn in enumerate(turns)]
+    encode(made, parsed(named))
+
+    bad = refused(made, parsed(turns))
+
+    assert bad.reason == BadReason.NOT_WRITTEN
+    assert words in bad.detail
+
+
+def test_an_argument_that_is_lost_is_not_taken_for_the_same_word_in_the_question(tokenizer: Any) -> None:
+    lossy = "c.function.arguments | tojson if c.function.arguments.a != 'fox' else '{\"a\": 1}'"
+    made = tokenizer(TOOLS.replace("c.function.arguments | tojson", lossy))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
+    bad = refused(made, chat("A quick fox", "", tool_calls=[call]))
+    assert "all of the tool call's arguments of turn 2 (assistant): 'fox'" in bad.detail
+
+
 def test_texts_that_are_written_in_other_words_are_taken(tokenizer: Any) -> None:
     template = TOOLS.replace(
         "{{ m.content or '' }}",
