@@ -164,6 +164,7 @@ def export(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, as peft loads them")] = False,
+    mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
 ) -> None:
     """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
     from harness.megatron import prepare_process
@@ -171,7 +172,7 @@ def export(
     prepare_process()
     from harness.megatron import export_checkpoint
 
-    done = export_checkpoint(source, out, adapters_only=adapter, data_paths=context.obj.data.paths)
+    done = export_checkpoint(source, out, adapters_only=adapter, keep_mtp=mtp, data_paths=context.obj.data.paths)
     print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")

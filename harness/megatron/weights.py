@@ -461,7 +461,7 @@ class Pretrained:
             return []
         return [
             f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
-            "loaded, trained or exported"
+            "loaded or trained; `harness export --mtp` copies them"
         ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import recipes.sft
 from harness.errors import HarnessError
+from harness.megatron.export import export_checkpoint
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.weights import (
@@ -26,12 +28,13 @@ from harness.megatron.weights import (
     hf_tensors,
 )
 from harness.parity.running import free_ports
+from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.settings import to_plain
 
-from .conftest import command, forked, run_command
+from .conftest import command, forked, overrides_of, run_command, run_here
 
 SIZES = {
     "hidden_size": 32,
@@ -411,6 +414,35 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
                 assert not pretrained.warnings
                 with pytest.raises(HarnessError, match=r"have unknown model.layers.2.eh_proj.weight"):
                     check_weights(weights, model, 300, pretrained.mtp_layers)
+
+
+@pytest.mark.nightly
+def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(models, dataset, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    base = tmp_path / "model"
+    shutil.copytree(models["deepseek_v3"], base)
+    (base / INDEX_FILE).unlink()
+    kept = {f"model.layers.2.{name}.weight": torch.randn(32, size) for name, size in (("eh_proj", 64), ("enorm", 1))}
+    save_file(kept, base / "mtp.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config = {**{key: value for key, value in config.items() if key not in MTP_SETTINGS}, MTP_SETTINGS[0]: 1}
+    (base / "config.json").write_text(json.dumps(config))
+    run_here(recipes.sft, SftConfig, [*overrides_of(dataset, tmp_path / "run", "trainer.steps=1"), *settings_of(base)])
+    export_checkpoint(tmp_path / "run", tmp_path / "with", keep_mtp=True)
+    export_checkpoint(tmp_path / "run", tmp_path / "without")
+    with_them, without = tensors(tmp_path / "with"), tensors(tmp_path / "without")
+    assert set(with_them) - set(without) == set(kept)
+    assert all(torch.equal(with_them[name], kept[name]) for name in kept)
+    for name, layers in (("with", 1), ("without", 0)):
+        assert json.loads((tmp_path / name / "config.json").read_text())[MTP_SETTINGS[0]] == layers
+
+    config[MTP_SETTINGS[0]] = 0
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HarnessError, match="have no layers that predict further tokens"):
+        export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True)
+    with pytest.raises(HarnessError, match="the run trained all weights"):
+        export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True, adapters_only=True)
 
 
 def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from harness.megatron.export.data import SpecialTokens, find_data, write_tokeniz
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
-from harness.megatron.weights import INDEX_FILE, expert_names, hf_tensors
+from harness.megatron.weights import INDEX_FILE, HfWeights, expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, read_progress
@@ -60,6 +61,7 @@ def export_checkpoint(
     out: Path,
     *,
     adapters_only: bool = False,
+    keep_mtp: bool = False,
     shard_bytes: int = SHARD_BYTES,
     data_paths: Sequence[str] = (),
 ) -> Exported:
@@ -73,12 +75,14 @@ def export_checkpoint(
         source: a run's folder (its newest whole checkpoint), or one of its checkpoints.
         out: a folder that does not exist yet, or is empty.
         adapters_only: write the LoRA adapters alone, in PEFT's layout.
+        keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
+            not trained, and a server that drafts with them accepts fewer of their tokens.
         shard_bytes: largest size of one safetensors file; a larger tensor has a file of its own.
         data_paths: where the run's data is now, in the order of its settings; empty for where it was.
 
     Raises:
-        ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to write alone, or other data,
-            or none, is at `data_paths`.
+        ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to write alone, its initial
+            weights have no layers to keep, or other data, or none, is at `data_paths`.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
     if not _marker_of(out).path.exists():
@@ -105,6 +109,9 @@ def export_checkpoint(
             where=str(path),
             fix="export the whole model, which has them merged: leave --adapter out",
         )
+    if adapters_only and keep_mtp:
+        raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="leave one of them out")
+    base_layers = _mtp_layers(model, path) if keep_mtp else iter(())
     with _claim(out) as writing, runtime.start("cpu"):
         join(ParallelConfig(), 1)
         device = torch.device("cpu")
@@ -125,7 +132,8 @@ def export_checkpoint(
             num_weights, num_bytes = _write_adapters(chunk, model, writing)
         else:
             lora.merge(chunk, model)
-            num_weights, num_bytes = _write_weights(hf_tensors(chunk, model, vocab_size), writing, shard_bytes)
+            tensors = chain(hf_tensors(chunk, model, vocab_size), base_layers)
+            num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
         tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
         ids = _token_ids(tokens, data.eod)
         base = _base_settings(model)
@@ -134,7 +142,8 @@ def export_checkpoint(
             instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
             data.missing.append(f"end tokens of the data: {instead}")
         config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
-        config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}  # such layers were left out
+        if not keep_mtp:
+            config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}
         config.pop("quantization_config", None)  # the weights are written as they were trained
         generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
         generation.pop("_from_model_config", None)
@@ -298,6 +307,30 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
     return weights, total
+
+
+def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over the tensors of MTP layers in the initial weights, by name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    folder = None if model.init_from is None else find_weights(model.init_from)
+    count = 0 if folder is None else read_hf_config(folder).mtp_layers
+    layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(count))
+
+    def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        with HfWeights(folder) as weights:
+            for name in sorted(name for name in weights.names if name.startswith(layers)):
+                yield name, weights.rows(name)
+
+    if folder is None or not layers:
+        raise ConfigError(
+            f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens",
+            where=str(where),
+            fix="leave --mtp out",
+        )
+    return read(folder)
 
 
 def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[int, int]:
