@@ -311,7 +311,7 @@ def test_the_terminal_says_what_share_is_lost_to_the_length_of_packs_and_how_to_
         in words
     )
     assert "data.over_long=split or a larger data.pack_size" in words
-    assert "lost" not in run(settings(tmp_path / "e", source, over_long="split"))[1]
+    assert "lost" not in run(settings(tmp_path / "e", source, pack_size=4096))[1]
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
