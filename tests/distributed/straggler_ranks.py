@@ -39,6 +39,18 @@ def compute() -> None:
         pass
 
 
+class SlowNetwork:
+    """Slows the loopback of this network namespace down from the tenth call on."""
+
+    calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == 10:
+            slow = ["rate", "4mbit", "burst", "16kb", "limit", "16mb"]
+            subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *slow], check=True)
+
+
 def before(owner: type, name: str, hold_up: Callable[[], None]) -> AbstractContextManager[Any]:
     function = getattr(owner, name)
 
@@ -57,7 +69,7 @@ def main() -> None:
         "stopped": lambda: before(MegatronStep, "train", stop_for_a_while),
         "compute": lambda: before(MegatronStep, "train", compute),
         "data": lambda: before(PackReader, "read", lambda: time.sleep(DELAY_S)),
-        "none": nullcontext,
+        "network": lambda: before(MegatronStep, "train", SlowNetwork()),
     }
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     rank = os.environ["RANK"]

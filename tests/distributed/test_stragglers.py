@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,15 @@ SETTINGS = (
 )
 
 
-def run_ranks(dataset: Path, folder: Path, runs: list[tuple[str, list[str], dict[str, str]]]) -> str:
+def run_ranks(
+    dataset: Path, folder: Path, runs: list[tuple[str, list[str], dict[str, str]]], *, within: tuple[str, ...] = ()
+) -> str:
     jobs = [
         [port, kind, overrides_of(dataset, folder / kind, *SETTINGS, *more), variables]
         for port, (kind, more, variables) in zip(free_ports(len(runs)), runs, strict=True)
     ]
     (folder / "runs.json").write_text(json.dumps(jobs))
-    code, output = run_command([*launcher(2), "tests.distributed.straggler_ranks", str(folder / "runs.json")])
+    code, output = run_command([*within, *launcher(2), "tests.distributed.straggler_ranks", str(folder / "runs.json")])
     assert code == 0, output
     return output
 
@@ -70,3 +74,15 @@ def test_a_rank_with_more_work_is_told_apart_from_one_that_does_not_run(dataset,
     run_ranks(dataset, tmp_path, [("compute", [], {})])
     # On a busy machine other processes have its core for more than half of the time.
     assert found(tmp_path / "compute")[-1] in ([(1, "node1", "compute")], [(1, "node1", "core")])
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "tc"))), reason="needs root, unshare and iproute2"
+)
+def test_a_network_that_becomes_slow_is_told_apart_from_a_slow_rank(dataset, tmp_path) -> None:
+    within = ("unshare", "--net", "sh", "-c", 'ip link set lo up mtu 1500 && exec "$@"', "sh")
+    runs: list[tuple[str, list[str], dict[str, str]]] = [("network", ["trainer.steps=18"], {})]
+    output = run_ranks(dataset, tmp_path, runs, within=within)
+    assert found(tmp_path / "network")[-1] == [(None, "", "network")]
+    assert "the ranks exchange data more slowly than before" in output
