@@ -56,7 +56,7 @@ class SettingsCommand(TyperCommand):
     Attributes:
         schema: dataclass of the settings.
         flags: names of earlier versions, of flags and of settings: the key of each, ending in a dot for the entries of
-            a map, or the place of a positional argument.
+            a map and in `=` for those of a list, or the place of a positional argument.
         takes_recipe: arguments that are not the command's own are those of a recipe; `context.obj` is then a pair of
             the filled schema and this list.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.
@@ -107,7 +107,7 @@ class SettingsCommand(TyperCommand):
                 key = flags[name]
                 if isinstance(key, int):
                     places[key] = value
-                elif key.endswith("."):
+                elif key.endswith((".", "=")):
                     _add_entry(settings, f"{key}{value}")
                 else:
                     rest.insert(0, f"{key}={value}")
@@ -263,7 +263,7 @@ def _names(arguments: list[str]) -> list[str]:
 
 
 def _add_entry(settings: list[str], text: str) -> None:
-    """Add an entry of a map; the values of a flag that was given again extend its list."""
+    """Add an entry of a map or a list; the values of a flag that was given again extend its list."""
     name, _, value = text.partition("=")
     for index, other in enumerate(settings):
         if other.startswith(f"{name}="):

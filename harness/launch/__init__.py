@@ -7,7 +7,7 @@ the checks that the script runs on every node. Read `script` first: the texts in
 
 from __future__ import annotations
 
-from harness.launch.cluster import ClusterConfig, SubmitConfig
+from harness.launch.cluster import ClusterConfig, PreflightConfig, SubmitConfig
 from harness.launch.detect import detect_cluster
 from harness.launch.local import STORE_FD, start_ranks
 from harness.launch.queue import QueuedJob, cancel_jobs, explain_reason, jobs_of_run, read_excluded
@@ -19,6 +19,7 @@ __all__ = [
     "STORE_FD",
     "ClusterConfig",
     "Job",
+    "PreflightConfig",
     "QueuedJob",
     "SubmitConfig",
     "become_rank_of_slurm",

@@ -7,7 +7,7 @@ The parts of the script that are the same for every job are the texts below, wit
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.launch.cluster import SBATCH_NAMES, SUCCESSORS, ClusterConfig, check_directive, check_one_line
@@ -57,18 +57,19 @@ preflight() {
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   rm -f "$answers.failed"
   timeout --kill-after=5 @limit@ "${on_each_node[@]}"@all_nodes@ --label --kill-on-bad-exit=0 \\
-    "${harness[@]}" preflight probe --run-dir="$run_dir"@needed@ --timeout-s=@timeout@ >"$answers" 2>"$answers.srun"
+    "${harness[@]}" preflight probe "$run_dir"@needed@ \\
+    cluster.preflight.timeout_s=@timeout@ >"$answers" 2>"$answers.srun"
   judge "$answers" @expected@ || return
   timeout --kill-after=5 @limit@ "${@reduce_step@[@]}"@all_tasks@ --label --kill-on-bad-exit=0 \\
-    "${harness[@]}" preflight reduce --timeout-s=@timeout@ >"$answers.reduce" 2>"$answers.reduce.srun"
-  judge "$answers.reduce" --tasks-per-node=@tasks@ @rates@
+    "${harness[@]}" preflight reduce cluster.preflight.timeout_s=@timeout@ >"$answers.reduce" 2>"$answers.reduce.srun"
+  judge "$answers.reduce" tasks_per_node=@tasks@ @rates@
 }
 # Where the first node hangs too, the names of the nodes without an answer are all that can be reported.
 judge() {
   local code
   cat "$1.srun" >&2
   timeout --kill-after=5 @limit@ "${on_first_node[@]}" \\
-    "${harness[@]}" preflight judge --nodes="$nodes" --srun="$1.srun" --failed="$answers.failed" "${@:2}" <"$1"
+    "${harness[@]}" preflight judge "$nodes" srun="$1.srun" failed="$answers.failed" "${@:2}" <"$1"
   code=$?
   ((code == 0 || code == 1 || code == 3)) && return "$code"
   echo "preflight: $first_node: the answers of the nodes could not be judged here within @limit@ s"
@@ -544,26 +545,24 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     yield f"  --cpus-per-task={cpus}{bind}{container})"
 
 
+def _list(paths: Sequence[str]) -> str:
+    """Write paths as a list on a command line; quotes keep a comma in a path."""
+    return "[" + ",".join(f'"{path}"' if "," in path else path for path in paths) + "]"
+
+
 def _preflight(job: Job, cluster: ClusterConfig) -> str:
     limits = cluster.preflight
-    needed = [("data", path) for path in job.data]
-    needed += [("weights", job.weights)] if job.weights else []
-    needed += [("live", path) for path in job.live]
+    needed = [f"data.path={_list(job.data)}"] if job.data else []
+    needed += [f"model.init_from={job.weights}"] if job.weights else []
+    needed += [f"data.live.path={_list(job.live)}"] if job.live else []
+    of_hosts = ("min_shm_mib", "min_disk_gib", "max_clock_offset_s", "min_inodes", "min_read_mib_s")
+    of_links = ("min_node_gb_s", "min_pair_gb_s", "min_all_gb_s", "min_gemm_tflops")
     expected = [
-        f"--gpus={cluster.gpus_per_node}",
-        f"--min-shm-mib={limits.min_shm_mib}",
-        f"--min-disk-gib={limits.min_disk_gib:g}",
-        f"--max-clock-offset-s={limits.max_clock_offset_s:g}",
-        f"--min-inodes={limits.min_inodes}",
-        f"--min-read-mib-s={limits.min_read_mib_s:g}",
-        *([f"--code={job.code}"] if job.code else []),
+        f"cluster.gpus_per_node={cluster.gpus_per_node}",
+        *(f"cluster.preflight.{name}={getattr(limits, name)}" for name in of_hosts),
+        *([f"code={job.code}"] if job.code else []),
     ]
-    rates = [
-        f"--min-node-gb-s={limits.min_node_gb_s:g}",
-        f"--min-pair-gb-s={limits.min_pair_gb_s:g}",
-        f"--min-all-gb-s={limits.min_all_gb_s:g}",
-        f"--min-gemm-tflops={limits.min_gemm_tflops:g}",
-    ]
+    rates = [f"cluster.preflight.{name}={getattr(limits, name)}" for name in of_links]
     tasks = cluster.ranks_per_node if cluster.gpus_per_node else 1
     every, spares = job.nodes + cluster.spares, bool(cluster.spares)
     file = '"$logs/preflight-$SLURM_JOB_ID.jsonl.failed"'
@@ -579,7 +578,7 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         all_tasks=f" --nodes={every} --ntasks={every * tasks}" if spares else "",
         rates=shlex.join(rates),
         tasks=tasks,
-        needed="".join(f" --{name}={shlex.quote(path)}" for name, path in needed),
+        needed="".join(f" {shlex.quote(setting)}" for setting in needed),
         timeout=f"{limits.timeout_s:g}",
         # srun itself is ended a little later, so that the nodes can report their own timeouts.
         limit=f"{limits.timeout_s + 5:g}",

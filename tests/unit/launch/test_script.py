@@ -72,7 +72,7 @@ def test_settings_reach_the_recipe_unchanged_through_the_shell():
     show = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
     done = run_bash(f'{line}\n{show} "${{program[@]}}"')
     assert tuple(json.loads(done.stdout)[3:-2]) == odd
-    assert "--data='/d/a b$c' --weights='/w x' --live=/l --live=/m --timeout-s" in text
+    assert "'data.path=[/d/a b$c]' 'model.init_from=/w x' 'data.live.path=[/l,/m]' \\\n    cluster.preflight.t" in text
     assert "export G='$HOME '\"'\"'x'\"'\"''" in text
 
 
