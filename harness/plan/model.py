@@ -129,7 +129,7 @@ class ModelConfig:
     lora_rank: int = bounded(0, highest=100_000)
     lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
-    num_experts: int = bounded(0, lowest=0, highest=100_000)
+    num_experts: int = bounded(0, lowest=0, highest=4096)
     experts_per_token: int = bounded(2, lowest=1, highest=100_000)
     expert_ffn_hidden_size: int | None = bounded(None, lowest=1, highest=1_000_000)
     shared_ffn_hidden_size: int = bounded(0, lowest=0, highest=1_000_000)
