@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_packs import VOCAB
 
 from harness.errors import HarnessError, LoaderError
 from harness.indexed import IndexedWriter
 from recipes import pretrain as recipe
 
-from .conftest import VOCAB, Run, launcher, read_metrics, run_command, run_here
+from .conftest import Run, launcher, read_metrics, run_command, run_here
 
 SMALL = (
     "model.num_layers=4",
