@@ -290,6 +290,12 @@ class ModelConfig:
                     fix=f"model.experts_per_token={ranked_by * top}, or no groups",
                 )
         names = FAMILIES[self.family].experts
+        if self.dense_layers and FAMILIES[self.family].has_experts_everywhere:
+            raise ConfigError(
+                f"models of the family {self.family} have experts in every layer, and could not be exported",
+                where="model.dense_layers, model.family",
+                fix="model.dense_layers=0, or a family such as qwen3_moe",
+            )
         if names is not None and names.shared is not None and self.shared_ffn_hidden_size % self.expert_size:
             raise ConfigError(
                 f"shared experts of {self.shared_ffn_hidden_size} are no whole number of experts of {self.expert_size}",

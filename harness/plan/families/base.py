@@ -67,6 +67,7 @@ class Family:
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
         ranks_groups_by: experts by whose sum the family's models rank a group of experts; 0 for no groups.
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
+        has_experts_everywhere: no layer of its models is dense.
         norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
@@ -88,6 +89,7 @@ class Family:
     has_latents: bool = False
     ranks_groups_by: int = 0
     window_setting: str = "use_sliding_window"
+    has_experts_everywhere: bool = False
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing

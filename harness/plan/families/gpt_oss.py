@@ -54,6 +54,7 @@ FAMILY = Family(
     has_windows=True,
     swiglu_limit=_LIMIT,
     yarn_truncates=False,
+    has_experts_everywhere=True,
     experts=ExpertNames(
         router="mlp.router.weight",
         gate="mlp.experts.gate_up_proj",

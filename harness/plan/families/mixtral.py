@@ -34,6 +34,7 @@ FAMILY = Family(
     "mixtral",
     "MixtralForCausalLM",
     window_setting="",
+    has_experts_everywhere=True,
     experts=ExpertNames(
         router=f"{_PLACE}.gate.weight",
         gate=f"{_PLACE}.experts.{{}}.w1.weight",

@@ -39,6 +39,7 @@ FAMILY = Family(
     has_head_norms=True,
     norms_span_heads=True,
     norm_epsilon=1e-5,
+    has_experts_everywhere=True,
     experts=ExpertNames(),
     read=_read,
     write=_write,
