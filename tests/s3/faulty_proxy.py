@@ -111,7 +111,9 @@ def _forward(proxy: FaultyProxy, reader: BinaryIO, client: socket.socket) -> boo
     if fault is not None and fault.action == "status":
         _copy_body(reader, headers, lambda _: None)
         request.status = fault.code
-        body = b"" if method == "HEAD" else b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"
+        # As S3 names them: what code a client sees depends on the body, not on the status alone.
+        name = b"AccessDenied" if fault.code == 403 else b"SlowDown"
+        body = b"" if method == "HEAD" else b"<Error><Code>%s</Code><Message>injected</Message></Error>" % name
         client.sendall(b"HTTP/1.1 %d Injected\r\nContent-Length: %d\r\n\r\n" % (fault.code, len(body)) + body)
         return True
     with socket.create_connection(("127.0.0.1", proxy.upstream), timeout=60) as upstream:
