@@ -196,6 +196,9 @@ class NodeLimits:
     gpus_per_node: int = bounded(0)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "cluster")
+
 
 @dataclass
 class LiveFolders:
@@ -259,8 +262,8 @@ class JudgeSettings:
         cluster: requirements on the nodes.
     """
 
-    srun: Path | None = None
-    failed: Path | None = None
+    srun: str | None = None
+    failed: str | None = None
     tasks_per_node: int = bounded(1, lowest=1)
     code: str = ""
     cluster: NodeLimits = field(default_factory=NodeLimits)
@@ -328,7 +331,7 @@ def judge(
     required, srun = settings.cluster.preflight, settings.srun
     shared = {limit.name: getattr(required, limit.name) for limit in fields(Limits) if hasattr(required, limit.name)}
     limits = Limits(gpus=settings.cluster.gpus_per_node, code=settings.code, **shared)
-    errors = srun.read_text(errors="replace").splitlines() if srun is not None and srun.exists() else []
+    errors = Path(srun).read_text(errors="replace").splitlines() if srun and Path(srun).exists() else []
     names = nodes.split(",")
     faults, summary = judge_nodes(sys.stdin, names, limits, srun=errors, tasks_per_node=settings.tasks_per_node)
     for fault in faults:
@@ -336,8 +339,8 @@ def judge(
     if not faults:
         print(f"preflight: {summary}")
     without = culprits(faults, names)
-    if settings.failed is not None and without:
-        settings.failed.write_text("".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items()))
+    if settings.failed and without:
+        Path(settings.failed).write_text("".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items()))
         raise typer.Exit(3)
     raise typer.Exit(1 if faults else 0)
 
