@@ -340,7 +340,9 @@ def judge(
         print(f"preflight: {summary}")
     without = culprits(faults, names)
     if settings.failed and without:
-        Path(settings.failed).write_text("".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items()))
+        Path(settings.failed).write_text(
+            "".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items())
+        )
         raise typer.Exit(3)
     raise typer.Exit(1 if faults else 0)
 
