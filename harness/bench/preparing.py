@@ -21,6 +21,8 @@ _OURS, _THEIRS, _RATIO = (
     "tokenizers alone: text to ids",
     "prepare to tokenizers alone",
 )
+# The library's call that does not find the characters of each token, as preparing does where it can.
+_BARE = "tokenizers alone: text to ids without their characters"
 # Writes tools and calls of them, and marks what the model writes.
 _TOOL_TEMPLATE = "qwen2_5"
 
@@ -90,12 +92,13 @@ def _compare(
     Args:
         of: the conversations, in words that follow the names of the figures.
     """
-    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
+    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: [], _BARE: []}
     tokens: set[float] = set()
     for number in range(settings.rounds):
         sides = [
             (_OURS, ("tokenize_shard", str(source), str(tokenizer), str(shards / str(number)))),
-            (_THEIRS, ("tokenizers_alone", str(source), str(tokenizer))),
+            (_THEIRS, ("tokenizers_alone", str(source), str(tokenizer), "encode_batch")),
+            (_BARE, ("tokenizers_alone", str(source), str(tokenizer), "encode_batch_fast")),
         ]
         for name, arguments in sides if number % 2 == 0 else sides[::-1]:
             measured = measure_apart(*arguments)
@@ -106,6 +109,7 @@ def _compare(
     for name, samples in rates.items():
         report.add_samples(name + of, samples, "MB/s")
     report.add_ratio(_RATIO + of, _OURS + of, _THEIRS + of, at_least=0.85)
+    report.add_ratio(f"{_RATIO} without characters{of}", _OURS + of, _BARE + of)
 
 
 def _measure_memory(
