@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "trl", "datasets", "torchtitan")
+_PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
 
 # Logs what a bench is doing now.
 Progress = Callable[[str], None]
