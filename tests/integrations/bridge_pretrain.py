@@ -45,7 +45,7 @@ def model_provider(parallel: ParallelConfig, *, seq_length: int) -> GPTModelProv
     provider = GPTModelProvider(
         **shared,
         transformer_layer_spec=lambda made, vp_stage=None: gpt._layers(
-            made, transformer_engine=False, vp_stage=vp_stage
+            MODEL, made, transformer_engine=False, vp_stage=vp_stage
         ),
         vocab_size=padded_vocab_size(VOCAB),
         seq_length=seq_length,
