@@ -16,9 +16,10 @@ from harness.cli.bench import run_bench
 from harness.cli.data import data_app
 from harness.cli.indexed import indexed_app
 from harness.cli.jobs import cluster_app, jobs_app
-from harness.cli.launch import launch_app, preflight_app
+from harness.cli.launch import launch_app
 from harness.cli.live import live_app
 from harness.cli.parity import parity_app
+from harness.cli.preflight import preflight_app
 from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
 from harness.storage import name_bus_errors

@@ -1,27 +1,21 @@
-"""Commands before and at the start of a job: plan, submit, and the preflight checks that batch scripts run."""
+"""Commands before a job: plan and submit."""
 
 from __future__ import annotations
 
-import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from harness.checks import bounded, check_numbers
 from harness.cli.settings import class_of, complete_names, list_experiments
-from harness.errors import ConfigError
-from harness.launch import PreflightConfig, SubmitConfig
+from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
 
 launch_app = typer.Typer()
-preflight_app = typer.Typer(
-    help="Check that every node of a job can start training; the batch scripts of `harness submit` run these.",
-    no_args_is_help=True,
-)
 
 
 @dataclass
@@ -157,213 +151,3 @@ def submit(
     job_id = submit_job(job, text)
     print(f"job {job_id}, script {job.script}")
     print(f"log {job.logs}/{job.name}-{job_id}.out")
-
-
-@dataclass
-class TimeLimit:
-    """Time limit of a step of the preflight.
-
-    Attributes:
-        timeout_s: seconds that each check may take, and ranks have to meet.
-    """
-
-    timeout_s: float = bounded(40.0, lowest=5, highest=3600)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster.preflight")
-
-
-@dataclass
-class StepLimits:
-    """Limits of a step.
-
-    Attributes:
-        preflight: its time limit.
-    """
-
-    preflight: TimeLimit = field(default_factory=TimeLimit)
-
-
-@dataclass
-class NodeLimits:
-    """Requirements on the nodes of a job.
-
-    Attributes:
-        gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
-        preflight: requirements on every node: its `min_*` and `max_*` settings are used.
-    """
-
-    gpus_per_node: int = bounded(0)
-    preflight: PreflightConfig = field(default_factory=PreflightConfig)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster")
-
-
-@dataclass
-class LiveFolders:
-    """Live data of the run.
-
-    Attributes:
-        path: folders of chunks.
-    """
-
-    path: list[str] = field(default_factory=list)
-
-
-@dataclass
-class DataFolders:
-    """Data of the run.
-
-    Attributes:
-        path: datasets.
-        live: live data.
-    """
-
-    path: list[str] = field(default_factory=list)
-    live: LiveFolders = field(default_factory=LiveFolders)
-
-
-@dataclass
-class FirstWeights:
-    """Weights that the run starts from.
-
-    Attributes:
-        init_from: their folder; null for none.
-    """
-
-    init_from: str | None = None
-
-
-@dataclass
-class ProbeSettings:
-    """Settings of `harness preflight probe`: those of the run that name what every node has to reach.
-
-    Attributes:
-        data: data of the run.
-        model: weights of the run.
-        cluster: limits of the step.
-    """
-
-    data: DataFolders = field(default_factory=DataFolders)
-    model: FirstWeights = field(default_factory=FirstWeights)
-    cluster: StepLimits = field(default_factory=StepLimits)
-
-
-@dataclass
-class JudgeSettings:
-    """Settings of `harness preflight judge`.
-
-    Attributes:
-        srun: file with the errors of the step's `srun --label`; null for none.
-        failed: file to write the nodes to that the job can leave out; null for none.
-        tasks_per_node: tasks of the step on each node.
-        code: digest of the harness's code and configs that every node has to have; empty for any.
-        cluster: requirements on the nodes.
-    """
-
-    srun: str | None = None
-    failed: str | None = None
-    tasks_per_node: int = bounded(1, lowest=1)
-    code: str = ""
-    cluster: NodeLimits = field(default_factory=NodeLimits)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-@dataclass
-class ReduceSettings:
-    """Settings of `harness preflight reduce`.
-
-    Attributes:
-        cluster: limits of the step.
-    """
-
-    cluster: StepLimits = field(default_factory=StepLimits)
-
-
-# The flags of scripts that earlier versions rendered, and that may wait in a queue.
-_PROBE_FLAGS: dict[str, str | int] = {
-    "--run-dir": 0,
-    "--data": "data.path=",
-    "--live": "data.live.path=",
-    "--weights": "model.init_from",
-}
-
-
-@preflight_app.command(cls=class_of(ProbeSettings, _PROBE_FLAGS))
-def probe(
-    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
-) -> None:
-    """Check this node, as one task of a Slurm step with one task a node; prints JSON lines."""
-    from harness.launch import place_in_slurm
-    from harness.launch.preflight import node_checks, run_checks
-
-    settings: ProbeSettings = context.obj
-    data, timeout_s = settings.data, settings.cluster.preflight.timeout_s
-    place = place_in_slurm()
-    checks = node_checks(
-        place,
-        run_dir=run_dir,
-        data=data.path,
-        weights=settings.model.init_from,
-        live=data.live.path,
-        timeout_s=timeout_s,
-    )
-    run_checks(checks, node=place.node, timeout_s=timeout_s)
-    # A thread that hangs in the kernel would keep the interpreter from ending.
-    os._exit(0)
-
-
-@preflight_app.command(cls=class_of(JudgeSettings, {"--nodes": 0, "--gpus": "cluster.gpus_per_node"}))
-def judge(
-    context: typer.Context,
-    nodes: Annotated[str, typer.Argument(help="names of the job's nodes, separated by commas")],
-) -> None:
-    """Read the nodes' JSON lines from stdin and name the nodes with problems.
-
-    Exit code 1 if there are any, 3 if the job can run without the nodes that have them.
-    """
-    from harness.launch.preflight import Limits, culprits, judge_nodes
-
-    settings: JudgeSettings = context.obj
-    required, srun = settings.cluster.preflight, settings.srun
-    shared = {limit.name: getattr(required, limit.name) for limit in fields(Limits) if hasattr(required, limit.name)}
-    limits = Limits(gpus=settings.cluster.gpus_per_node, code=settings.code, **shared)
-    errors = Path(srun).read_text(errors="replace").splitlines() if srun and Path(srun).exists() else []
-    names = nodes.split(",")
-    faults, summary = judge_nodes(sys.stdin, names, limits, srun=errors, tasks_per_node=settings.tasks_per_node)
-    for fault in faults:
-        print(f"preflight: {fault}")
-    if not faults:
-        print(f"preflight: {summary}")
-    without = culprits(faults, names)
-    if settings.failed and without:
-        Path(settings.failed).write_text(
-            "".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items())
-        )
-        raise typer.Exit(3)
-    raise typer.Exit(1 if faults else 0)
-
-
-@preflight_app.command(cls=class_of(ReduceSettings))
-def reduce(context: typer.Context) -> None:
-    """All-reduce a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
-    from harness.launch import place_in_slurm
-    from harness.launch.preflight import run_checks
-
-    if "SLURM_PROCID" not in os.environ:
-        fix = "start it with srun, as the batch scripts of `harness submit` do"
-        raise ConfigError("this is not a task of a Slurm step", where="SLURM_PROCID", fix=fix)
-    timeout_s = context.obj.cluster.preflight.timeout_s
-    place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]
-    os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
-
-    def check() -> dict[str, Any]:
-        from harness.megatron.job import check_all_reduce
-
-        return check_all_reduce(timeout_s=timeout_s)
-
-    run_checks({"all-reduce": check}, node=place.node, rank=int(rank), timeout_s=timeout_s)
-    os._exit(0)  # a thread that waits for another rank would keep the interpreter from ending
