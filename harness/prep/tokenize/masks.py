@@ -9,26 +9,25 @@ rules, in this order of preference:
 - `served`: what each turn adds to the generation prompt that a server renders for it. A turn whose text does not have
   the end of that prompt is refused: the model would never generate it.
 
-Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
-know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
-place of its texts, in each form, until every word is written; if none does, the conversation is refused by name. Every
-rendering is then checked against the texts themselves (`harness.prep.tokenize.written`).
+Templates disagree on how they take a turn, and drop what they do not know: `harness.prep.tokenize.known_forms` finds
+the form in which one takes all of a conversation, or refuses it by name. Every rendering is then checked against the
+texts themselves (`harness.prep.tokenize.written`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
+from harness.prep.tokenize.chats import RenderedChat, shared_length
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, pieces_of, shape_of, with_unique_words
+from harness.prep.tokenize.forms import FORMS
+from harness.prep.tokenize.known_forms import KnownForm, KnownForms
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
 from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
 _INLINE_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-# Variables by which templates switch a model's thinking on and off, and those that keep earlier reasoning.
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
+# Variables by which templates keep the reasoning of earlier turns.
 _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("preserve_thinking", True),
     ("keep_past_thinking", True),
@@ -46,18 +44,10 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("truncate_history_thinking", False),
     ("drop_thinking", False),
 )
-# What a conversation is still one without, and the fields of records that hold it.
-_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
-_MAX_SHAPES = 8192
-# A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
-_WORD = re.compile(r'(\\")?(zq\d+wz)')
 # Conversations that templates are tried with.
 _ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
-_OTHER_ANSWER = Message("assistant", "zq0wz")
 _CALL = (ToolCall("f", {"a": "b"}, id="call00001"),)
 _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)
-
-Turns = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +61,6 @@ class Rendered:
 
     text: str
     spans: list[Span]
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The form in which a template takes the conversations of one shape, and what it makes of them.
-
-    Attributes:
-        form: in which it writes all of them.
-        is_ordered: it writes the texts and arguments in the order of the turns.
-        has_tags: their contents have marks that the template looks for.
-    """
-
-    form: Form
-    is_ordered: bool = False
-    has_tags: bool = False
 
 
 class Masker:
@@ -109,9 +84,10 @@ class Masker:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
         self._special_texts = tuple(special)
-        self._forms: dict[Any, _Known | BadRecordError] = {}
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
+        # A template with marks is used as it is.
+        self._forms = KnownForms(template, trusts_plain=self.rule in ("marks", "assistant_turns", "all"))
         self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
 
     def _choose(self, mask: str, where: str) -> tuple[str, str]:
@@ -136,8 +112,8 @@ class Masker:
         Raises:
             BadRecordError: it cannot be trained on with this template.
         """
-        known = self._known(conversation)
-        chat = _Chat(self._template, conversation, known.form, self._keeping)
+        known = self._forms.find(conversation)
+        chat = RenderedChat(self._template, conversation, known.form, self._keeping)
         if self.rule == "all":
             if (untrained := _first_untrained(conversation)) is not None:
                 detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
@@ -158,21 +134,10 @@ class Masker:
         self._check_written(chat, known)
         return found
 
-    def _check_written(self, chat: _Chat, known: _Known) -> None:
+    def _check_written(self, chat: RenderedChat, known: KnownForm) -> None:
         messages = chat.conversation.messages
         if missing := unwritten_text(chat.whole, messages, chat.upto, is_ordered=known.is_ordered):
-            raise self._not_written(missing)
-
-    def _not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-        detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
-        # One that has a place for each of them leaves this out for another reason, as qwen3 may.
-        if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
-            detail += " (qwen3 writes tools, calls and reasoning)"
-        elif missing.endswith("(developer)"):
-            detail += " (the built-in qwen3 writes it as a system prompt)"
-        if ignorable:
-            detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
-        return BadRecordError(BadReason.NOT_WRITTEN, detail)
+            raise self._forms.not_written(missing)
 
     def _trained_turns(self, conversation: Conversation) -> list[int]:
         turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
@@ -187,95 +152,16 @@ class Masker:
         # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
         return [number for number in turns if conversation.messages[number].trained is not False]
 
-    # ---- forms -------------------------------------------------------------------------------------------------
-
-    def _known(self, conversation: Conversation) -> _Known:
-        """Return how the template takes conversations of this shape; raise BadRecordError if it does not."""
-        tags = self._template.tags
-        # A template with marks is used as it is.
-        is_as_given = self.rule in ("marks", "assistant_turns", "all") and _is_plain(conversation, tags)
-        shape: Any = (
-            tuple((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
-            if is_as_given
-            else shape_of(conversation, tags)
-        )
-        known = self._forms.get(shape)
-        if known is None:
-            known = self._probe(conversation, FORMS[:1] if is_as_given else FORMS)
-            if is_as_given and isinstance(known, BadRecordError):
-                known = _Known(FORMS[0])
-            if len(self._forms) >= _MAX_SHAPES:
-                self._forms.clear()
-            self._forms[shape] = known
-        if isinstance(known, BadRecordError):
-            raise BadRecordError(known.reason, known.detail)
-        return known
-
-    def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> _Known | BadRecordError:
-        for name in conversation.template_kwargs:
-            if name not in self._template.reads:
-                return BadRecordError(
-                    BadReason.NOT_WRITTEN,
-                    f"the chat template does not read `{name}` of chat_template_kwargs; "
-                    "source.ignore_fields=[chat_template_kwargs] leaves it out",
-                )
-        first: BadRecordError | None = None
-        probe, words = with_unique_words(conversation, self._template.tags)
-        tried = set()
-        has_tags = _has_tags(conversation, self._template.tags)
-        for form in forms:
-            turns = [form.turn(message) for message in probe.messages]
-            if (key := json.dumps(turns)) in tried:
-                continue
-            tried.add(key)
-            chat = _Chat(self._template, probe, form, {})
-            refused = self._try_form(chat, words)
-            if refused is None:
-                is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
-                return _Known(form, is_ordered=is_ordered, has_tags=has_tags)
-            # What a template leaves out is more to the point than its failure on another form.
-            if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
-                first = refused
-        assert first is not None
-        return first
-
-    def _try_form(self, chat: _Chat, words: list[tuple[int | None, str, str]]) -> BadRecordError | None:
-        """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
-        try:
-            text = chat.whole
-            if any(message["content"] is None for message in chat.messages) and "None" in text:
-                empty = _Chat(self._template, chat.conversation, Form("text", chat.form.arguments), {}).whole
-                if text.count("None") > empty.count("None"):
-                    raise ValueError("it writes None for a turn without content")
-            if "{'type': 'text'" in text:
-                raise ValueError("it writes a list of text parts as Python spells it")
-            written, answers = _words_in(text), dict[int, set[str]]()
-            for number, word, name in words:
-                if word in written:
-                    continue
-                message = chat.messages[number] if number is not None else None
-                # Templates may leave the reasoning of earlier turns out, but not that of the turn being generated.
-                if message is not None and message["role"] == "assistant" and number is not None:
-                    if number not in answers:
-                        answers[number] = _words_in(chat.upto(number))
-                    if word in answers[number]:
-                        continue
-                turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
-                return self._not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
-        except Exception as error:  # a template is a user's program and can raise anything
-            return _failure(error)
-        return None
-
     # ---- rules -------------------------------------------------------------------------------------------------
 
-    def _added_span(self, chat: _Chat, turn: int) -> Span:
+    def _added_span(self, chat: RenderedChat, turn: int) -> Span:
         before, after = chat.prompt(turn), chat.upto(turn)
         if not after.startswith(before) or not chat.whole.startswith(after):
             detail = f"it writes turn {turn + 1} differently once later turns follow; use tokenizer.mask=auto"
             raise BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
         return len(before), len(after)
 
-    def _marked_sequences(self, chat: _Chat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
+    def _marked_sequences(self, chat: RenderedChat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
         text, spans = chat.marked(len(chat.messages))
         config = self._config
         every = len(trained) == chat.num_assistant_turns
@@ -295,7 +181,7 @@ class Masker:
             Conversation((_ASK, called, result, _ANSWER, _ASK, _ANSWER), "", tools=_TOOLS),
         ]
         for probe in probes:
-            chat = _Chat(self._template, probe, FORMS[0], {})
+            chat = RenderedChat(self._template, probe, FORMS[0], {})
             turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
             try:
                 whole, marks = chat.marked(len(probe.messages))
@@ -307,10 +193,10 @@ class Masker:
                     return False
         return True
 
-    def _served_sequences(self, chat: _Chat, trained: list[int]) -> list[Rendered]:
+    def _served_sequences(self, chat: RenderedChat, trained: list[int]) -> list[Rendered]:
         return self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
 
-    def _marked_turn(self, chat: _Chat, turn: int) -> list[Span]:
+    def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
         text, spans = chat.marked(turn + 1)
         before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
@@ -320,7 +206,7 @@ class Masker:
         moved = len(chat.served(turn)) - len(text)
         return [(start + moved, end + moved) for start, end in spans[num_before:]]
 
-    def _served_turn(self, chat: _Chat, turn: int) -> Span:
+    def _served_turn(self, chat: RenderedChat, turn: int) -> Span:
         """Return the span of one turn in the text as it is served, including its end of turn."""
         text = chat.upto(turn)
         start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
@@ -347,7 +233,7 @@ class Masker:
         start = self._stock.start(prompt) if self._stock is not None else None
         return len(prompt) if start is None else start
 
-    def _start_of_stock_turn(self, chat: _Chat, turn: int) -> int | None:
+    def _start_of_stock_turn(self, chat: RenderedChat, turn: int) -> int | None:
         assert self._stock is not None
         text = chat.upto(turn)
         for prompt in (chat.prompt(turn), chat.bare_prompt(turn)):
@@ -356,13 +242,13 @@ class Masker:
                 return start
         # The template continues the turn before, as after the result of a tool: what is new is what it adds.
         before = chat.upto(turn - 1) if turn else ""
-        shared = _shared_length(before, text)
+        shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
 
     # ---- sequences ---------------------------------------------------------------------------------------------
 
     def _sequences_of_turns(
-        self, chat: _Chat, trained: list[int], spans_of: Callable[[int], list[Span]]
+        self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
     ) -> list[Rendered]:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
         text, found = chat.whole, []
@@ -371,7 +257,7 @@ class Masker:
             turn_spans = spans_of(turn)
             own = chat.served(turn)
             if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
-                raise self._not_written(missing)
+                raise self._forms.not_written(missing)
             turn_spans = self._switched(chat, turn, turn_spans)
             if not turn_spans:
                 continue
@@ -413,7 +299,7 @@ class Masker:
         following = next((stop for stop in self._stock.ends if text.startswith(stop, end)), "")
         return [*others, (start, end + len(following))]
 
-    def _switched(self, chat: _Chat, turn: int, spans: list[Span]) -> list[Span]:
+    def _switched(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Take out of a turn's spans what the settings leave untrained."""
         config, message, text = self._config, chat.conversation.messages[turn], chat.served(turn)
         left_out: list[Span] = []
@@ -448,8 +334,8 @@ class Masker:
 
     def _difference(self, text: str, other: str) -> Span:
         """Return the span of `text` that `other` lacks."""
-        start = _shared_length(text, other)
-        end = len(text) - _shared_length(text[start:][::-1], other[start:][::-1])
+        start = shared_length(text, other)
+        end = len(text) - shared_length(text[start:][::-1], other[start:][::-1])
         # "<call>..</call><|end|>" without the call begins with "<", too: the span may as well begin one earlier.
         shift = 0
         while shift < start and text[start - shift - 1] == text[end - shift - 1]:
@@ -465,11 +351,11 @@ class Masker:
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
         probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
         try:
-            form = self._known(probe).form
+            form = self._forms.find(probe).form
         except BadRecordError:
             return {}
         for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
-            if _Chat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
+            if RenderedChat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
                 return switch
         raise ConfigError(
             "the chat template leaves out the reasoning of earlier turns and has no switch that keeps it",
@@ -494,7 +380,7 @@ class Masker:
         found: dict[str, None] = {}
         for probe in probes:
             try:
-                text = _Chat(self._template, probe, self._known(probe).form, self._keeping).whole
+                text = RenderedChat(self._template, probe, self._forms.find(probe).form, self._keeping).whole
             except BadRecordError:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
@@ -511,162 +397,8 @@ class Masker:
         )
 
 
-class _Chat:
-    """One conversation in one form; renders each of its beginnings once."""
-
-    def __init__(
-        self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
-    ) -> None:
-        self._template, self.conversation, self.form = template, conversation, form
-        self._variables = {**variables, **conversation.template_kwargs}
-        self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
-        self._texts: dict[int, str] = {}
-        self._prompts: dict[int, str] = {}
-        self._marked: dict[int, tuple[str, list[Span]]] = {}
-        # Of turns that begin as they are served: that beginning, and the length of what it replaces.
-        self._beginnings: dict[int, tuple[str, int]] = {}
-
-    @property
-    def whole(self) -> str:
-        return self.upto(len(self.messages) - 1)
-
-    @property
-    def num_assistant_turns(self) -> int:
-        return sum(message.role == "assistant" for message in self.conversation.messages)
-
-    @property
-    def has_reasoning(self) -> bool:
-        return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
-
-    @property
-    def has_late_system(self) -> bool:
-        """A system prompt follows other turns; templates may write it before them."""
-        return any(message.role in ("system", "developer") for message in self.conversation.messages[1:])
-
-    @property
-    def has_answers_in_a_row(self) -> bool:
-        roles = [message.role for message in self.conversation.messages]
-        return ("assistant", "assistant") in pairwise(roles)
-
-    def upto(self, turn: int) -> str:
-        """Return the text of the conversation up to and with a turn."""
-        if turn not in self._texts:
-            self._texts[turn] = self._render(self.messages[: turn + 1])
-        return self._texts[turn]
-
-    def served(self, turn: int) -> str:
-        """Return the text up to and with a turn, which a server has prompted for: `begin_as_served`, else `upto`."""
-        return self._as_served(turn, self.upto(turn))
-
-    def served_with(self, turn: int, message: Message) -> str:
-        """Return `served` with another message in place of the turn."""
-        return self._as_served(turn, self._with_last(turn, message))
-
-    def _with_last(self, turn: int, message: Message) -> str:
-        return self._render([*self.messages[:turn], self.form.turn(message)])
-
-    def _as_served(self, turn: int, text: str) -> str:
-        beginning, replaced = self._beginnings.get(turn, ("", 0))
-        return beginning + text[replaced:]
-
-    def begin_as_served(self, turn: int, trained_from: Callable[[str], int]) -> int | None:
-        """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
-
-        For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
-
-        Args:
-            trained_from: returns the character of a prompt from which on a turn is trained.
-
-        Returns:
-            first character of the turn in `served`; None if its text does not have the end of any prompt.
-        """
-        before = self._render(self.messages[:turn])
-        shared = _shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
-        for prompt in self.prompts(turn):
-            start = trained_from(prompt)
-            header = prompt[len(before) : start] if prompt.startswith(before) else ""
-            place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
-            if place >= 0:
-                self._beginnings[turn] = prompt[:start], place + len(header)
-                return start
-        return None
-
-    def prompt(self, turn: int) -> str:
-        """Return the prompt from which a server generates a turn."""
-        if turn not in self._prompts:
-            try:
-                self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
-            except BadRecordError as refused:
-                if turn:
-                    raise
-                detail = "turn 1 is the assistant's, and the chat template has no prompt without a turn before it"
-                detail += "; a weight of 0 leaves the turn untrained"
-                raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
-        return self._prompts[turn]
-
-    def prompts(self, turn: int) -> Iterator[str]:
-        """Yield the prompt of a turn as the record asks for it, then with thinking switched on and off."""
-        yield self.prompt(turn)
-        for name, value in product(_THINKING_SWITCHES, (True, False)):
-            if name in self._template.reads:
-                yield self._render(self.messages[:turn], prompt=True, **{name: value})
-
-    def bare_prompt(self, turn: int) -> str:
-        """Return the prompt of a turn as if earlier turns had not reasoned, nor spoken beside their tool calls."""
-        bare = [
-            replace(message, reasoning="", content="" if message.tool_calls else message.content)
-            for message in self.conversation.messages[:turn]
-        ]
-        return self._render([self.form.turn(message) for message in bare], prompt=True)
-
-    def marked(self, num_turns: int) -> tuple[str, list[Span]]:
-        if num_turns not in self._marked:
-            try:
-                self._marked[num_turns] = self._template.render_marked(
-                    self.messages[:num_turns], tools=self.conversation.tools, variables=self._variables
-                )
-            except Exception as error:
-                raise _failure(error) from error
-            self._texts[num_turns - 1] = self._marked[num_turns][0]
-        return self._marked[num_turns]
-
-    def _render(self, messages: Turns, *, prompt: bool = False, **variables: Any) -> str:
-        try:
-            return self._template.render(
-                messages, tools=self.conversation.tools, variables={**self._variables, **variables}, prompt=prompt
-            )
-        except Exception as error:  # a template is a user's program and can raise anything
-            raise _failure(error) from error
-
-
-def _failure(error: Exception) -> BadRecordError:
-    if isinstance(error, BadRecordError):
-        return error
-    return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
-
-
-def _words_in(text: str) -> set[str]:
-    """Return the unique words of a rendering, without those that are written as JSON inside JSON."""
-    found = _WORD.findall(text)
-    return {word for _, word in found} - {word for quoted, word in found if quoted}
-
-
 def _first_untrained(conversation: Conversation) -> int | None:
     return next((number for number, message in enumerate(conversation.messages) if message.trained is False), None)
-
-
-def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
-    """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
-    if conversation.tools or conversation.template_kwargs:
-        return False
-    has_texts = all(
-        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
-    )
-    return has_texts and not _has_tags(conversation, tags)
-
-
-def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
-    return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
 
 
 def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -675,23 +407,11 @@ def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str
     return _INLINE_REASONING.sub("", content) if content else content
 
 
-def _shared_length(first: str, second: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _part_before(text: str, other: str, start: int) -> Span:
     """Return the span from `start` on that `other` lacks, where what follows it may begin like it."""
-    back = _shared_length(text[start:][::-1], other[start:][::-1])
+    back = shared_length(text[start:][::-1], other[start:][::-1])
     end = len(text) - back
-    return start + _shared_length(text[start:end], other[start : len(other) - back]), end
+    return start + shared_length(text[start:end], other[start : len(other) - back]), end
 
 
 def _without(spans: list[Span], left_out: list[Span]) -> list[Span]:

@@ -1,0 +1,175 @@
+"""The renderings of one conversation: the whole of it, each of its beginnings, and the prompts between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
+from harness.prep.tokenize.forms import Form
+from harness.prep.tokenize.offsets import Span
+
+if TYPE_CHECKING:
+    from harness.prep.tokenize.rendering import Template
+
+# Variables by which templates switch a model's thinking on and off.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_OTHER_ANSWER = Message("assistant", "zq0wz")
+
+Turns = Sequence[Mapping[str, Any]]
+
+
+class RenderedChat:
+    """One conversation in one form; renders each of its beginnings once.
+
+    Args:
+        template: chat template.
+        conversation: to render.
+        form: in which the template takes it.
+        variables: of the template, beside those of the record.
+    """
+
+    def __init__(
+        self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
+    ) -> None:
+        self._template, self.conversation, self.form = template, conversation, form
+        self._variables = {**variables, **conversation.template_kwargs}
+        self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
+        self._texts: dict[int, str] = {}
+        self._prompts: dict[int, str] = {}
+        self._marked: dict[int, tuple[str, list[Span]]] = {}
+        # Of turns that begin as they are served: that beginning, and the length of what it replaces.
+        self._beginnings: dict[int, tuple[str, int]] = {}
+
+    @property
+    def whole(self) -> str:
+        return self.upto(len(self.messages) - 1)
+
+    @property
+    def num_assistant_turns(self) -> int:
+        return sum(message.role == "assistant" for message in self.conversation.messages)
+
+    @property
+    def has_reasoning(self) -> bool:
+        return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
+
+    @property
+    def has_late_system(self) -> bool:
+        """A system prompt follows other turns; templates may write it before them."""
+        return any(message.role in ("system", "developer") for message in self.conversation.messages[1:])
+
+    @property
+    def has_answers_in_a_row(self) -> bool:
+        roles = [message.role for message in self.conversation.messages]
+        return ("assistant", "assistant") in pairwise(roles)
+
+    def upto(self, turn: int) -> str:
+        """Return the text of the conversation up to and with a turn."""
+        if turn not in self._texts:
+            self._texts[turn] = self._render(self.messages[: turn + 1])
+        return self._texts[turn]
+
+    def served(self, turn: int) -> str:
+        """Return the text up to and with a turn, which a server has prompted for: `begin_as_served`, else `upto`."""
+        return self._as_served(turn, self.upto(turn))
+
+    def served_with(self, turn: int, message: Message) -> str:
+        """Return `served` with another message in place of the turn."""
+        return self._as_served(turn, self._with_last(turn, message))
+
+    def _with_last(self, turn: int, message: Message) -> str:
+        return self._render([*self.messages[:turn], self.form.turn(message)])
+
+    def _as_served(self, turn: int, text: str) -> str:
+        beginning, replaced = self._beginnings.get(turn, ("", 0))
+        return beginning + text[replaced:]
+
+    def begin_as_served(self, turn: int, trained_from: Callable[[str], int]) -> int | None:
+        """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
+
+        For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
+
+        Args:
+            trained_from: returns the character of a prompt from which on a turn is trained.
+
+        Returns:
+            first character of the turn in `served`; None if its text does not have the end of any prompt.
+        """
+        before = self._render(self.messages[:turn])
+        shared = shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
+        for prompt in self.prompts(turn):
+            start = trained_from(prompt)
+            header = prompt[len(before) : start] if prompt.startswith(before) else ""
+            place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
+            if place >= 0:
+                self._beginnings[turn] = prompt[:start], place + len(header)
+                return start
+        return None
+
+    def prompt(self, turn: int) -> str:
+        """Return the prompt from which a server generates a turn."""
+        if turn not in self._prompts:
+            try:
+                self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
+            except BadRecordError as refused:
+                if turn:
+                    raise
+                detail = "turn 1 is the assistant's, and the chat template has no prompt without a turn before it"
+                detail += "; a weight of 0 leaves the turn untrained"
+                raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
+        return self._prompts[turn]
+
+    def prompts(self, turn: int) -> Iterator[str]:
+        """Yield the prompt of a turn as the record asks for it, then with thinking switched on and off."""
+        yield self.prompt(turn)
+        for name, value in product(_THINKING_SWITCHES, (True, False)):
+            if name in self._template.reads:
+                yield self._render(self.messages[:turn], prompt=True, **{name: value})
+
+    def bare_prompt(self, turn: int) -> str:
+        """Return the prompt of a turn as if earlier turns had not reasoned, nor spoken beside their tool calls."""
+        bare = [
+            replace(message, reasoning="", content="" if message.tool_calls else message.content)
+            for message in self.conversation.messages[:turn]
+        ]
+        return self._render([self.form.turn(message) for message in bare], prompt=True)
+
+    def marked(self, num_turns: int) -> tuple[str, list[Span]]:
+        if num_turns not in self._marked:
+            try:
+                self._marked[num_turns] = self._template.render_marked(
+                    self.messages[:num_turns], tools=self.conversation.tools, variables=self._variables
+                )
+            except Exception as error:
+                raise template_failure(error) from error
+            self._texts[num_turns - 1] = self._marked[num_turns][0]
+        return self._marked[num_turns]
+
+    def _render(self, messages: Turns, *, prompt: bool = False, **variables: Any) -> str:
+        try:
+            return self._template.render(
+                messages, tools=self.conversation.tools, variables={**self._variables, **variables}, prompt=prompt
+            )
+        except Exception as error:  # a template is a user's program and can raise anything
+            raise template_failure(error) from error
+
+
+def template_failure(error: Exception) -> BadRecordError:
+    """Return the error about a template that failed on a conversation."""
+    if isinstance(error, BadRecordError):
+        return error
+    return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")
+
+
+def shared_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

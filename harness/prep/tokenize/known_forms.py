@@ -1,0 +1,174 @@
+"""Find the form in which a template takes conversations, by trying.
+
+Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
+know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
+place of its texts, in each form, until every word is written; if none does, the conversation is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.prep.chat import BadReason, BadRecordError, Conversation
+from harness.prep.tokenize.chats import RenderedChat, template_failure
+from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, pieces_of, shape_of, with_unique_words
+from harness.prep.tokenize.written import unwritten_text
+
+if TYPE_CHECKING:
+    from harness.prep.tokenize.rendering import Template
+
+_MAX_SHAPES = 8192
+# What a conversation is still one without, and the fields of records that hold it.
+_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
+# A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
+_WORD = re.compile(r'(\\")?(zq\d+wz)')
+
+
+@dataclass(frozen=True, slots=True)
+class KnownForm:
+    """The form in which a template takes the conversations of one shape, and what it makes of them.
+
+    Attributes:
+        form: in which it writes all of them.
+        is_ordered: it writes the texts and arguments in the order of the turns.
+        has_tags: their contents have marks that the template looks for.
+    """
+
+    form: Form
+    is_ordered: bool = False
+    has_tags: bool = False
+
+
+class KnownForms:
+    """The forms in which one template takes conversations, by their shapes.
+
+    Args:
+        template: chat template.
+        trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
+            of the words that they are tried with.
+    """
+
+    def __init__(self, template: Template, *, trusts_plain: bool) -> None:
+        self._template, self._trusts_plain = template, trusts_plain
+        self._known: dict[Any, KnownForm | BadRecordError] = {}
+
+    def find(self, conversation: Conversation) -> KnownForm:
+        """Return how the template takes conversations of this shape.
+
+        Raises:
+            BadRecordError: it takes them in no form, or leaves out a part of them.
+        """
+        tags = self._template.tags
+        is_as_given = self._trusts_plain and _is_plain(conversation, tags)
+        shape: Any = (
+            tuple((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
+            if is_as_given
+            else shape_of(conversation, tags)
+        )
+        known = self._known.get(shape)
+        if known is None:
+            known = self._probe(conversation, FORMS[:1] if is_as_given else FORMS)
+            if is_as_given and isinstance(known, BadRecordError):
+                known = KnownForm(FORMS[0])
+            if len(self._known) >= _MAX_SHAPES:
+                self._known.clear()
+            self._known[shape] = known
+        if isinstance(known, BadRecordError):
+            raise BadRecordError(known.reason, known.detail)
+        return known
+
+    def not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+        """Return the error about a part of a conversation that the template leaves out.
+
+        Args:
+            missing: that part, in words.
+            ignorable: fields of records that hold it, if the conversation is still one without.
+        """
+        detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
+        # One that has a place for each of them leaves this out for another reason, as qwen3 may.
+        if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
+            detail += " (qwen3 writes tools, calls and reasoning)"
+        elif missing.endswith("(developer)"):
+            detail += " (the built-in qwen3 writes it as a system prompt)"
+        if ignorable:
+            detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+        return BadRecordError(BadReason.NOT_WRITTEN, detail)
+
+    def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> KnownForm | BadRecordError:
+        for name in conversation.template_kwargs:
+            if name not in self._template.reads:
+                return BadRecordError(
+                    BadReason.NOT_WRITTEN,
+                    f"the chat template does not read `{name}` of chat_template_kwargs; "
+                    "source.ignore_fields=[chat_template_kwargs] leaves it out",
+                )
+        first: BadRecordError | None = None
+        probe, words = with_unique_words(conversation, self._template.tags)
+        tried = set()
+        has_tags = _has_tags(conversation, self._template.tags)
+        for form in forms:
+            turns = [form.turn(message) for message in probe.messages]
+            if (key := json.dumps(turns)) in tried:
+                continue
+            tried.add(key)
+            chat = RenderedChat(self._template, probe, form, {})
+            refused = self._try_form(chat, words)
+            if refused is None:
+                is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
+                return KnownForm(form, is_ordered=is_ordered, has_tags=has_tags)
+            # What a template leaves out is more to the point than its failure on another form.
+            if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
+                first = refused
+        assert first is not None
+        return first
+
+    def _try_form(self, chat: RenderedChat, words: list[tuple[int | None, str, str]]) -> BadRecordError | None:
+        """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
+        try:
+            text = chat.whole
+            if any(message["content"] is None for message in chat.messages) and "None" in text:
+                empty = RenderedChat(self._template, chat.conversation, Form("text", chat.form.arguments), {}).whole
+                if text.count("None") > empty.count("None"):
+                    raise ValueError("it writes None for a turn without content")
+            if "{'type': 'text'" in text:
+                raise ValueError("it writes a list of text parts as Python spells it")
+            written, answers = _words_in(text), dict[int, set[str]]()
+            for number, word, name in words:
+                if word in written:
+                    continue
+                message = chat.messages[number] if number is not None else None
+                # Templates may leave the reasoning of earlier turns out, but not that of the turn being generated.
+                if message is not None and message["role"] == "assistant" and number is not None:
+                    if number not in answers:
+                        answers[number] = _words_in(chat.upto(number))
+                    if word in answers[number]:
+                        continue
+                turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
+                return self.not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
+        except Exception as error:  # a template is a user's program and can raise anything
+            return template_failure(error)
+        return None
+
+
+def _words_in(text: str) -> set[str]:
+    """Return the unique words of a rendering, without those that are written as JSON inside JSON."""
+    found = _WORD.findall(text)
+    return {word for _, word in found} - {word for quoted, word in found if quoted}
+
+
+def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
+    """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
+    if conversation.tools or conversation.template_kwargs:
+        return False
+    has_texts = all(
+        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
+    )
+    return has_texts and not _has_tags(conversation, tags)
+
+
+def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
+    return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
