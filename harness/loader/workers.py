@@ -6,6 +6,7 @@ PyTorch is imported when a stream is opened, so that a loader's settings can be 
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -17,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -115,7 +116,8 @@ class BatchStream(Generic[T]):
 
     def _read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
         self._ranges.batches = batches
-        items = iter(self._dataloader)
+        with _no_collection():
+            items = iter(self._dataloader)
         if self._config.num_workers:
             self._workers = items
             atexit.register(self._end_at_exit)
@@ -246,8 +248,26 @@ def _identity(item: Any) -> Any:
     return item
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage inside the block, nor in processes forked there, which set aside what they inherit.
+
+    A forked worker has the garbage of the training process. Observed: that of an earlier run in the same process held a
+    group of gloo, whose end waits for a thread that a fork does not copy: the worker died of a segmentation fault.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _begin_worker(worker_id: int) -> None:
-    """In a worker: print which mapped file it died of, and end with the training process."""
+    """In a worker: print which mapped file it died of, end with the training process, and keep what is inherited."""
+    gc.freeze()
+    gc.enable()
     name_bus_errors(dies=True)
     _end_with_parent()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import io
 import json
@@ -262,7 +263,10 @@ class WrittenHashes:
 
 
 def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> Any:
-    # In a process forked for this call: the name in the training process is not touched.
+    # In a process forked for this call: the name in the training process is not touched. The garbage of that process
+    # is not collected here: the end of a group of ranks waits for threads that a fork does not copy.
+    gc.freeze()
+
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -14,6 +15,8 @@ import torch
 from harness.errors import FormatError, LoaderError
 from harness.formats import PackReader, open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.loader.order import BatchRange
+from harness.loader.workers import BatchStream
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
@@ -151,8 +154,9 @@ def test_a_killed_worker_is_named(dataset: Path) -> None:
     def train() -> None:
         with made:
             for _ in made:
-                pids.extend(made.worker_pids())
-                os.kill(pids[0], signal.SIGKILL)
+                if not pids:
+                    pids.extend(made.worker_pids())
+                    os.kill(pids[0], signal.SIGKILL)
 
     pids: list[int] = []
     with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died") as caught:
@@ -193,3 +197,29 @@ def test_errors_of_the_loop_itself_pass_through(dataset: Path) -> None:
 
     with pytest.raises(RuntimeError, match="of the model"):
         train()
+
+
+def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone(dataset: Path) -> None:
+    # As a group of gloo, whose end waits for a thread that a fork does not copy.
+    class Deadly:
+        def __init__(self) -> None:
+            self.itself, self.owner = self, os.getpid()
+
+        def __del__(self) -> None:
+            if os.getpid() != self.owner:
+                os._exit(9)
+
+    def read_after_collecting(batch: BatchRange) -> int:
+        gc.collect()
+        return batch.index
+
+    gc.collect()
+    gc.disable()
+    try:
+        Deadly()
+        config = LoaderConfig(num_workers=1, start_method="fork", timeout_s=60.0)
+        with BatchStream(read_after_collecting, config, where="here") as stream:
+            assert list(stream.read([BatchRange(0, number, 0, 1) for number in range(3)])) == [0, 1, 2]
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
