@@ -150,7 +150,8 @@ class Format:
         files_per_shard: file descriptors that an open shard holds.
         write_shard: start the shard of a name in a folder.
         open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`
-            any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim.
+            any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim. The
+            format of plans also takes `folder`, that of the dataset.
         find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
             format's layout.
         is_own: whether this package wrote the shard at a place that has the name of one; other tools use such names.
@@ -168,7 +169,7 @@ class Format:
     packs_per_shard: int
     files_per_shard: int
     write_shard: Callable[[Folder, str, ShardOptions], ShardWriter[Any]]
-    open_shard: Callable[[Any, int | None], ShardReader]
+    open_shard: Callable[..., ShardReader]
     find_bare: Callable[[Path], list[Path]]
     is_own: Callable[[Any], bool]
     shard_files: tuple[str, ...] = ("",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from harness.formats.manifest import MANIFEST_NAME, Manifest
+from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Pack, UInt8Array
-from harness.storage import write_atomically
+from harness.storage import BucketFolder, Folder, LocalCache, write_atomically
 
 FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
 UInt64Array = npt.NDArray[np.uint64]
@@ -53,10 +54,10 @@ def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
 
 @dataclass(frozen=True)
 class KeptFingerprint:
-    """The fingerprint of a plan in a file of its folder, valid for one manifest and so for one plan over one store.
+    """The fingerprint of a plan in a file, valid for one manifest and so for one plan over one store.
 
     Attributes:
-        folder: of the plan.
+        folder: of the plan; for one in object storage, a folder in the local cache.
         manifest_xxh3: of the manifest that the plan was opened with; another may have taken its place.
     """
 
@@ -64,8 +65,11 @@ class KeptFingerprint:
     manifest_xxh3: str
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> KeptFingerprint:
-        return cls(folder, xxhash.xxh3_64_hexdigest(manifest.to_json().encode()))
+    def of(cls, folder: Folder, manifest: Manifest) -> KeptFingerprint:
+        digest = xxhash.xxh3_64_hexdigest(manifest.to_json().encode())
+        if isinstance(folder, BucketFolder):
+            return cls(LocalCache().folder / "fingerprints" / digest, digest)
+        return cls(Path(folder.where()), digest)
 
     def load(self) -> str | None:
         """Return the fingerprint, or None if it is not known."""
@@ -87,8 +91,10 @@ class KeptFingerprint:
         with contextlib.ExitStack() as stack:
             # Some network file systems have no locks; there every process computes.
             with contextlib.suppress(OSError):
-                manifest = stack.enter_context((self.folder / MANIFEST_NAME).open("rb"))
-                fcntl.flock(manifest, fcntl.LOCK_EX)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             known = self.load()
             if known is None:
                 known = compute()

@@ -18,7 +18,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.records import Int64Array, SequenceView
-from harness.storage import is_uri, join_path
+from harness.storage import join_path, open_folder, parse_place, resolve_path
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
 _BAR_WIDTH = 40
@@ -197,7 +197,7 @@ def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
 
 def find_tokenizer_folder(reader: PackReader) -> Path:
     """Return the tokenizer folder that a dataset's manifest names; raises ConfigError if it names none."""
-    stored = reader.manifest.provenance.tokenizer if reader.manifest and not is_uri(reader.path) else ""
+    stored = reader.manifest.provenance.tokenizer if reader.manifest else ""
     if not stored:
         raise ConfigError(
             "the dataset names no tokenizer, or is not on this machine with it",
@@ -205,8 +205,9 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
             fix="name one: tokenizer.name=DIR",
         )
     # Stored relative to the dataset, so that both can be moved together.
-    base = Path(reader.path)
-    return (base if base.is_dir() else base.parent) / stored
+    place = parse_place(reader.path)
+    is_file = place.is_file() if isinstance(place, Path) else reader.files() == [place]
+    return open_folder(str(resolve_path(place.parent if is_file else place, stored))).copy()
 
 
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:

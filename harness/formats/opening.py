@@ -183,20 +183,15 @@ def _check_files(folder: Folder, manifest: Manifest) -> None:
 def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     """Open a dataset folder without looking at its shards."""
     format = load_format(manifest.format)
-    is_plan, kept = not manifest.fingerprint, None
+    is_plan = not manifest.fingerprint
+    # A plan names its store from its own folder, wherever its files are read.
+    open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
     if isinstance(folder, BucketFolder):
-        if is_plan:
-            raise FormatError(
-                "a plan over a sequence store is read from disks only",
-                where=folder.where(),
-                fix="copy plan and store to a disk, or write its packs there: harness convert PLAN DST parquet",
-            )
         if not format.in_buckets:
-            format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, format.open_shard))
+            format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, open_shard))
     elif is_plan:
         # Packs of a plan have no checksums: its own files must be those that the manifest lists.
-        format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, format.open_shard))
-        kept = KeptFingerprint.of(Path(folder.where()), manifest)
+        format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, open_shard))
     return PackReader(
         path=folder.where(),
         format=format,
@@ -205,7 +200,7 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
         pack_size=manifest.pack_size,
         manifest=manifest,
         load_index=partial(load_index, folder, manifest),
-        kept_fingerprint=kept,
+        kept_fingerprint=KeptFingerprint.of(folder, manifest) if is_plan else None,
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 
@@ -154,7 +153,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
             yield Problem(f"the manifest has {name} {claimed:,}, the packs make {counted:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
     # A plan's manifest has none.
-    known = manifest.fingerprint or KeptFingerprint.of(Path(reader.path), manifest).load()
+    known = manifest.fingerprint or KeptFingerprint.of(open_folder(reader.path), manifest).load()
     if known is not None and fingerprint != known:
         yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, PrepError
-from harness.storage import Marker, write_atomically
+from harness.storage import BucketFolder, Folder, Marker, write_atomically
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE = "tokenizer", "source"
@@ -23,6 +24,7 @@ _FIRST_DAY = "first_day"
 SEQUENCES = "sequences"
 REPORT, REPORT_PAGE, SAMPLES_PAGE = "report.json", "report.md", "report.html"
 _MARKER = "_preparing"
+_MAX_REPORT_BYTES = 1 << 28
 # Removed in this order; the report is first because a folder with one counts as finished.
 _OWNED = (
     REPORT,
@@ -50,8 +52,75 @@ def files_digest(files: list[Path]) -> str:
     return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})
 
 
+def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
+    """Return the report of an earlier run with the same settings, or None if there is work to do.
+
+    Raises:
+        ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
+        PrepError: the folder holds something else.
+    """
+    where = folder.where()
+    if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
+        raise ConfigError("the destination is a file", where=where, fix="name a folder in data.path")
+    report = _read_report(folder)
+    if report is None:
+        others = sorted(folder.names()) if not isinstance(folder.place, Path) or folder.place.exists() else []
+        if others and _MARKER not in others:
+            what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
+            raise PrepError(what, where=where, fix="name a new or empty folder in data.path")
+        return None
+    if "date" in (report.get("settings") or {}):
+        # The day on which it was prepared does not make it another dataset.
+        settings = {**settings, "date": report["settings"]["date"]}
+    if report.get("settings_hash") == settings_hash(settings):
+        complete = all(folder.exists(f"{name}/manifest.json") for name in report.get("splits", {}))
+        return report if complete and TOKENIZER in folder.names() else None
+    if overwrite:
+        return None
+    old, new = _flat(report.get("settings")), _flat(settings)
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
+    shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
+    what = f"the folder was prepared with other settings: {'; '.join(shown)}"
+    raise ConfigError(what, where=where, fix="--overwrite replaces it, or name another folder in data.path")
+
+
+def upload(prepared: Path, folder: BucketFolder, advance: Callable[[int], None]) -> int:
+    """Upload a finished preparation: each dataset's manifest after its shards, the report last.
+
+    Files that are there whole, from an upload that was interrupted, are not sent again. Files of an earlier
+    preparation are removed, its report and its manifests first.
+
+    Args:
+        advance: called with the bytes of each file.
+
+    Returns:
+        the bytes that were sent.
+    """
+    paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
+    names = [name for name in paths if name.split("/")[0] in _OWNED and name != REPORT]
+    names.sort(key=lambda name: (name.endswith("/manifest.json"), name))
+    marker = folder.lock(_MARKER)
+    marker.acquire()
+    folder.remove(REPORT)
+    stored = [name for name in folder.files() if name.split("/")[0] in _OWNED]
+    for name in stored:
+        if name.endswith("/manifest.json"):
+            folder.remove(name)
+    for name in stored:
+        if name not in paths:
+            folder.remove(name)
+    sent = 0
+    for name in [*names, REPORT]:
+        num_bytes = paths[name].stat().st_size
+        sent += num_bytes * folder.upload(name, paths[name])
+        advance(num_bytes)
+    marker.release(remove=True)
+    return sent
+
+
 class PreparedFolder:
-    """Guards the folder that a preparation writes.
+    """Guards the folder on a disk that a preparation writes.
 
     `report.json` is written last: a folder without it is not finished. While a preparation runs, and after an
     interruption, a marker file shows that the content may be replaced.
@@ -60,38 +129,6 @@ class PreparedFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._marker = Marker(path / _MARKER)
-
-    def finished_report(self, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
-        """Return the report of an earlier run with the same settings, or None if there is work to do.
-
-        Raises:
-            ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
-            PrepError: the folder holds something else.
-        """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError("the destination is a file", where=str(self.path), fix="name a folder in data.path")
-        report = self._read_report()
-        if report is None:
-            others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-            if others and _MARKER not in others:
-                what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
-                raise PrepError(what, where=str(self.path), fix="name a new or empty folder in data.path")
-            return None
-        if "date" in (report.get("settings") or {}):
-            # The day on which it was prepared does not make it another dataset.
-            settings = {**settings, "date": report["settings"]["date"]}
-        if report.get("settings_hash") == settings_hash(settings):
-            complete = all((self.path / name / "manifest.json").exists() for name in report.get("splits", {}))
-            return report if complete and (self.path / TOKENIZER).is_dir() else None
-        if overwrite:
-            return None
-        old, new = _flat(report.get("settings")), _flat(settings)
-        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
-        shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
-        what = f"the folder was prepared with other settings: {'; '.join(shown)}"
-        fix = "--overwrite replaces it, or name another folder in data.path"
-        raise ConfigError(what, where=str(self.path), fix=fix)
 
     def begin(self) -> None:
         """Lock the folder and remove the output of an earlier run, except its shards.
@@ -139,17 +176,21 @@ class PreparedFolder:
         """Unlock the folder after a failure; the next run takes over."""
         self._marker.release(remove=False)
 
-    def _read_report(self) -> dict[str, Any] | None:
-        try:
-            report = json.loads((self.path / REPORT).read_bytes())
-        except OSError:
-            return None
-        except ValueError:
-            report = None
-        if not isinstance(report, dict) or "settings_hash" not in report:
-            fix = "name another folder in data.path, or remove this one"
-            raise PrepError("the report was not written by a preparation", where=str(self.path / REPORT), fix=fix)
-        return report
+
+def _read_report(folder: Folder) -> dict[str, Any] | None:
+    data = None
+    with suppress(OSError):
+        data = folder.read(REPORT, _MAX_REPORT_BYTES)
+    if data is None:
+        return None
+    try:
+        report = json.loads(data)
+    except ValueError:
+        report = None
+    if not isinstance(report, dict) or "settings_hash" not in report:
+        fix = "name another folder in data.path, or remove this one"
+        raise PrepError("the report was not written by a preparation", where=folder.where(REPORT), fix=fix)
+    return report
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

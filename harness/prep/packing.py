@@ -42,7 +42,8 @@ class PackingConfig:
     """Packing and storage of sequences.
 
     Attributes:
-        path: folder to write; its subfolders `train`, `validation` and `test` are the datasets.
+        path: folder to write, on a disk or in a bucket (`s3://BUCKET/KEY`); its subfolders `train`, `validation` and
+            `test` are the datasets.
         pack_size: maximum number of tokens in a pack.
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -33,7 +34,7 @@ from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_fil
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.settings import nearest_name
-from harness.storage import Place, Stamp, is_uri, redact, stamp_of, write_atomically
+from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, Stamp, open_folder, stamp_of, write_atomically
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -86,7 +87,7 @@ def prepare(
         source: chats, as `SourceConfig.path` takes them, or with their settings; or all settings of the preparation,
             instead of the other arguments.
         tokenizer: a folder or hub id, or settings; None trains a byte-level BPE on the chats.
-        path: folder to write.
+        path: folder to write, on a disk or in a bucket; one in a bucket is prepared in HARNESS_CACHE and then uploaded.
         progress: called with the stage (`tokenizer`, `tokens`, then each split), how much is done, and the total (0
             where it is unknown): bytes of the source, then packs.
         console: receives progress and the report; None is standard output, or nothing where `progress` is given.
@@ -97,13 +98,7 @@ def prepare(
     """
     config = _config_of(source, tokenizer, path, settings)
     check_engine(config.engine)
-    if is_uri(config.data.path):
-        raise ConfigError(
-            "a preparation writes to a folder, because it continues and checks what is there",
-            where=f"data.path={redact(config.data.path)}",
-            fix="prepare into a folder, then copy its datasets: harness convert FOLDER/train s3://BUCKET/KEY/train "
-            "FORMAT, and the same for validation",
-        )
+    target = open_folder(config.data.path)
     config = replace(config, source=config.source.resolve())
     console = console or Console(quiet=progress is not None)
     stages = Stages(console, progress)
@@ -111,13 +106,19 @@ def prepare(
         stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")
     found = find_files(config.source, show=stages.show)
     depends_on = _settings(config, found)
-    folder = PreparedFolder(Path(config.data.path))
-    earlier = folder.finished_report(depends_on, overwrite=config.data.overwrite)
+    earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
+    # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
+    copy = _working_folder(target) if isinstance(target, BucketFolder) else None
+    if earlier is None and copy is not None:
+        earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=True)
+    elif earlier is not None:
+        copy = None
+        stages.show(f"{target.where()} is already prepared with the same settings.")
+    folder = PreparedFolder(Path(config.data.path) if copy is None else copy)
     if earlier is not None:
-        report = PrepareReport.from_dict(earlier, path=folder.path)
-        stages.show(f"{folder.path} is already prepared with the same settings.")
+        report = PrepareReport.from_dict(earlier, path=target.where())
     else:
-        report = PrepareReport(path=str(folder.path), settings_hash=settings_hash(depends_on), settings=depends_on)
+        report = PrepareReport(path=target.where(), settings_hash=settings_hash(depends_on), settings=depends_on)
         fix = "make room or have the disk checked, then start again: finished shards are kept"
         with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
             try:
@@ -132,9 +133,30 @@ def prepare(
                 folder.finish(report.to_dict())
             finally:
                 folder.abandon()
+    if copy is not None and isinstance(target, BucketFolder):
+        _upload(copy, target, stages)
     stages.show("")
     console.print(render_report(report))
     return report
+
+
+def _working_folder(target: BucketFolder) -> Path:
+    """Return the folder of this machine in which the preparation of a bucket's folder is made."""
+    name = hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
+    return LocalCache().folder / "preparations" / name
+
+
+def _upload(prepared: Path, target: BucketFolder, stages: Stages) -> None:
+    """Upload a finished preparation and remove it here."""
+    total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
+    fix = "start again: what was prepared is kept, and what was uploaded is not sent again"
+    with (
+        os_errors_as(PrepError, "the preparation cannot be uploaded", where=prepared, fix=fix),
+        stages.stage("upload", f"uploading to {target.where()}", total=total) as stage,
+    ):
+        sent = layout.upload(prepared, target, stage.advance)
+        stage.summary = f"{sent:,} of {total:,} bytes sent to {target.where()}"
+    shutil.rmtree(prepared, ignore_errors=True)
 
 
 def _config_of(
@@ -451,7 +473,8 @@ def repack_store(
 
     Args:
         store: a dataset in the format `virtual`.
-        destination: a new or empty folder, which will refer to the store by relative path.
+        destination: a new or empty folder, which will refer to the store by relative path (by its URI from a disk to a
+            bucket, or from one bucket to another).
         pack_size, algorithm, seed: as for `plan_packs`.
         overwrite: replace an existing dataset.
 

@@ -21,6 +21,7 @@ from harness.errors import PrepError
 from harness.prep.counts import COUNTS, Counts
 from harness.prep.packing import PackPlan
 from harness.records import Int32Array
+from harness.storage import join_path
 
 if TYPE_CHECKING:
     from harness.prep.shards import Receipt
@@ -128,7 +129,7 @@ class PrepareReport(Counts):
         return values | self.counts_to_dict() | parts
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], *, path: Path) -> PrepareReport:
+    def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
         """Return the report of an earlier run; raises PrepError if it is damaged."""
         # Reports of earlier versions do not count these.
         values = {"media": 0, "placeholders": 0, **values}
@@ -137,11 +138,11 @@ class PrepareReport(Counts):
             kept |= {name: Counter(values[name]) for name in ("bad", "dropped")}
             kept["splits"] = {name: SplitReport(**split) for name, split in values["splits"].items()}
             kept["sources"] = {name: SourceReport(**source) for name, source in values["sources"].items()}
-            return cls(**kept | {"path": str(path)}, reused=True)
+            return cls(**kept | {"path": path}, reused=True)
         except (KeyError, TypeError, AttributeError) as error:
             what = f"the report of the earlier run is damaged: {error!r}"
             fix = "remove the file and run again with --overwrite, or name another folder in data.path"
-            raise PrepError(what, where=str(path / "report.json"), fix=fix) from error
+            raise PrepError(what, where=join_path(path, "report.json"), fix=fix) from error
 
     def add_shard(self, path: str, receipt: Receipt) -> None:
         """Add the counts of a shard of the file at `path`."""

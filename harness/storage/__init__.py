@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
 from harness.storage.bucket import s3_endpoint
+from harness.storage.cache import LocalCache
 from harness.storage.checksums import (
     CHECKSUMS_FILE,
     digest_files,
@@ -39,7 +40,7 @@ from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_fold
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
 from harness.storage.mapped import bus_error_at, name_bus_errors
 from harness.storage.ranges import ByteSource, open_source
-from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact
+from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact, relative_path, resolve_path
 
 __all__ = [
     "CHECKSUMS_FILE",
@@ -48,6 +49,7 @@ __all__ = [
     "BucketFolder",
     "ByteSource",
     "Folder",
+    "LocalCache",
     "LocalFolder",
     "Marker",
     "NpyStream",
@@ -78,6 +80,8 @@ __all__ = [
     "read_checksums",
     "read_npy_header",
     "redact",
+    "relative_path",
+    "resolve_path",
     "s3_endpoint",
     "share_of",
     "stamp_of",

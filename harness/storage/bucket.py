@@ -10,6 +10,7 @@ one request, all attempts together. No error shows credentials.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
 import re
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
@@ -33,6 +35,8 @@ REQUEST_BYTES = 8 << 20
 _TIMEOUT_NAME = "HARNESS_STORAGE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
+# PyArrow's parts of an upload, from whose hashes S3 makes the ETag.
+_PART_BYTES = 10 << 20
 # Of an upload's parts, which only PyArrow can send again.
 _UPLOAD_ATTEMPTS = 4
 
@@ -193,11 +197,47 @@ class ObjectStore:
         return ObjectStore, (self._place,)
 
 
+class _PartsDigest:
+    """The ETag that S3 gives to an upload of parts: the MD5 of the parts' MD5s, and their number."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._part, self._left = _new_md5(), _PART_BYTES
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            piece, data = data[: self._left], data[self._left :]
+            self._part.update(piece)
+            self._left -= len(piece)
+            if not self._left:
+                self._parts.append(self._part.digest())
+                self._part, self._left = _new_md5(), _PART_BYTES
+
+    def etag(self) -> str:
+        is_open = self._left < _PART_BYTES or not self._parts
+        parts = [*self._parts, self._part.digest()] if is_open else self._parts
+        return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def _new_md5() -> Any:
+    return hashlib.md5(usedforsecurity=False)
+
+
+def etag_of(path: Path) -> str:
+    """Return the ETag that S3 gives to a file that `UploadFile` uploads."""
+    parts = _PartsDigest()
+    with path.open("rb") as file:
+        while block := file.read(REQUEST_BYTES):
+            parts.update(memoryview(block))
+    return parts.etag()
+
+
 class UploadFile(OutputFile):
     """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end."""
 
     def __init__(self, store: ObjectStore, place: ObjectPath) -> None:
         self._digest = xxhash.xxh3_64()
+        self._parts = _PartsDigest()
         self._num_bytes = 0
         self._store = store
         self._place = place
@@ -213,6 +253,7 @@ class UploadFile(OutputFile):
         if self._done:
             return len(view)
         self._digest.update(view)
+        self._parts.update(view)
         self._num_bytes += len(view)
         self._buffer += view
         if len(self._buffer) >= REQUEST_BYTES:
@@ -223,11 +264,36 @@ class UploadFile(OutputFile):
         return self._num_bytes
 
     def finish(self) -> None:
-        """Complete the upload."""
-        if not self._done:
-            self._send()
-            self._store.upload(self._place, self._stream.close)
-            self._done = True
+        """Complete the upload, and check what the store has.
+
+        S3 names the hash of the bytes that it stored; where that is of another kind (encrypted buckets), they are read
+        back. Of other stores the size is checked.
+
+        Raises:
+            FormatError: the store refuses the upload, or has other bytes.
+        """
+        if self._done:
+            return
+        self._send()
+        self._store.upload(self._place, self._stream.close)
+        self._done = True
+        stored = self._store.find_stamp(self._place)
+        if stored.num_bytes == self._num_bytes and (
+            self._place.scheme != "s3" or stored.version == self._parts.etag() or self._reads_back()
+        ):
+            return
+        raise FormatError(
+            f"the object differs from what was uploaded: it has {stored.num_bytes:,} bytes, sent were "
+            f"{self._num_bytes:,}",
+            where=str(self._place),
+            fix="write again; something else writes to this place, or the store is damaged",
+        )
+
+    def _reads_back(self) -> bool:
+        total = xxhash.xxh3_64()
+        for block in self._store.read_blocks(self._place, self._num_bytes):
+            total.update(block)
+        return bool(total.digest() == self._digest.digest())
 
     def abort(self) -> None:
         if self._done:
@@ -275,14 +341,9 @@ class StagedFile(OutputFile):
         return True
 
     def finish(self) -> None:
-        """Upload the file, and check that the store has all of it.
-
-        Raises:
-            FormatError: the store refuses it, or has another number of bytes.
-        """
+        """Upload the file, and check it as `UploadFile.finish` does."""
         if self._done:
             return
-        num_bytes = self._file.seek(0, os.SEEK_END)
         self._file.seek(0)
         upload = self._upload = UploadFile(self._store, self._place)
         while block := self._file.read(REQUEST_BYTES):
@@ -290,12 +351,6 @@ class StagedFile(OutputFile):
         upload.finish()
         self._done = True
         self._file.close()
-        if (stored := self._store.find_size(self._place)) != num_bytes:
-            raise FormatError(
-                f"the object has {stored or 0:,} bytes, and {num_bytes:,} were uploaded",
-                where=str(self._place),
-                fix="write again; something else writes to this place, or the store is damaged",
-            )
 
     def abort(self) -> None:
         if self._done:

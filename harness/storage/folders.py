@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from harness.errors import FormatError
-from harness.storage.bucket import ObjectStore, StagedFile, UploadFile
+from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, sync_folder
 from harness.storage.uris import ObjectPath, Place, is_uri
@@ -58,6 +58,10 @@ class Folder(ABC):
     @abstractmethod
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         """Return local files of these names, which remain until the entry is released."""
+
+    @abstractmethod
+    def copy(self) -> Path:
+        """Return a folder on this machine with the same files: this one, or a copy of a small one."""
 
     @property
     @abstractmethod
@@ -141,11 +145,14 @@ class LocalFolder(Folder):
         try:
             with (self.place / name).open("rb") as file:
                 return file.read(limit)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         return Entry(self.place)
+
+    def copy(self) -> Path:
+        return self.place
 
     @property
     def scratch(self) -> Path:
@@ -225,6 +232,10 @@ class BucketFolder(Folder):
     def names(self) -> list[str]:
         return list(dict.fromkeys(name.partition("/")[0] for name in self._sizes()))
 
+    def files(self) -> list[str]:
+        """List the names of all objects, at any depth."""
+        return list(self._sizes())
+
     def exists(self, name: str) -> bool:
         return self.store.find_size(self.place / name) is not None
 
@@ -248,6 +259,12 @@ class BucketFolder(Folder):
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         return LocalCache().get(files, self._download)
 
+    def copy(self) -> Path:
+        files = [StoredFile(name, num_bytes, self.digest(name)) for name, num_bytes in sorted(self._sizes().items())]
+        if not files:
+            raise FormatError("there are no such files", where=self.where(), fix="check the key")
+        return self.fetch(files).folder
+
     def _download(self, stored: StoredFile, path: Path) -> None:
         with path.open("wb", buffering=0) as copy:
             for block in self.store.read_blocks(self.place / stored.path, stored.num_bytes):
@@ -266,6 +283,18 @@ class BucketFolder(Folder):
         self._listing = None
         self._uploads[name] = (StagedFile if self.is_staged else UploadFile)(self.store, self.place / name)
         return self._uploads[name]
+
+    def upload(self, name: str, path: Path) -> bool:
+        """Upload a file of a disk, unless S3 has the same bytes; returns whether any were sent."""
+        place, num_bytes, sizes = self.place / name, path.stat().st_size, self._sizes()
+        may_be_whole = place.scheme == "s3" and sizes.get(name) == num_bytes
+        if may_be_whole and self.store.find_stamp(place).version == etag_of(path):
+            return False
+        with path.open("rb") as file:
+            self.write(name, iter(lambda: file.read(REQUEST_BYTES), b""))
+        # Not listed anew for every file.
+        self._listing = sizes | {name: num_bytes}
+        return True
 
     def sync(self, names: Sequence[str]) -> None:
         """Do nothing: a finished upload is durable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +95,32 @@ class ObjectPath:
 
 
 Place = Path | ObjectPath
+
+
+def relative_path(place: Place, base: Place) -> str:
+    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI.
+
+    Raises:
+        ConfigError: the place is on a disk, and the folder in object storage.
+    """
+    if isinstance(place, Path) and isinstance(base, Path):
+        return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
+    if isinstance(place, Path):
+        raise ConfigError(
+            "something in object storage cannot refer to a place on a disk", where=str(place), fix=f"copy it to {base}"
+        )
+    if isinstance(base, Path) or (place.scheme, place.bucket) != (base.scheme, base.bucket):
+        return str(place)
+    return posixpath.relpath(f"/{place.key}", f"/{base.key}")
+
+
+def resolve_path(base: Place, path: str) -> Place:
+    """Return the place that `relative_path` gave as `path` from the folder `base`; raises ConfigError if malformed."""
+    if is_uri(path):
+        return ObjectPath.parse(path)
+    if isinstance(base, Path):
+        return Path(os.path.normpath(base.resolve() / path))
+    return replace(base, key=posixpath.normpath(f"/{base.key}/{path}").strip("/"))
 
 
 def join_path(path: str, name: str) -> str:

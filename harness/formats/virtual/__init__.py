@@ -21,13 +21,14 @@ from harness.formats.virtual.store import (
     SequenceShard,
     SequenceShardWriter,
 )
+from harness.storage import Folder
 
 __all__ = ["FORMAT", "SequenceStore", "open_store", "write_plan"]
 
 
-def open_shard(path: Path, _pack_size: int | None) -> ShardReader:
-    """Open the plan or the sequences of a folder."""
-    return PlanShard(path) if (path / PLAN).is_file() else SequenceShard(path)
+def open_shard(path: Path, _pack_size: int | None, folder: Folder | None = None) -> ShardReader:
+    """Open the plan or the sequences of a folder; `folder` is the dataset's, where the files are copies."""
+    return PlanShard(path, folder) if (path / PLAN).is_file() else SequenceShard(path)
 
 
 def is_own(path: Path) -> bool:

@@ -25,10 +25,9 @@ from harness.formats import (
     write_plan,
 )
 from harness.formats.digest import KeptFingerprint
-from harness.formats.opening import open_unchecked
 from harness.prep import plan_packs, repack_store
 from harness.records import Pack
-from harness.storage import file_digest, open_folder
+from harness.storage import file_digest
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16], [17, 18, 19, 20, 21, 22], [23, 24]]
 
@@ -280,14 +279,10 @@ def test_a_failed_plan_leaves_nothing(tmp_path: Path, store: Path) -> None:
     assert open_dataset(tmp_path / "plan").pack_size == 16
 
 
-def test_a_plan_in_object_storage_is_refused_by_name(tmp_path: Path, store: Path) -> None:
-    manifest = repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
-    with pytest.raises(FormatError, match="a plan over a sequence store is read from disks only") as caught:
-        open_unchecked(open_folder("s3://bucket/plan"), manifest)
-    assert "harness convert" in caught.value.fix
-    with pytest.raises(ConfigError, match="written to a folder beside it") as refused:
+def test_a_plan_in_object_storage_over_a_store_on_a_disk_is_refused_by_name(tmp_path: Path, store: Path) -> None:
+    with pytest.raises(ConfigError, match="a plan in object storage needs its sequence store there") as refused:
         repack_store(str(store), "s3://bucket/plan", pack_size=8)
-    assert "harness convert" in refused.value.fix
+    assert f"harness convert {store} s3://bucket/plan-store virtual" in refused.value.fix
 
 
 def test_a_child_process_reads_with_its_own_files(tmp_path: Path, store: Path) -> None:

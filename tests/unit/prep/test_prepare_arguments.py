@@ -55,14 +55,6 @@ def test_the_short_form_prepares_what_the_settings_do_and_reports_progress(chats
     assert read[-1] == (chats.stat().st_size, chats.stat().st_size)
 
 
-def test_a_bucket_is_refused_with_the_command_that_writes_there(chats: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="a preparation writes to a folder") as refused:
-        prepare(chats, TokenizerConfig(vocab_size=400), "s3://bucket/chats", num_workers=0)
-    assert "harness convert FOLDER/train s3://" in refused.value.fix
-    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
-
-
 def test_a_tokenizer_is_named_by_its_folder(chats: Path, tmp_path: Path) -> None:
     prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "first", num_workers=0, progress=lambda *made: None)
     report = prepare(

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.prep.folder import PreparedFolder, settings_hash
+from harness.prep.folder import PreparedFolder, finished_report, settings_hash
+from harness.storage import LocalFolder
 
 SETTINGS = {"data": {"pack_size": 8}, "source": "x"}
 OTHER = {"data": {"pack_size": 16}, "source": "x"}
@@ -26,7 +27,7 @@ def finish(path, settings=SETTINGS):
 
 def test_a_finished_folder_is_recognized_and_left_unchanged(tmp_path):
     report = finish(tmp_path / "d")
-    assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) == report
+    assert finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=False) == report
     assert not (tmp_path / "d" / "_preparing").exists()
 
 
@@ -34,15 +35,15 @@ def test_changed_settings_are_listed_and_need_overwrite(tmp_path):
     finish(tmp_path / "d")
     folder = PreparedFolder(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"data\.pack_size was 8 and is 16") as error:
-        folder.finished_report(OTHER, overwrite=False)
+        finished_report(LocalFolder(folder.path), OTHER, overwrite=False)
     assert "--overwrite" in error.value.fix
-    assert folder.finished_report(OTHER, overwrite=True) is None
+    assert finished_report(LocalFolder(folder.path), OTHER, overwrite=True) is None
 
 
 def test_a_finished_folder_without_its_data_is_prepared_again(tmp_path):
     finish(tmp_path / "d")
     (tmp_path / "d" / "train" / "manifest.json").unlink()
-    assert PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=False) is None
+    assert finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=False) is None
 
 
 def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
@@ -52,7 +53,7 @@ def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
     (tmp_path / "d" / "train" / "half").write_text("")
     folder.abandon()
     again = PreparedFolder(tmp_path / "d")
-    assert again.finished_report(OTHER, overwrite=False) is None
+    assert finished_report(LocalFolder(again.path), OTHER, overwrite=False) is None
     again.begin()
     assert [entry.name for entry in (tmp_path / "d").iterdir()] == ["_preparing"]
     again.abandon()
@@ -70,17 +71,17 @@ def test_a_running_preparation_locks_the_folder(tmp_path):
 def test_a_folder_with_other_files_is_never_changed(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(PrepError, match=r"thesis\.tex"):
-        PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
+        finished_report(LocalFolder(tmp_path), SETTINGS, overwrite=overwrite)
     (tmp_path / "report.json").write_text(json.dumps({"title": "another tool"}))
     with pytest.raises(PrepError, match="was not written by a preparation"):
-        PreparedFolder(tmp_path).finished_report(SETTINGS, overwrite=overwrite)
+        finished_report(LocalFolder(tmp_path), SETTINGS, overwrite=overwrite)
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_file_at_the_destination_is_an_error(tmp_path):
     (tmp_path / "d").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        PreparedFolder(tmp_path / "d").finished_report(SETTINGS, overwrite=True)
+        finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=True)
 
 
 def test_other_files_in_a_prepared_folder_survive_a_new_run(tmp_path):
