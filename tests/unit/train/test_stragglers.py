@@ -50,6 +50,20 @@ def test_a_gpu_that_is_slow_is_not_taken_for_a_stopped_process():
     assert [(straggler.rank, straggler.cause) for straggler in found] == [(3, "compute")]
 
 
+def test_the_first_two_steps_and_fewer_than_k_name_nobody():
+    slow = SLOW["compute"]
+    steps = run(watch(), ([waiting_for(slow)] * 3 + [slow], 7))
+    assert steps[:6] == [[]] * 6
+    assert [straggler.rank for straggler in steps[6]] == [3]
+
+
+def test_a_rank_is_compared_with_the_others_of_its_stage_alone():
+    slow = SLOW["compute"]
+    times = [slow, waiting_for(slow), waiting_for(slow), *[slow] * 3]
+    found = run(watch(nodes=list("abcdef"), stages=[0, 0, 0, 1, 1, 1]), (times, 7))[-1]
+    assert found == [Straggler("compute", pytest.approx(slow.busy_s / USUAL.busy_s), 0, "a")]
+
+
 def test_a_node_all_ranks_of_which_are_slow_is_named_as_a_node():
     slow = SLOW["compute"]
     three = ["a", "a", "b", "b", "c", "c"]
@@ -70,12 +84,19 @@ def test_a_slow_network_is_not_taken_for_a_slow_rank():
     assert "no rank is slow itself" in steps[12][0].describe(5)
 
 
+def test_exchanges_up_to_three_times_as_long_are_no_slow_network():
+    assert run(watch(), ([USUAL] * 4, 8), ([replace(USUAL, wait_s=0.59)] * 4, 9)) == [[]] * 17
+    assert run(watch(), ([USUAL] * 4, 8), ([replace(USUAL, wait_s=0.61)] * 4, 9))[-1] != []
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
         ([USUAL] * 4, {}),
         ([replace(USUAL, compute_s=1.0), *[USUAL] * 3], {}),  # 1.4 times
         ([replace(USUAL, compute_s=0.001, data_s=0.0005), *[replace(USUAL, compute_s=0.001, data_s=0)] * 3], {}),
+        # Three times as long, which is nothing beside the exchanges of a step.
+        ([replace(USUAL, compute_s=0.2, wait_s=2.0), *[replace(USUAL, compute_s=0, wait_s=2.2)] * 3], {}),
         # The stages of a pipeline have different work, and a rank alone in its stage has none to compare with.
         ([SLOW["compute"], SLOW["compute"], USUAL, USUAL], {"stages": [0, 0, 1, 1]}),
         ([SLOW["compute"], USUAL], {"stages": [0, 1], "nodes": ["a", "b"]}),
