@@ -107,6 +107,18 @@ def test_nobody_is_named_for_less(ranks, changes):
     assert run(watch(**changes), (ranks, 30)) == [[]] * 30
 
 
+def test_one_of_two_ranks_is_named():
+    slow = SLOW["data"]
+    found = run(watch(nodes=["a", "b"], stages=[0, 0]), ([slow, waiting_for(slow)], 7))[-1]
+    assert [(straggler.rank, straggler.cause) for straggler in found] == [(0, "data")]
+
+
+def test_a_cause_explains_more_than_half_of_what_a_rank_takes_longer():
+    slow = replace(USUAL, data_s=0.7, compute_s=1.6, running_s=1.65)  # 40% data, 60% compute
+    found = run(watch(), ([waiting_for(slow)] * 3 + [slow], 7))[-1]
+    assert [straggler.cause for straggler in found] == ["compute"]
+
+
 def test_one_long_step_names_nobody():
     slow = SLOW["stopped"]
     once = [waiting_for(slow)] * 3 + [slow]
@@ -121,6 +133,8 @@ def test_the_batch_script_gets_the_nodes_to_leave_out_but_for_those_that_it_kept
     assert find_slow_nodes_file(tmp_path) is None
     (tmp_path / "logs").mkdir()
     path = find_slow_nodes_file(tmp_path)
+    assert write_slow_nodes(path, found[2:], 10) == []
+    assert not path.exists()
     assert path == tmp_path / "logs" / "straggler-42.failed"
     (tmp_path / "kept_nodes").write_text("c too few others\n")
     assert write_slow_nodes(path, found, 10) == ["b"]
