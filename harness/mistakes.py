@@ -113,7 +113,7 @@ class KnownSettings:
         return value
 
     def check_kinds(self, key: str, value: Any, *, where: str) -> None:
-        """Raise ConfigError for values that OmegaConf would change: 2.7 for an int, -1 for a bool, 1e30 for text.
+        """Raise ConfigError for what OmegaConf would change: 2.7 for an int, -1 or '5' for a bool, 1e30 for text.
 
         Args:
             key: of a setting or of a section of them; `value` is as YAML has it.
@@ -131,8 +131,7 @@ class KnownSettings:
         if _is_text(kind) and isinstance(value, float | bool):
             raise self.error(f"{value} is not text", where=where, fix="write it in quotes; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
-        is_switch = value in (0, 1) if isinstance(value, int | float) else True
-        if (kind == "int" and is_fraction) or (kind == "bool" and not is_switch):
+        if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
 
     def _kind(self, key: str) -> str:
@@ -174,10 +173,11 @@ class KnownSettings:
                 if not isinstance(inner, yaml.ScalarNode) and not (is_record and f"{key}[]" in self._records):
                     raise self.error(f"{key} has an item that is no scalar", where=where, fix=f"{key}: [A, B]; ")
                 self._check_node(f"{key}[]" if is_record else key, inner, loader, file)
-        elif isinstance(value := loader.construct_object(node), int | float):
+        else:
             # YAML reads 012 as 10, 1:30 as 90, and no as false; text that is a number stays as it is written.
-            is_text = _is_text(self._kind(key))
-            if str(value) != node.value if is_text else not _is_read_as_written(node.value, value):
+            value, is_text = loader.construct_object(node), _is_text(self._kind(key))
+            is_changed = str(value) != node.value if is_text else not _is_read_as_written(node.value, value)
+            if isinstance(value, int | float) and is_changed:
                 raise self.error(f"{node.value} is read as {value}", where=where, fix=f"{key}: '{node.value}'; ")
             if not is_text:
                 self.check_kinds(key, value, where=where)
@@ -273,9 +273,19 @@ def _is_text(kind: str) -> bool:
     return kind in ("str", "str or null", "map of str")
 
 
-def _is_read_as_written(text: str, value: int | float) -> bool:
+def _is_other_number(value: Any) -> bool:
+    """Return whether a value is a number, in quotes or not, other than 0 and 1: OmegaConf takes it as true."""
+    try:
+        return isinstance(value, int | float | str) and float(value) not in (0, 1)
+    except ValueError:
+        return False
+
+
+def _is_read_as_written(text: str, value: Any) -> bool:
     """Return whether YAML reads a number as people do: not 012, and no minutes and seconds."""
-    if isinstance(value, bool) or text[:2].lower() in ("0x", "0b") or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    if text[:2].lower() in ("0x", "0b") or not math.isfinite(value):
         return True
     try:
         return type(value)(text.replace("_", "")) == value

@@ -52,7 +52,7 @@ BASE: dict[str, tuple[str, ...]] = {
     "prepare": ("tokenizer.vocab_size=300", "data.num_workers=0", "data.pack_size=256", "data.packed_storage=parquet"),
 }
 # Runs that may last: a signal ends them, and for a step that lasts itself only SIGKILL.
-LONG = ("trainer.steps=2147483647", "model.num_layers=10000")
+LONG = ("trainer.steps=2147483647", "model.num_layers=10000", "model.num_experts=4096")
 # Limits that a run may not keep; the watchdog then ends it with its message.
 SHORT, HANG = ("trainer.timeout_s=", "trainer.startup_timeout_s="), 70
 VALUES = {

@@ -18,6 +18,7 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import ShardContents, ShardReader, make_pack
+from harness.formats.incomplete import find_traces, incomplete_error
 from harness.formats.index import PACK_OFFSETS as INDEX_PACK_OFFSETS
 from harness.formats.index import SEQUENCE_LENGTHS, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
@@ -62,10 +63,13 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     """Open the store at a path or URI, or the store of the plan there.
 
     Raises:
-        FormatError: there is none, or it is damaged.
+        FormatError: there is none, or it is incomplete or damaged.
     """
     folder = open_folder(path)
     manifest = load_manifest(folder)
+    is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
+    if manifest is None and is_there and (traces := find_traces(folder)):
+        raise incomplete_error(folder, traces)
     if manifest is None or manifest.format != NAME:
         kind = "no dataset" if manifest is None else f"a dataset of format {manifest.format}"
         raise FormatError(

@@ -138,6 +138,7 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
         ("model: {num_layers: 012}", "012 is read as 10"),
         ("trainer: {steps: 1:30}", "1:30 is read as 90"),
         ("loader: {persistent_workers: 2}", "2 is not of type bool"),
+        ("loader: {persistent_workers: '2'}", "2 is not of type bool"),
         ("name: no", "no is read as False"),
         ("name: 1e3", "1e3 is read as 1000.0"),
         ("trainer: {sample_prompts: [1e3]}", "1e3 is read as 1000.0"),

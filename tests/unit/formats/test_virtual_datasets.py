@@ -279,6 +279,16 @@ def test_a_failed_plan_leaves_nothing(tmp_path: Path, store: Path) -> None:
     assert open_dataset(tmp_path / "plan").pack_size == 16
 
 
+def test_a_store_without_its_manifest_and_a_shard_is_refused_as_incomplete(tmp_path: Path, store: Path) -> None:
+    (store / "manifest.json").unlink()
+    shutil.rmtree(store / "shard_000001")
+    with pytest.raises(
+        FormatError, match=r"incomplete: manifest.json, shard_000001 missing \(found \d shards\)"
+    ) as caught:
+        repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
+    assert "--repair-manifest" in caught.value.fix
+
+
 def test_a_plan_in_object_storage_over_a_store_on_a_disk_is_refused_by_name(tmp_path: Path, store: Path) -> None:
     with pytest.raises(ConfigError, match="a plan in object storage needs its sequence store there") as refused:
         repack_store(str(store), "s3://bucket/plan", pack_size=8)
