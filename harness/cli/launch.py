@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from harness.checks import bounded, check_numbers
-from harness.cli.settings import class_of, complete_names, list_experiments
+from harness.cli.settings import class_of, complete_names, list_experiments, stdout_console
 from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
 
@@ -34,28 +34,43 @@ class AssumedData:
 
 @dataclass
 class PlanSettings:
-    """Settings of `harness plan`; `parallel.ranks` of the recipe are the GPUs of all nodes together, 8 by default.
+    """Settings of `harness plan`; `gpus`, or `parallel.ranks` of the recipe, are those of all nodes, 8 by default.
 
     Attributes:
         gpu_gib: memory of a GPU in GiB: exit code 1 if the run does not fit; null to skip the check.
         peak_tflops: dense peak of a GPU in TFLOP/s; 989 is an H100's in bfloat16.
         mfu: measured share of the peak that training reaches; null estimates it.
+        node_gb_s, port_gb_s: GB/s each way that collectives reach between the GPUs of a node, and over the network port
+            of each; `harness preflight` measures a cluster's.
+        gpus_per_node: GPUs that share a node.
+        file_system_gb_s: GB/s at which all ranks together write a checkpoint; null to leave its time out.
         packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings.
         sequence_tokens: tokens of each conversation in them.
+        top: layouts that `harness plan auto` lists.
     """
 
     gpu_gib: float | None = bounded(80, above=0, highest=1_000_000)
     peak_tflops: float = bounded(989, above=0, highest=1_000_000_000)
     mfu: float | None = bounded(None, above=0, highest=1)
+    node_gb_s: float = bounded(340, above=0, highest=1_000_000)
+    port_gb_s: float = bounded(40, above=0, highest=1_000_000)
+    gpus_per_node: int = bounded(8, lowest=1, highest=1_000_000)
+    file_system_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
     packs: int | None = bounded(None, lowest=1, highest=10**12)
     sequence_tokens: int = bounded(1024, lowest=2)
+    top: int = bounded(10, lowest=1, highest=1_000_000)
     data: AssumedData = field(default_factory=AssumedData)
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
 
 
-_RENAMED = {"ranks": "parallel.ranks", "--ranks": "parallel.ranks", "pack_size": "data.pack_size"}
+_RENAMED = {
+    "ranks": "parallel.ranks",
+    "gpus": "parallel.ranks",
+    "--ranks": "parallel.ranks",
+    "pack_size": "data.pack_size",
+}
 
 
 @launch_app.command(cls=class_of(PlanSettings, _RENAMED, takes_recipe=True))
@@ -65,34 +80,50 @@ def plan(
         str,
         typer.Argument(
             metavar="EXPERIMENT",
-            help="a file of configs/experiment, or sft",
-            autocompletion=complete_names(list_experiments),
+            help="a file of configs/experiment, or sft; auto to search layouts",
+            autocompletion=complete_names(lambda: ["auto", *list_experiments()]),
         ),
     ],
 ) -> None:
-    """Compute what a run needs before anyone books a node: memory, microbatches, tokens, MFU, time."""
+    """Compute what a run needs before anyone books a node: memory, microbatches, tokens, MFU, time, checkpoints.
+
+    `harness plan auto model=llama3_8b gpus=8` lists the layouts of a model that fit, the fastest first.
+    """
     from harness.config import Options, compose_run
-    from harness.plan import ROOM, AssumedPacks, Machine, plan_run
+    from harness.plan import AssumedPacks, Machine, plan_run, search_layouts
 
     settings: PlanSettings = context.obj[0]
     options = Options.parse(context.obj[1], where="harness plan")
     names = [setting.key for setting in explain_settings(PlanSettings)]
-    config = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names).config
+    searches = experiment == "auto"
+    recipe = "sft" if searches else experiment
+    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
     if options.show:
         print(render_settings(settings) + render_settings(config), end="")
         return
-    planned = plan_run(
-        to_plain(config),
-        machine=Machine(peak_flops=settings.peak_tflops * 1e12),
-        mfu=settings.mfu,
-        packs=None
-        if settings.packs is None
-        else AssumedPacks(settings.packs, settings.data.pack_size, settings.sequence_tokens),
+    machine = Machine(
+        peak_flops=settings.peak_tflops * 1e12,
+        node_bytes_per_s=settings.node_gb_s * 1e9,
+        fabric_bytes_per_s=settings.port_gb_s * 1e9,
+        ranks=settings.gpus_per_node,
     )
     gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
-    Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes))
-    fits = gpu_bytes is None or planned.memory.total <= (1 - ROOM) * gpu_bytes
-    raise typer.Exit(0 if fits else 1)
+    num_packs = settings.packs
+    packs = None
+    if num_packs is not None:
+        packs = AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens)
+    if searches:
+        found = search_layouts(to_plain(config), machine=machine, packs=packs, gpu_bytes=gpu_bytes)
+        stdout_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
+        if not found.fitting and gpu_bytes is not None:
+            print(found.explain_misfit(gpu_bytes))
+            raise typer.Exit(1)
+        print("the first:", *found.fitting[0].overrides)
+        return
+    planned = plan_run(to_plain(config), machine=machine, mfu=settings.mfu, packs=packs)
+    file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
+    Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
+    raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
 
 
 @launch_app.command(cls=class_of(SubmitConfig, {"--cluster": "cluster"}, takes_recipe=True, is_composed=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from harness.plan.families import FAMILIES, ExpertNames
 from harness.plan.hf_config import MTP_SETTINGS, check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import plan_memory
+from harness.plan.memory import plan_memory, plan_stage_memory
 from harness.plan.model import (
     DIVIDED_BY_COLUMNS,
     LORA_TARGETS,
@@ -19,6 +19,7 @@ from harness.plan.model import (
     sequence_cost,
 )
 from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
+from harness.plan.search import search_layouts
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
 from harness.plan.work import Machine
 
@@ -44,7 +45,9 @@ __all__ = [
     "padded_vocab_size",
     "plan_memory",
     "plan_run",
+    "plan_stage_memory",
     "read_hf_config",
+    "search_layouts",
     "sequence_cost",
     "to_hf_config",
 ]

@@ -1,7 +1,10 @@
 """Memory of a rank: weights, gradients, optimizer state, and the activations that the layers keep.
 
-Activations are those that this project's own layers keep for the backward pass, tensor by tensor (a test compares the
-formula against what PyTorch saves); Transformer Engine's fused layers keep less.
+Activations are those that layers keep for the backward pass, tensor by tensor. For this project's own layers and for
+Megatron's fused SwiGLU and loss, a test compares the formula against what PyTorch saves. Transformer Engine's layers
+keep less: a norm keeps its input and output in the model's dtype alone, and attention its output once. That is read
+in its source (`pytorch/module/layernorm_linear.py`, `pytorch/attention`), and known here for attention that is neither
+latent nor with sinks, without adapters; elsewhere the larger figures of own layers are planned.
 """
 
 from __future__ import annotations
@@ -26,6 +29,40 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Fused layers of a model; the default is what a CPU has.
+
+    Attributes:
+        engine: layers are those of Transformer Engine.
+        swiglu: the gate and its product are one kernel.
+    """
+
+    engine: bool = False
+    swiglu: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Bytes of a checkpoint: of all files together, and of the rank that writes and holds on its host the most."""
+
+    total_bytes: int
+    own_bytes: int
+
+
+_OWN = Kernels()
+
+
+def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
+    """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
+    plain = not (model.lora_rank or model.kv_lora_rank or model.has_sinks)
+    has_attention = model.dtype != "float32" or parallel.padding_setting is None
+    return Kernels(
+        engine=plain and model.attention != "torch" and has_attention,
+        swiglu=model.fuse_swiglu != "off",
+    )
 
 
 def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -110,11 +147,14 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     return model.lora_rank * numbers
 
 
-def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with_experts: bool = False) -> float:
+def layer_activation_bytes(
+    model: ModelConfig, parallel: ParallelConfig, *, with_experts: bool = False, kernels: Kernels = _OWN
+) -> float:
     """Return the bytes per token of the row that one layer keeps for the backward pass.
 
     Args:
         with_experts: of a layer with experts, whose tokens are spread evenly; else of a dense one.
+        kernels: fused layers.
     """
     item = DTYPE_BYTES[model.dtype]
     if model.recompute == "full":
@@ -122,7 +162,9 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
     tp, query, key = parallel.tensor_parallel_size, model.query_size, model.key_size
     # Both norms keep their input and output in float32; the matrices after them keep their own input.
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
-    inner = 0.0 if with_experts else 5.0 * item * model.ffn_hidden_size
+    inner = 0.0 if with_experts else (3.0 if kernels.swiglu else 5.0) * item * model.ffn_hidden_size
+    if kernels.engine:
+        return _engine_bytes(model, parallel, inner) + (expert_activation_bytes(model, parallel) if with_experts else 0)
     divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
     if model.has_sinks:
         # Queries, keys, values and what attention gives have one number more a head, and are copies.
@@ -148,6 +190,19 @@ def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, with
         whole -= 4 * sum(filter(None, (model.q_lora_rank, model.kv_lora_rank))) if model.kv_lora_rank else 0
     dense = whole / (tp if parallel.sequence_parallel else 1) + divided / tp
     return dense + (expert_activation_bytes(model, parallel) if with_experts else 0.0)
+
+
+def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, inner: float) -> float:
+    """Return the same of a layer of Transformer Engine, whose MLP keeps `inner` bytes."""
+    item, query, key = DTYPE_BYTES[model.dtype], model.query_size, model.key_size
+    tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
+    # Both norms keep input, output and a float32 factor.
+    whole = 4.0 * item * model.hidden_size + 8
+    # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
+    divided = inner + item * (3 * query + 3 * key) + (0 if model.recompute == "selective" else 4 * heads)
+    if model.has_head_norms:
+        divided += item * (query + key) + 4 * (heads + model.num_query_groups)
+    return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
 
 
 def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
@@ -176,6 +231,7 @@ def plan_memory(
     dp_size: int,
     max_tokens_per_rank: int,
     microbatches: int = 1_000_000,
+    kernels: Kernels = _OWN,
 ) -> Memory:
     """Return the memory of the fullest rank.
 
@@ -183,7 +239,36 @@ def plan_memory(
         dp_size: data-parallel ranks.
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
+        kernels: fused layers.
     """
+    memories = (
+        plan_stage_memory(
+            model,
+            parallel,
+            stage=stage,
+            vocab_size=vocab_size,
+            dp_size=dp_size,
+            max_tokens_per_rank=max_tokens_per_rank,
+            microbatches=microbatches,
+            kernels=kernels,
+        )
+        for stage in range(parallel.pipeline_parallel_size)
+    )
+    return max(memories, key=lambda memory: memory.total)
+
+
+def plan_stage_memory(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    stage: int,
+    vocab_size: int,
+    dp_size: int,
+    max_tokens_per_rank: int,
+    microbatches: int = 1_000_000,
+    kernels: Kernels = _OWN,
+) -> Memory:
+    """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
     item = DTYPE_BYTES[model.dtype]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
@@ -192,38 +277,60 @@ def plan_memory(
     # Adam's two moments, and a float32 copy of other weights.
     state = 8 if item == 4 else 12
     chunks = parallel.virtual_pipeline_parallel_size or 1
-    memories = []
-    for stage in range(stages):
-        weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
-        adapters = count_adapters(model, parallel, stage=stage)
-        trained = adapters if model.lora_rank else weights
-        experts = count_experts(model, parallel, stage=stage)
-        if model.lora_rank:
-            experts = count_adapters(model, parallel, stage=stage, experts_only=True)
-        waiting = min(microbatches, stages - stage)
-        if chunks > 1:
-            waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
-        own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
-        # Cosine and sine of the rotary angles are of a row, and all layers share them.
-        layers = sum(layer_activation_bytes(model, parallel, with_experts=experts) for experts in own)
-        turned = model.rotated_size
-        kept = waiting * (layers + 2 * item * turned)
-        if model.recompute == "full":
-            again = replace(model, recompute="none")
-            # One layer at a time, and the angles that each layer is given again.
-            kept += max(layer_activation_bytes(again, parallel, with_experts=experts) for experts in own)
-            kept += 4 * turned
-        if stage == stages - 1:
-            # The last norm, and the input of the output matrix for its gradient.
-            kept += (4 if model.lora_rank else 8 + item) * model.hidden_size
-            kept += 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
-        memories.append(
-            Memory(
-                stage=stage,
-                weights=item * (weights + adapters),
-                gradients=(2 if parallel.gradient_dtype == "bfloat16" else 4) * trained,
-                optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
-                activations=math.ceil(kept * max_tokens_per_rank),
-            )
-        )
-    return max(memories, key=lambda memory: memory.total)
+    weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
+    adapters = count_adapters(model, parallel, stage=stage)
+    trained = adapters if model.lora_rank else weights
+    experts = count_experts(model, parallel, stage=stage)
+    if model.lora_rank:
+        experts = count_adapters(model, parallel, stage=stage, experts_only=True)
+    waiting = min(microbatches, stages - stage)
+    if chunks > 1:
+        waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
+    own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
+    # Cosine and sine of the rotary angles are of a row, and all layers share them.
+    layers = sum(layer_activation_bytes(model, parallel, with_experts=one, kernels=kernels) for one in own)
+    turned = model.rotated_size
+    kept = waiting * (layers + 2 * item * turned)
+    if model.recompute == "full":
+        again = replace(model, recompute="none")
+        # One layer at a time, and the angles that each layer is given again.
+        kept += max(layer_activation_bytes(again, parallel, with_experts=one, kernels=kernels) for one in own)
+        kept += 4 * turned
+    if stage == stages - 1:
+        # The last norm, and the input of the output matrix for its gradient.
+        norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
+        # Exponents of the logits in float32, which the fused loss keeps once too.
+        kept += norm * model.hidden_size + 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
+    return Memory(
+        stage=stage,
+        weights=item * (weights + adapters),
+        gradients=(2 if parallel.gradient_dtype == "bfloat16" else 4) * trained,
+        optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
+        activations=math.ceil(kept * max_tokens_per_rank),
+    )
+
+
+def plan_checkpoint(
+    model: ModelConfig, parallel: ParallelConfig, memory: Memory, *, dp_size: int, ranks: int, vocab_size: int
+) -> Checkpoint:
+    """Return the size of a checkpoint: weights and optimizer state, once each, without a gather.
+
+    The ranks of a data-parallel group share what they have in common evenly, whether the optimizer is distributed or
+    not.
+
+    Args:
+        memory: of the fullest rank, which also owns the most.
+    """
+    item, state = DTYPE_BYTES[model.dtype], 8 if model.dtype == "float32" else 12
+    stages = range(parallel.pipeline_parallel_size)
+    one = replace(
+        parallel, tensor_parallel_size=1, expert_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False
+    )
+    weights = sum(count_weights(model, one, stage=stage, vocab_size=vocab_size) for stage in stages)
+    adapters = sum(count_adapters(model, one, stage=stage) for stage in stages)
+    trained = adapters if model.lora_rank else weights
+    copies = dp_size * parallel.context_parallel_size
+    expert_weights = item * count_experts(model, parallel, stage=memory.stage)
+    own = math.ceil((memory.weights - expert_weights) / copies) + expert_weights // parallel.expert_copies(ranks)
+    own += memory.optimizer if parallel.distributed_optimizer else math.ceil(memory.optimizer / copies)
+    return Checkpoint(item * (weights + adapters) + state * trained, own)

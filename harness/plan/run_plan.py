@@ -18,13 +18,25 @@ from harness.errors import ConfigError, HarnessError
 from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_datasets
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import Memory, count_experts, count_weights, layer_activation_bytes, plan_memory
+from harness.plan.memory import (
+    Checkpoint,
+    Kernels,
+    Memory,
+    count_experts,
+    count_weights,
+    kernels_on_gpu,
+    layer_activation_bytes,
+    plan_checkpoint,
+    plan_memory,
+)
 from harness.plan.model import DTYPE_BYTES, ModelConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
 
 # Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
 ROOM = 0.1
+# Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
+ASSUMED_VOCABULARY = 131_072
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,10 @@ class RunPlan:
         mfu: share of the GPUs' peak in a step; None without `work`.
         step_s: seconds of a step.
         parts: seconds of a step by purpose; empty if the MFU was given.
+        without_engine: memory without Transformer Engine; None where `memory` is that.
+        checkpoint: bytes of one.
+        machine: that the time was planned for.
+        notes: what was assumed.
     """
 
     name: str
@@ -73,13 +89,26 @@ class RunPlan:
     weights: int
     active_weights: int
     memory: Memory
+    without_engine: Memory | None
+    checkpoint: Checkpoint
+    machine: Machine
     work: Work | None
     mfu: float | None
     step_s: float
     parts: dict[str, float]
     why_no_work: str = ""
+    notes: tuple[str, ...] = ()
 
-    def render(self, *, gpu_bytes: float | None) -> Table:
+    def fits(self, gpu_bytes: float | None) -> bool:
+        """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
+        return gpu_bytes is None or self.memory.total <= (1 - ROOM) * gpu_bytes
+
+    def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> Table:
+        """Return the plan as a table.
+
+        Args:
+            file_system_bytes_per_s: that all ranks together write; None to leave the time out.
+        """
         table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
         row, gib, memory = table.add_row, 2**30, self.memory
         row("run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel")
@@ -90,8 +119,27 @@ class RunPlan:
             row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
-            verdict = "fits" if memory.total <= usable else "does NOT fit"
+            verdict = (
+                "fits" if self.fits(gpu_bytes) else f"does NOT fit, {(memory.total - usable) / gib:,.2f} GiB too much"
+            )
             row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors")
+        if self.without_engine is not None:
+            other = f"{self.without_engine.total / gib:,.2f} GiB on the fullest rank"
+            if gpu_bytes is not None and self.fits(gpu_bytes) and self.without_engine.total > (1 - ROOM) * gpu_bytes:
+                other += ", which does NOT fit"
+            row("without Transformer Engine", other)
+        own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
+        row("a checkpoint", f"{whole / 1e9:,.3g} GB; a rank writes {own / 1e9:,.3g} GB of it")
+        node = own * min(self.ranks, self.machine.ranks)
+        row("  host memory", f"{own / 1e9:,.3g} GB a rank, {node / 1e9:,.3g} GB a node, while it is written")
+        row("  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host")
+        if file_system_bytes_per_s is not None:
+            row(
+                "  written after",
+                f"{whole / file_system_bytes_per_s:,.3g} s at {file_system_bytes_per_s / 1e9:,g} GB/s",
+            )
+        for note in self.notes:
+            row("assumed", note)
         if self.work is None or self.mfu is None:
             row("an epoch", f"unknown: {self.why_no_work}")
             return table
@@ -105,6 +153,61 @@ class RunPlan:
                 row(f"  {name}", f"{seconds / self.step_s:.0%}")
         row("time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s)))))
         return table
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's settings and data, for plans of any layout.
+
+    Attributes:
+        settings: an `SftConfig` as plain values.
+        model: with a vocabulary size.
+        lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
+        num_packs, pack_size: of the data; 0 and None without it.
+        notes: what was assumed.
+    """
+
+    settings: dict[str, Any]
+    model: ModelConfig
+    lengths: Int64Array | None
+    num_packs: int
+    pack_size: int | None
+    why_no_work: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def open_inputs(settings: dict[str, Any], packs: AssumedPacks | None = None) -> Inputs:
+    """Open the data of these settings, an `SftConfig` as plain values, unless `packs` are assumed in its place.
+
+    Raises:
+        ConfigError: it is another recipe, or the vocabulary size is unknown and no packs are assumed.
+    """
+    if "schedule" not in settings:
+        raise ConfigError(
+            "only fine-tuning runs can be planned", where=settings["name"], fix="name an experiment of recipes.sft"
+        )
+    model = ModelConfig(**settings["model"])
+    data, why = _open(settings["data"]) if packs is None else (None, "")
+    notes: list[str] = []
+    # If the settings have the vocabulary size, planning downloads no weights.
+    if model.init_from is not None and (model.vocab_size is None or Path(model.init_from).is_dir()):
+        model.vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
+    model.vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
+    if model.vocab_size is None and packs is not None:
+        model.vocab_size = ASSUMED_VOCABULARY
+        notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size names another")
+    if model.vocab_size is None:
+        raise ConfigError(
+            f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
+            where="model.vocab_size",
+            fix="set it to the size of the tokenizer",
+        )
+    if packs is not None:
+        return Inputs(settings, model, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
+    if data is not None:
+        lengths = np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1
+        return Inputs(settings, model, lengths, len(data.train), data.train.pack_size)
+    return Inputs(settings, model, None, 0, None, why)
 
 
 def plan_run(
@@ -126,52 +229,62 @@ def plan_run(
     Raises:
         ConfigError: the layout does not divide the ranks or the model, or was planned for another number of ranks.
     """
-    model, parallel = ModelConfig(**settings["model"]), ParallelConfig(**settings["parallel"])
-    machine = machine or Machine()
+    parallel = ParallelConfig(**settings["parallel"])
     ranks = ranks or parallel.ranks or 8
-    if "schedule" not in settings:
-        raise ConfigError(
-            "only fine-tuning runs can be planned", where=settings["name"], fix="name an experiment of recipes.sft"
-        )
-    max_tokens_per_rank = settings["schedule"]["max_tokens_per_rank"]
-    batch = settings["loader"]["global_batch_size"]
-    model.check(parallel)
-    parallel.check(ranks, global_batch_size=batch, max_tokens_per_rank=max_tokens_per_rank)
-    dp_size = parallel.dp_size(ranks)
-    data, why = _open(settings["data"]) if packs is None else (None, "")
-    # If the settings have the vocabulary size, planning downloads no weights.
-    if model.init_from is not None and (model.vocab_size is None or Path(model.init_from).is_dir()):
-        model.vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
-    model.vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
-    if model.vocab_size is None:
-        raise ConfigError(
-            f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
-            where="model.vocab_size",
-            fix="set it to the size of the tokenizer",
-        )
-    stored = None
-    if packs is not None:
-        stored = packs.packs, packs.lengths
-    elif data is not None:
-        stored = len(data.train), np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1
+    check_layout(settings, ModelConfig(**settings["model"]), parallel, ranks)
+    inputs = open_inputs(settings, packs)
     work = None
-    if stored is not None:
+    if inputs.lengths is not None:
         work = plan_work(
-            model,
-            stored[1],
-            num_packs=stored[0],
-            global_batch_size=batch,
-            dp_size=dp_size,
-            max_tokens_per_row=parallel.max_tokens_per_row(max_tokens_per_rank),
+            inputs.model,
+            inputs.lengths,
+            num_packs=inputs.num_packs,
+            global_batch_size=settings["loader"]["global_batch_size"],
+            dp_size=parallel.dp_size(ranks),
+            max_tokens_per_row=parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"]),
+            group_size=parallel.group_size,
         )
-    memory = plan_memory(
-        model,
-        parallel,
-        vocab_size=model.vocab_size,
-        dp_size=dp_size,
-        max_tokens_per_rank=max_tokens_per_rank,
-        microbatches=work.microbatches if work is not None else 1_000_000,
+    return plan_layout(inputs, parallel, ranks=ranks, machine=machine or Machine(), mfu=mfu, work=work)
+
+
+def check_layout(settings: dict[str, Any], model: ModelConfig, parallel: ParallelConfig, ranks: int) -> None:
+    """Raise ConfigError, with the arithmetic, if ranks, model, batch or rows do not fit a layout."""
+    model.check(parallel)
+    parallel.check(
+        ranks,
+        global_batch_size=settings["loader"]["global_batch_size"],
+        max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"] if "schedule" in settings else 1,
     )
+
+
+def plan_layout(
+    inputs: Inputs,
+    parallel: ParallelConfig,
+    *,
+    ranks: int,
+    machine: Machine,
+    mfu: float | None = None,
+    work: Work | None,
+) -> RunPlan:
+    """Plan a run on one layout that `check_layout` accepts; `work` is None where the data is not known."""
+    settings, model = inputs.settings, inputs.model
+    assert model.vocab_size is not None
+    dp_size = parallel.dp_size(ranks)
+    is_on_gpus = settings["trainer"]["device"] != "cpu"
+    kernels = kernels_on_gpu(model, parallel) if is_on_gpus else Kernels()
+
+    def memory_with(kernels: Kernels) -> Memory:
+        return plan_memory(
+            model,
+            parallel,
+            vocab_size=model.vocab_size or 0,
+            dp_size=dp_size,
+            max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"],
+            microbatches=work.microbatches if work is not None else 1_000_000,
+            kernels=kernels,
+        )
+
+    memory = memory_with(kernels)
     parts = {}
     if work is not None and mfu is None:
         parts = estimate_step(
@@ -181,7 +294,7 @@ def plan_run(
             ranks=ranks,
             weights=memory.weights // DTYPE_BYTES[model.dtype],
             layer_bytes=layer_activation_bytes(
-                replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0
+                replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0, kernels=kernels
             ),
             expert_weights=count_experts(model, parallel, stage=memory.stage),
             machine=machine,
@@ -197,11 +310,15 @@ def plan_run(
         weights=total,
         active_weights=total - idle,
         memory=memory,
+        without_engine=memory_with(replace(kernels, engine=False)) if kernels.engine else None,
+        checkpoint=plan_checkpoint(model, parallel, memory, dp_size=dp_size, ranks=ranks, vocab_size=model.vocab_size),
+        machine=machine,
         work=work,
         mfu=mfu if work is not None else None,
         step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
         parts=parts,
-        why_no_work=why,
+        why_no_work=inputs.why_no_work,
+        notes=inputs.notes,
     )
 
 

@@ -1,9 +1,9 @@
 """Work of an epoch in steps, microbatches and FLOPs, and an estimate of the time of a step.
 
-The estimate adds, part by part, what each rank multiplies, moves through its memory and sends, divided by the share of
-the peak that a kernel or a link reaches. The shares are round figures for H100 nodes, not measurements of a cluster:
-the first steps of a run show the real MFU, and `harness plan mfu=...` uses it instead. Kernel launches, waiting for a
-fuller rank and the loader are not counted (BENCHMARKS.md has the wait for the loader).
+The estimate adds, part by part, what each rank multiplies, moves through its memory, sends and launches. What hardware
+can do is from its maker; the share of it that kernels and links reach, and what a launch or a message costs, are round
+figures, not measurements of a cluster: the first steps of a run show the real MFU, and `harness plan mfu=...` uses it
+instead. Waiting for a fuller rank and the loader are not counted (BENCHMARKS.md has the wait for the loader).
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from harness.records import Int64Array
 # A backward pass costs two forward passes; recomputation costs one more.
 _MATMUL_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
 _ATTENTION_PASSES = {"none": 3.0, "selective": 4.0, "full": 4.0}
+# Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers.
+_LAYER_KERNELS, _OTHER_KERNELS = 93, 87
 
 
 @dataclass(frozen=True)
 class Machine:
     """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port per GPU.
+
+    Sources: NVIDIA's H100 datasheet (989 TFLOP/s dense in bfloat16, 3.35 TB/s of memory, NVLink 450 GB/s each way) and
+    DGX H100 datasheet (eight ports of 400 Gb/s, 50 GB/s each); of these, collectives and kernels reach about three
+    quarters. Gaps: A. Gray, "Getting Started with CUDA Graphs", NVIDIA 2019, where kernels of 2.9 us took 3.8 us each.
+    Launches: PyTorch takes 5 to 25 us of the host for an operation. Messages: NCCL's smallest collectives take 10 to 30
+    us, by nccl-tests.
 
     Attributes:
         peak_flops: of a GPU, dense, in the dtype of the matrices.
@@ -33,6 +41,10 @@ class Machine:
         node_bytes_per_s: one-way bandwidth of a GPU to the others of its node that collectives reach.
         fabric_bytes_per_s: the same of a GPU's own network port.
         ranks: of a node.
+        launch_s: of the host, to launch a kernel; a GPU that is faster waits for it.
+        gap_s: between two kernels of a GPU.
+        message_s: of a collective or an exchange, however small.
+        host_bytes_per_s: of copies from a GPU to pinned memory; PCIe 5 has 64 GB/s each way.
     """
 
     peak_flops: float = 989e12
@@ -42,6 +54,10 @@ class Machine:
     node_bytes_per_s: float = 340e9
     fabric_bytes_per_s: float = 40e9
     ranks: int = 8
+    launch_s: float = 10e-6
+    gap_s: float = 1e-6
+    message_s: float = 20e-6
+    host_bytes_per_s: float = 50e9
 
     def link(self, group: int, stride: int) -> float:
         """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""
@@ -78,6 +94,11 @@ class Work:
         return self.model_flops / (step_s * ranks * peak_flops)
 
 
+def count_microbatches(tokens: float, tokens_at_once: int, group_size: int) -> int:
+    """Return the microbatches of a step, of which `tokens_at_once` tokens are one; a multiple of `group_size`."""
+    return max(1, math.ceil(tokens / tokens_at_once / group_size)) * group_size
+
+
 def plan_work(
     model: ModelConfig,
     lengths: Int64Array,
@@ -86,12 +107,14 @@ def plan_work(
     global_batch_size: int,
     dp_size: int,
     max_tokens_per_row: int,
+    group_size: int = 1,
 ) -> Work:
     """Return the work of an epoch.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
         max_tokens_per_row: tokens of a whole row, all ranks of a context-parallel group together.
+        group_size: divisor of the number of microbatches.
     """
     steps = math.ceil(num_packs / global_batch_size)
     cost = sequence_cost(model)
@@ -99,11 +122,24 @@ def plan_work(
     tokens = float(wide.sum())
     return Work(
         steps=steps,
-        microbatches=max(1, math.ceil(tokens / steps / (dp_size * max_tokens_per_row))),
+        microbatches=count_microbatches(tokens / steps, dp_size * max_tokens_per_row, group_size),
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
         attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,
     )
+
+
+def count_kernels(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the kernels that a rank launches for one microbatch, forward and backward.
+
+    Those of this project's own layers, which are more than those of Transformer Engine; layers of experts have two
+    products more for each expert of the rank in each of three passes.
+    """
+    experts = 6 * model.num_experts / parallel.expert_parallel_size * model.expert_layers
+    # Each tensor-parallel layer gathers and scatters twice a pass, and gathers two inputs again.
+    collectives = 10 * model.num_layers * (parallel.tensor_parallel_size > 1)
+    layers = (_LAYER_KERNELS * model.num_layers + experts + collectives) / parallel.pipeline_parallel_size
+    return layers * (4 / 3 if model.recompute == "full" else 1) + _OTHER_KERNELS
 
 
 def estimate_step(
@@ -125,8 +161,9 @@ def estimate_step(
         expert_weights: of `weights`, those of routed experts.
 
     Returns:
-        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context`, `expert`, `pipeline` and
-        `data` parallelism that is not overlapped, and the `optimizer`.
+        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context` and `expert` parallelism,
+        `launches` (gaps between kernels, and waiting for the host), the idle time and sends of the `pipeline`, the
+        communication of `data` parallelism that is not overlapped, and the `optimizer`.
     """
     item = DTYPE_BYTES[model.dtype]
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -146,20 +183,30 @@ def estimate_step(
     # behind its products. An all-reduce is a gather and a scatter.
     hidden = tokens * item * model.hidden_size
     passes = 3 if again else 2
-    tensor = passes * 4 * layers * hidden * (tp - 1) / tp / machine.link(tp, 1)
+    messages = machine.message_s * work.microbatches
+    tensor = passes * 4 * layers * (hidden * (tp - 1) / tp / machine.link(tp, 1) + messages * (tp > 1))
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
     keys = tokens * item * (1 + values) * model.key_size / tp
-    context = (passes + 1) * layers * keys * (cp - 1) / machine.link(cp, tp)
+    context = (passes + 1) * layers * (cp - 1) * (keys / machine.link(cp, tp) + messages)
 
     # Tokens go to their experts and come back, in every pass; even routing is assumed.
     ep, layers_here = parallel.expert_parallel_size, model.expert_layers / stages
     sent = passes * 2 * layers_here * hidden / tp * model.experts_per_token * (ep - 1) / ep
     expert = sent / machine.link(ep * parallel.expert_tensor_parallel_size, 1)
+    expert += passes * 2 * layers_here * messages * (ep > 1)
 
     busy = products + attention + memory + tensor + context + expert
+    kernels = work.microbatches * count_kernels(model, parallel)
+    launches = kernels * machine.gap_s
+    launches += max(0.0, kernels * machine.launch_s - busy - launches)
+    busy += launches
     chunks = parallel.virtual_pipeline_parallel_size or 1
     idle = busy * (stages - 1) / (work.microbatches * chunks)
+    # All stages wait for the last, which also has the output matrix.
+    idle += products * (stages - 1) * 2 * model.hidden_size * (model.vocab_size or 0) / sequence_cost(model).linear
     crossing = 2 * chunks * hidden / (tp if parallel.sequence_parallel else 1) / machine.link(stages, ranks // stages)
+    # Rows of any length send their sizes first.
+    crossing += 2 * chunks * messages * (1 if parallel.static_rows else 2)
     pipeline = idle + crossing if stages > 1 else 0.0
 
     shares = dp_size * cp
@@ -168,9 +215,10 @@ def estimate_step(
     expert_ring = (copies - 1) / copies / machine.link(copies, ranks // stages // copies)
     # Weights once around a ring of the ranks that hold them.
     rings = (weights - expert_weights) * ring + expert_weights * expert_ring
-    # Float32 gradients are reduced during the last microbatch's backward pass; the gather of weights overlaps nothing.
-    reduce = 4 * rings * (1 if parallel.distributed_optimizer else 2)
-    hidden_by = busy / work.microbatches * 2 / 3
+    # Gradients are reduced during the last microbatch's backward pass; the gather of weights overlaps nothing.
+    gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
+    reduce = gradient * rings * (1 if parallel.distributed_optimizer else 2)
+    hidden_by = busy / work.microbatches * 2 / 3 if parallel.overlap_gradients else 0.0
     data = max(0.0, reduce - hidden_by) + (item * rings if parallel.distributed_optimizer else 0.0)
     # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
     own = (weights - expert_weights) / shares + expert_weights / copies if parallel.distributed_optimizer else weights
@@ -182,6 +230,7 @@ def estimate_step(
         "tensor": tensor,
         "context": context,
         "expert": expert,
+        "launches": launches,
         "pipeline": pipeline,
         "data": data,
         "optimizer": optimizer,

@@ -40,7 +40,7 @@ from harness.settings import CONFIGS, explain_settings
 from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (".", "configs", "docker", "harness", "harness/formats", "recipes", "slurm", "tests")
+FOLDERS = (".", "configs", "configs/experiment", "docker", "harness", "harness/formats", "recipes", "slurm", "tests")
 READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]

@@ -17,7 +17,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import count_weights, layer_activation_bytes, plan_memory
+from harness.plan.memory import Kernels, count_weights, kernels_on_gpu, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
 from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
@@ -64,6 +64,7 @@ def model_of(**settings) -> ModelConfig:
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "recompute": "selective", "num_query_groups": 1},
         {"dtype": "bfloat16", "recompute": "full"},
+        {"dtype": "bfloat16", "fuse_swiglu": "on", "fuse_cross_entropy": "on"},
         {"family": "qwen2", "tie_embeddings": False},
         {"family": "qwen3", "dtype": "bfloat16"},
         {"num_experts": 8, "expert_ffn_hidden_size": 48, "dense_layers": 1, "shared_ffn_hidden_size": 64},
@@ -82,7 +83,8 @@ def model_of(**settings) -> ModelConfig:
 )
 def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
     model = model_of(**settings)
-    planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS)
+    kernels = Kernels(swiglu=model.fuse_swiglu == "on")
+    planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS, kernels=kernels)
     with runtime.start("cpu"):
         layout = join(ONE, 1)
         chunks = build_model(model, ONE, vocab_size=VOCAB, device=CPU)
@@ -173,6 +175,39 @@ def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_the
     dense, experts = 30_532_122_624 - 28_991_029_248, 28_991_029_248 // 8
     assert memory.gradients == 4 * (dense + experts)
     assert memory.optimizer == 12 * dense // 8 + 12 * experts
+
+
+def test_transformer_engine_keeps_each_tensor_once_in_the_model_s_dtype() -> None:
+    model = compose_config("sft", SftConfig, ["model=llama3_8b"]).model
+    kernels = kernels_on_gpu(model, ONE)
+    assert kernels == Kernels(engine=True, swiglu=True)
+    # Input and output of two norms; q, k and v, q and k once more when they are turned, the attention's output; both
+    # inputs of the gate and its product. Then the norms' factors and 32 sums of exponents, in float32.
+    numbers = 4 * 4096 + (4096 + 2 * 1024) + (4096 + 1024) + 4096 + 3 * 14336
+    assert layer_activation_bytes(model, ONE, kernels=kernels) == 2 * numbers + 8 + 4 * 32
+    two = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
+    assert layer_activation_bytes(model, two, kernels=kernels) == numbers + 4 + 2 * 32
+    own = layer_activation_bytes(model, ONE, kernels=Kernels(swiglu=True))
+    assert own > layer_activation_bytes(model, ONE, kernels=kernels)
+    for settings in ({"lora_rank": 4}, {"attention": "torch"}):
+        assert not kernels_on_gpu(model_of(**settings), ONE).engine
+    assert not kernels_on_gpu(model_of(dtype="float32"), two).engine  # which lacks attention for padded rows
+
+
+def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
+    settings = to_plain(compose_config("sft", SftConfig, ["experiment=llama3_8b_1node"]))
+    planned = plan_run(settings, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
+    # Two bytes of weights and twelve of optimizer state a parameter, over eight ranks; norms are on two of them.
+    assert planned.checkpoint.total_bytes == 14 * 8_030_261_248
+    assert planned.checkpoint.own_bytes == pytest.approx(14 * 8_030_261_248 / 8, rel=1e-4)
+    settings["parallel"]["distributed_optimizer"] = False
+    assert plan_run(settings).checkpoint.own_bytes == pytest.approx(planned.checkpoint.own_bytes, rel=1e-6)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(planned.render(gpu_bytes=None, file_system_bytes_per_s=5e9))
+    text = console.export_text()
+    assert "112 GB; a rank writes 14.1 GB of it" in text
+    assert "14.1 GB a rank, 112 GB a node" in text
+    assert "22.5 s at 5 GB/s" in text
 
 
 def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:

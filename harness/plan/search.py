@@ -1,0 +1,209 @@
+"""Search of layouts: every way to divide a model over a number of GPUs, by its predicted step and its memory.
+
+What training computes stays as the settings have it: model, batch, dtypes. The search varies where it is computed
+(tensor, pipeline, virtual pipeline, context, expert and data parallelism), what is computed again, and how long rows
+are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from harness.errors import ConfigError
+from harness.plan.layout import ParallelConfig
+from harness.plan.run_plan import ROOM, AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout
+from harness.plan.work import Machine, count_microbatches, plan_work
+
+_RECOMPUTE = ("none", "selective", "full")
+# Rows hold one pack, or as many.
+_PACKS_A_ROW = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout and its plan; `overrides` are the settings that choose it."""
+
+    parallel: ParallelConfig
+    recompute: str
+    max_tokens_per_rank: int
+    plan: RunPlan
+
+    @property
+    def overrides(self) -> list[str]:
+        parallel = self.parallel
+        values = {
+            "parallel.tensor_parallel_size": parallel.tensor_parallel_size,
+            "parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
+            "parallel.pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "parallel.virtual_pipeline_parallel_size": parallel.virtual_pipeline_parallel_size or "null",
+            "parallel.context_parallel_size": parallel.context_parallel_size,
+            "parallel.expert_parallel_size": parallel.expert_parallel_size,
+            "parallel.distributed_optimizer": "true",
+            "parallel.ranks": self.plan.ranks,
+            "model.recompute": self.recompute,
+            "schedule.max_tokens_per_rank": self.max_tokens_per_rank,
+        }
+        return [f"{name}={value}" for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """Result of `harness plan auto`.
+
+    Attributes:
+        fitting: layouts whose memory fits, the shortest step first; of each, the fastest recomputation and rows.
+        smallest: the layout of the least memory.
+        considered: plans that were compared.
+    """
+
+    fitting: list[Candidate]
+    smallest: Candidate
+    considered: int
+
+    def render(self, *, gpu_bytes: float | None, top: int) -> Table:
+        """Return the best layouts as a table, or the smallest where none fits."""
+        gib = 2**30
+        shown = self.fitting[:top] or [self.smallest]
+        first = shown[0].plan
+        usable = "" if gpu_bytes is None else f" of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable"
+        assert first.work is not None
+        title = (
+            f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens a step: "
+            f"{len(self.fitting):,} layouts fit ({self.considered:,} plans compared)"
+        )
+        table = Table(box=SIMPLE, title=title, title_justify="left")
+        for name in ("TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in (f"GiB{usable}", "MFU", "s a step", "sent and waited"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in shown:
+            plan, parallel = one.plan, one.parallel
+            assert plan.work is not None
+            waits = sum(plan.parts[name] for name in ("tensor", "context", "expert", "pipeline", "data", "launches"))
+            table.add_row(
+                str(parallel.tensor_parallel_size),
+                str(parallel.pipeline_parallel_size),
+                str(parallel.virtual_pipeline_parallel_size or "-"),
+                str(parallel.context_parallel_size),
+                str(parallel.expert_parallel_size),
+                str(plan.dp_size),
+                one.recompute,
+                f"{one.max_tokens_per_rank:,}",
+                str(plan.work.microbatches),
+                f"{plan.memory.total / gib:,.1f}",
+                f"{plan.mfu:.1%}",
+                f"{plan.step_s:,.3g}",
+                f"{waits / plan.step_s:.0%}",
+            )
+        return table
+
+    def explain_misfit(self, gpu_bytes: float) -> str:
+        """Return the arithmetic of the smallest layout, for a search in which none fits."""
+        memory, gib = self.smallest.plan.memory, 2**30
+        return (
+            f"no layout fits: the smallest needs {memory.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} "
+            f"usable ({memory.weights / gib:,.1f} weights + {memory.gradients / gib:,.1f} gradients + "
+            f"{memory.optimizer / gib:,.1f} optimizer + {memory.activations / gib:,.1f} activations)"
+        )
+
+
+def search_layouts(
+    settings: dict[str, Any], *, machine: Machine, packs: AssumedPacks | None, gpu_bytes: float | None
+) -> LayoutSearch:
+    """Plan the run with these settings, an `SftConfig` as plain values, on every layout of its ranks (8 by default).
+
+    Args:
+        packs: None for the dataset of the settings.
+        gpu_bytes: memory of a GPU; None for any.
+
+    Raises:
+        ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
+    """
+    inputs = open_inputs(settings, packs)
+    if inputs.lengths is None or inputs.pack_size is None:
+        raise ConfigError(
+            f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}",
+            where="data.path",
+            fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
+        )
+    asked = ParallelConfig(**settings["parallel"])
+    ranks = asked.ranks or 8
+    batch = settings["loader"]["global_batch_size"]
+    whole = plan_work(
+        inputs.model,
+        inputs.lengths,
+        num_packs=inputs.num_packs,
+        global_batch_size=batch,
+        dp_size=1,
+        max_tokens_per_row=inputs.pack_size,
+    )
+    best: dict[tuple[int | None, ...], Candidate] = {}
+    smallest: Candidate | None = None
+    refused: ConfigError | None = None
+    considered = 0
+    for parallel in _layouts(asked, ranks, layers=inputs.model.num_layers, experts=inputs.model.num_experts):
+        multiple, cp_size = parallel.pad_to_multiple, parallel.context_parallel_size
+        for packs_a_row, recompute in itertools.product(_PACKS_A_ROW, _RECOMPUTE):
+            tokens = -(-packs_a_row * inputs.pack_size // (cp_size * multiple)) * multiple
+            model = replace(inputs.model, recompute=recompute)
+            changed = {**settings, "schedule": {**settings["schedule"], "max_tokens_per_rank": tokens}}
+            try:
+                check_layout(changed, model, parallel, ranks)
+            except ConfigError as error:
+                refused = refused or error
+                continue
+            at_once = parallel.dp_size(ranks) * tokens * cp_size
+            work = replace(whole, microbatches=count_microbatches(whole.tokens, at_once, parallel.group_size))
+            planned = plan_layout(
+                replace(inputs, settings=changed, model=model), parallel, ranks=ranks, machine=machine, work=work
+            )
+            considered += 1
+            one = Candidate(parallel, recompute, tokens, planned)
+            if smallest is None or planned.memory.total < smallest.plan.memory.total:
+                smallest = one
+            key = _sizes(parallel)
+            if planned.fits(gpu_bytes) and (key not in best or planned.step_s < best[key].plan.step_s):
+                best[key] = one
+    if smallest is None:
+        assert refused is not None
+        raise refused
+    fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
+    return LayoutSearch(fitting, smallest, considered)
+
+
+def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) -> Iterator[ParallelConfig]:
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for tp, pp, cp in itertools.product(sizes, sizes, sizes):
+        if ranks % (tp * pp * cp) or layers % pp:
+            continue
+        chunks = [None, *(n for n in range(2, layers // pp + 1) if layers // pp % n == 0)] if pp > 1 else [None]
+        shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
+        for vpp, ep in itertools.product(chunks, shares):
+            yield replace(
+                asked,
+                tensor_parallel_size=tp,
+                sequence_parallel=tp > 1,
+                pipeline_parallel_size=pp,
+                virtual_pipeline_parallel_size=vpp,
+                context_parallel_size=cp,
+                expert_parallel_size=ep,
+                expert_tensor_parallel_size=1,
+                distributed_optimizer=True,
+                ranks=ranks,
+            )
+
+
+def _sizes(parallel: ParallelConfig) -> tuple[int | None, ...]:
+    return (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.virtual_pipeline_parallel_size,
+        parallel.context_parallel_size,
+        parallel.expert_parallel_size,
+    )

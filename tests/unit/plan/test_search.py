@@ -1,0 +1,76 @@
+"""The search of layouts agrees with the plan of each, and finds the layouts that Megatron-Bridge's recipes have."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import compose_config
+from harness.errors import ConfigError
+from harness.plan.run_plan import AssumedPacks, plan_run
+from harness.plan.search import LayoutSearch, search_layouts
+from harness.plan.settings import SftConfig
+from harness.plan.work import Machine
+from harness.settings import to_plain
+
+GPU = 80 * 2**30
+
+
+def search(*overrides: str, pack_size: int = 8192, gpu_bytes: float | None = GPU) -> LayoutSearch:
+    settings = to_plain(compose_config("sft", SftConfig, list(overrides)))
+    packs = AssumedPacks(1000, pack_size, sequence_tokens=1024)
+    return search_layouts(settings, machine=Machine(), packs=packs, gpu_bytes=gpu_bytes)
+
+
+def sizes(found: LayoutSearch, place: int = 0) -> dict[str, int | None]:
+    parallel = found.fitting[place].parallel
+    return {
+        "TP": parallel.tensor_parallel_size,
+        "PP": parallel.pipeline_parallel_size,
+        "VPP": parallel.virtual_pipeline_parallel_size,
+        "CP": parallel.context_parallel_size,
+    }
+
+
+def test_the_layouts_of_megatron_bridge_s_h100_recipes_are_among_the_first() -> None:
+    # llama3_8b, SFT for speed: rows of 4,096 tokens, gradients in bfloat16.
+    eight = ["model.vocab_size=128256", "loader.global_batch_size=64", "parallel.gradient_dtype=bfloat16"]
+    small = search("model=llama3_8b", "parallel.ranks=8", *eight, pack_size=4096)
+    assert sizes(small) == {"TP": 1, "PP": 1, "VPP": None, "CP": 1}
+    # llama3_70b on 32 GPUs, likewise.
+    large = search("model=llama3_70b", "parallel.ranks=32", *eight, pack_size=4096)
+    assert {"TP": 4, "PP": 4, "VPP": 5, "CP": 1} in [sizes(large, place) for place in range(3)]
+
+
+def test_a_layout_of_the_search_is_planned_alike_by_its_settings() -> None:
+    base = ["model=llama3_8b", "model.vocab_size=128256", "loader.global_batch_size=64"]
+    found = search(*base)
+    assert found.fitting == sorted(found.fitting, key=lambda one: one.plan.step_s)
+    assert all(one.plan.fits(GPU) for one in found.fitting)
+    assert found.fitting[-1].parallel.virtual_pipeline_parallel_size
+    for one in (found.fitting[0], found.fitting[-1]):
+        config = compose_config("sft", SftConfig, [*base, *one.overrides])
+        planned = plan_run(to_plain(config), packs=AssumedPacks(1000, 8192, 1024))
+        assert (planned.step_s, planned.memory) == (one.plan.step_s, one.plan.memory)
+
+
+def test_experts_are_divided_too_and_a_vocabulary_is_assumed() -> None:
+    found = search("model=qwen3_30b_a3b", "loader.global_batch_size=64")
+    assert {one.parallel.expert_parallel_size for one in found.fitting} >= {4, 8}
+    assert "131,072" in found.fitting[0].plan.notes[0]
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
+    found = search("model=llama3_70b", "parallel.ranks=8")
+    assert found.fitting == []
+    memory = found.smallest.plan.memory
+    text = found.explain_misfit(GPU)
+    assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
+    assert f"{memory.optimizer / 2**30:,.1f} optimizer" in text
+
+
+def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="cannot each train a part of 16 packs"):
+        search("model=tiny", "parallel.ranks=17", "model.vocab_size=300")
+    settings = to_plain(compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"]))
+    with pytest.raises(ConfigError, match="which is unknown: no dataset there"):
+        search_layouts(settings, machine=Machine(), packs=None, gpu_bytes=GPU)
