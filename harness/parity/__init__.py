@@ -36,7 +36,8 @@ from harness.parity.running import default_slots, run_cells
 from harness.parity.table import live_table, show
 
 if TYPE_CHECKING:
-    from harness.parity.isolation import check_isolation
+    from harness.parity.isolation import IsolationCheck, check_isolation, sample_documents
+    from harness.parity.planted import planted_defects
 
 __all__ = [
     "FORMAT",
@@ -49,6 +50,7 @@ __all__ = [
     "Cell",
     "CellResult",
     "CheckPlan",
+    "IsolationCheck",
     "ParityReport",
     "Tolerances",
     "against",
@@ -62,9 +64,11 @@ __all__ = [
     "parse_case",
     "parse_integrations",
     "plan_check",
+    "planted_defects",
     "read_history",
     "record",
     "run_cells",
+    "sample_documents",
     "show",
     "skipped",
     "summarize",
@@ -73,4 +77,12 @@ __all__ = [
 ]
 
 # It imports Megatron-Core, which the rest of the package does without.
-__getattr__ = names_on_first_use(__name__, {"check_isolation": "isolation"})
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "IsolationCheck": "isolation",
+        "check_isolation": "isolation",
+        "planted_defects": "planted",
+        "sample_documents": "isolation",
+    },
+)
