@@ -87,6 +87,10 @@ BENCHES = {
         "QUICK_KERNELS",
         uses_megatron=True,
     ),
+    "gpu": Bench(
+        "gpu:bench_gpu",
+        "first contact with a machine of GPUs, in parts that a later call continues: attention, layouts, speed",
+    ),
     "checkpoint": Bench(
         "checkpoints:bench_checkpoint",
         "save a checkpoint with and without hashes, and check it at resume against loading it",

@@ -184,7 +184,7 @@ def make_step(
     return step
 
 
-def _owned_tensors(step: MegatronStep, ranks: int) -> list[torch.Tensor]:
+def owned_tensors(step: MegatronStep, ranks: int) -> list[torch.Tensor]:
     """Return views of as many bytes as a rank has to save: its optimizer state, and an equal part of the weights."""
     (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
     mains = [main for group in part.optimizer.param_groups for main in group["params"]]
@@ -264,7 +264,7 @@ def measure(folder: Path, *, layers: int, hidden: int, rounds: int) -> None:
         parallel = ParallelConfig(distributed_optimizer=True)
         layout = join(parallel, job.world_size)
         step = make_step(layers, hidden, parallel, layout, job.device, dtype="bfloat16")
-        owned = _owned_tensors(step, job.world_size)
+        owned = owned_tensors(step, job.world_size)
         blocked, copies = [], []
         writer = CheckpointWriter(folder / "checkpoints", step, keep=1)
         for number in range(rounds + 1):  # the first also decides who writes what

@@ -121,6 +121,7 @@ class BenchReport:
         load: load average of the last minute when the bench ended.
         title, about: heading and introduction on the page of all benches.
         drawing: chart to print below the table.
+        failed: parts of the bench that could not be measured, with their reasons among the notes.
     """
 
     subject: str
@@ -134,6 +135,7 @@ class BenchReport:
     title: str = ""
     about: str = ""
     drawing: RenderableType | None = None
+    failed: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> Figure:
         """Append a figure; raises ValueError for a name that is taken."""

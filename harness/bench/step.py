@@ -96,7 +96,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
     """Measure in one process: the loop and Megatron's bare step take turns on the same batches."""
     report = BenchReport("step", asdict(settings))
     progress("writing the data")
-    path = _dataset(settings, workspace)
+    path = write_rows(workspace, settings.packs, settings.pack_size, VOCABULARY)
     with ExitStack() as stack:
         job = stack.enter_context(runtime.start(settings.device))
         parallel = ParallelConfig()
@@ -132,10 +132,10 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
         feed = stack.enter_context(Feed(make, layout, device=job.device))
         batches = iter(feed)
         progress("the loop and the bare step, in turns")
-        loop, bare = _in_turns(batches, step, settings, job.device)
+        loop, bare = in_turns(batches, step, settings, job.device)
         progress("the loop alone")
         alone: list[StepRecord] = []
-        _run(batches, step, settings, alone.append)
+        run_loop(batches, step, settings, alone.append)
         del alone[: settings.warm_up]
 
     report.add_samples("loop, a step", [1e3 * seconds for seconds in loop], "ms")
@@ -156,7 +156,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
     return report
 
 
-def _in_turns(
+def in_turns(
     batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of every measured step of the loop, and of a bare step on the same batch next to it."""
@@ -165,7 +165,7 @@ def _in_turns(
 
     def run_bare(batch: RankBatch) -> None:
         rows = [to_device(row, device) for row in batch.rows]
-        bare.append(_bare_step(step, rows, max(map(len, batch.rows)), device))
+        bare.append(bare_step(step, rows, max(map(len, batch.rows)), device))
 
     def bare_before_every_other() -> Iterator[RankBatch]:
         for number, batch in enumerate(batches, start=1):
@@ -179,19 +179,25 @@ def _in_turns(
         if not step_record.step % 2:
             run_bare(step_record.batch)
 
-    _run(bare_before_every_other(), step, settings, record)
+    run_loop(bare_before_every_other(), step, settings, record)
     return loop[settings.warm_up :], bare[settings.warm_up :]
 
 
-def _run(
+def run_loop(
     batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
 ) -> None:
     config = TrainerConfig(steps=settings.warm_up + settings.steps, eval_interval=0, checkpoint_interval=0)
     train(batches, step, config, validation={}, save=lambda number, state: None, record=record)
 
 
-def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device) -> float:
-    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready."""
+def bare_step(
+    step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device, *, updates: bool = True
+) -> float:
+    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready.
+
+    Args:
+        updates: take the optimizer's step; False for forward and backward alone.
+    """
 
     def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         row = next(ready)
@@ -209,7 +215,7 @@ def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, devi
 
         return output, loss
 
-    _wait(device)
+    wait_for(device)
     start = time.perf_counter()
     for chunk in step.chunks:
         chunk.zero_grad_buffer()
@@ -220,27 +226,30 @@ def _bare_step(step: MegatronStep, rows: list[RowTensors], seq_length: int, devi
         model=step.chunks[0],
         num_microbatches=len(rows),
         seq_length=seq_length,
-        micro_batch_size=1,
+        micro_batch_size=rows[0].tokens.shape[0],
         forward_only=False,
     )
-    step.optimizer.step()
-    step.scheduler.step(increment=1)
+    if updates:
+        step.optimizer.step()
+        step.scheduler.step(increment=1)
     sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _dataset(settings: StepSettings, workspace: Workspace) -> Path:
-    path = workspace.folder / f"step-{settings.packs}x{settings.pack_size}"
+def write_rows(workspace: Workspace, packs: int, pack_size: int, vocabulary: int) -> Path:
+    """Return a dataset of that many packs of conversation-like lengths, whose tokens are below `vocabulary`."""
+    path = workspace.folder / f"step-{packs}x{pack_size}-of-{vocabulary}"
     if not path.exists():
-        with open_writer(path, format="parquet", pack_size=settings.pack_size) as writer:
-            for pack in make_packs(settings.packs, settings.pack_size):
-                writer.append(replace(pack, input_ids=pack.input_ids % VOCABULARY))
+        with open_writer(path, format="parquet", pack_size=pack_size) as writer:
+            for pack in make_packs(packs, pack_size):
+                writer.append(replace(pack, input_ids=pack.input_ids % vocabulary))
     return path
 
 

@@ -95,6 +95,12 @@ def run_bench(
             where=str(page),
             fix="the page has the error of each",
         )
+    if broken := [part for report in reports for part in report.failed]:
+        raise HarnessError(
+            f"{len(broken)} parts could not be measured: {', '.join(broken)}",
+            where=f"harness bench {name}",
+            fix="the notes have the reason of each, and a file .log beside it; call again to repeat them alone",
+        )
     missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
     if missed and check:
         print(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.model import expert_metrics, routers, weigh_tokens
-from harness.plan import OptimizerConfig, ParallelConfig
+from harness.plan import OptimizerConfig, ParallelConfig, fp8_row_multiple
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
@@ -67,6 +68,7 @@ class MegatronStep:
         self.chunks, self.layout, self.device = chunks, layout, device
         self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
         self.config = get_model_config(chunks[0])
+        self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
         self.optimizer: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -167,7 +169,11 @@ class MegatronStep:
         return torch.stack(reports).sum(dim=0)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
-        """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function."""
+        """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
+
+        Rows of a model that multiplies in 8 bits are padded to whole blocks.
+        """
+        rows = [pad_row(row, math.ceil(len(row) / self._row_multiple) * self._row_multiple) for row in rows]
         iterators = [RowsAhead(rows, self._copy_row, self._copies) for _ in self.chunks]
         reports: list[Any] = self._forward_backward(
             forward_step_func=forward,

@@ -15,6 +15,7 @@ from harness.plan.model import (
     LORA_TARGETS,
     ON_EVERY_RANK,
     ModelConfig,
+    fp8_row_multiple,
     padded_vocab_size,
     sequence_cost,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "TrainerConfig",
     "check_model",
     "find_weights",
+    "fp8_row_multiple",
     "padded_vocab_size",
     "plan_memory",
     "plan_run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from harness.checks import bounded, check_numbers, require_choice
@@ -19,12 +20,15 @@ DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
 ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 # Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Tokens and features of a matrix that a product in 8 bits divides into blocks, by recipe.
+FP8_BLOCKS = {"off": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 _CHOICES = {
+    "fp8": tuple(FP8_BLOCKS),
     "family": tuple(FAMILIES),
     "rope_scaling": ("none", "llama3", "linear", "yarn"),
     "dtype": tuple(DTYPE_BYTES),
     "recompute": ("none", "selective", "full"),
-    "attention": ("auto", "transformer_engine", "torch"),
+    "attention": ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"),
     "fuse_swiglu": ("auto", "on", "off"),
     "fuse_cross_entropy": ("auto", "on", "off"),
     "fuse_weight_gradient": ("auto", "on", "off"),
@@ -63,9 +67,14 @@ class ModelConfig:
         norm_epsilon: added to the mean square in each norm.
         init_std: standard deviation of the initial weights.
         dtype: float32 or bfloat16 (with float32 master weights and gradients).
+        fp8: multiply in 8 bits in Transformer Engine's layers, with a scale for each tensor (`tensorwise`), for each
+            128 x 128 weights and 128 numbers of a token (`blockwise`, Hopper) or for each 32 numbers (`mxfp8`,
+            Blackwell); `off` for none. Weights, gradients and the optimizer keep their dtypes. Rows are padded at their
+            end to a multiple of 16, 128 or 32 tokens a rank, and so are the tokens of an expert.
         recompute: activations computed again in the backward pass: `none`, `selective` (attention) or `full` (whole
             layers).
-        attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine` or `torch`.
+        attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one backend of it (`flash`,
+            `fused` or `unfused`; it refuses one that cannot compute the model), or `torch`.
         fuse_swiglu, fuse_cross_entropy: one kernel for the activation of the feed-forward, and for the loss, whose
             logits are then not kept twice (in bfloat16 alone); `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: add a weight's gradient where it is computed, which needs an extension of Apex; `auto` (on
@@ -120,6 +129,7 @@ class ModelConfig:
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
     dtype: str = "float32"
+    fp8: str = "off"
     recompute: str = "none"
     attention: str = "auto"
     fuse_swiglu: str = "auto"
@@ -316,6 +326,11 @@ class ModelConfig:
             )
 
     @property
+    def names_engine(self) -> bool:
+        """True if attention is Transformer Engine's by name, so that a run without it is refused."""
+        return self.attention not in ("auto", "torch")
+
+    @property
     def expert_size(self) -> int:
         """Inner size of one routed expert."""
         return self.expert_ffn_hidden_size or self.ffn_hidden_size
@@ -447,6 +462,7 @@ class ModelConfig:
                 fix="parallel.sequence_parallel=true",
             )
         self._check_expert_layout(parallel)
+        self._check_fp8_sizes(parallel)
         if VOCAB_MULTIPLE % tp:
             raise ConfigError(
                 f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
@@ -460,6 +476,26 @@ class ModelConfig:
                 f"{self.num_layers} layers cannot be cut into {chunks} equal pipeline chunks",
                 where="model.num_layers, parallel.pipeline_parallel_size",
                 fix=f"a number of layers that {chunks} divides, or fewer stages",
+            )
+
+    def _check_fp8_sizes(self, parallel: ParallelConfig) -> None:
+        """Raise ConfigError for a matrix whose sides on a rank are not whole blocks."""
+        block, tp = FP8_BLOCKS[self.fp8], parallel.tensor_parallel_size
+        if self.fp8 == "off":
+            return
+        sizes = {
+            f"the {side} of {name}": size
+            for name, both in self.linear_sizes.items()
+            for side, size in _sides(name, both, tp)
+        }
+        if self.num_experts:
+            sizes["the inner size of an expert"] = self.expert_size // parallel.expert_tensor_parallel_size
+        uneven = next((name for name, size in sizes.items() if size % block), None)
+        if uneven is not None:
+            raise ConfigError(
+                f"model.fp8 is {self.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}",
+                where="model.fp8, parallel.tensor_parallel_size",
+                fix="a smaller tensor_parallel_size, tensorwise, or off",
             )
 
     def _check_expert_layout(self, parallel: ParallelConfig) -> None:
@@ -512,6 +548,29 @@ class ModelConfig:
                 where="parallel.sequence_parallel",
                 fix="parallel.sequence_parallel=true",
             )
+
+
+def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:
+    """Return inputs and outputs of a linear layer on a tensor-parallel rank."""
+    inputs, outputs = sizes
+    if name in ON_EVERY_RANK:
+        return [("inputs", inputs), ("outputs", outputs)]
+    if name in DIVIDED_BY_COLUMNS:
+        return [("inputs", inputs // tp), ("outputs", outputs)]
+    return [("inputs", inputs), ("outputs", outputs // tp)]
+
+
+def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:
+    """Return the number of tokens to a multiple of which a whole row is padded for products in 8 bits; 1 for none.
+
+    A rank's part of the row, which context and sequence parallelism divide, has whole blocks.
+    """
+    block = FP8_BLOCKS[fp8]
+    if block == 1:
+        return 1
+    parts = parallel.context_parallel_size
+    parts *= parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+    return math.lcm(block * parts, parallel.pad_to_multiple)
 
 
 def padded_vocab_size(vocab_size: int) -> int:

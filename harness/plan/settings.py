@@ -7,6 +7,7 @@ Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harne
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -15,7 +16,7 @@ from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, re
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig
+from harness.plan.model import ModelConfig, fp8_row_multiple
 from harness.schedule import ScheduleConfig
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
@@ -185,13 +186,21 @@ class RunConfig(ABC):
                 where="parallel.gradient_dtype",
                 fix="model.dtype=bfloat16, or parallel.gradient_dtype=float32",
             )
-        if self.model.attention != "transformer_engine":
+        self._check_fp8()
+        attention = self.model.attention
+        if not self.model.names_engine:
             return
         if self.trainer.device == "cpu":
             raise ConfigError(
-                "model.attention is transformer_engine, and trainer.device is cpu: Transformer Engine needs a GPU",
+                f"model.attention is {attention}, and trainer.device is cpu: Transformer Engine needs a GPU",
                 where="model.attention, trainer.device",
                 fix="model.attention=auto, which takes PyTorch's attention on a CPU",
+            )
+        if self.model.dtype == "float32" and attention in ("flash", "fused"):
+            raise ConfigError(
+                f"model.dtype is float32, and model.attention {attention}: that kernel computes in bfloat16",
+                where="model.dtype, model.attention",
+                fix="model.dtype=bfloat16, or model.attention=torch",
             )
         pads = self.parallel.padding_setting
         if self.model.dtype == "float32" and pads is not None:
@@ -200,6 +209,25 @@ class RunConfig(ABC):
                 "whose sequences are padded or divided",
                 where="model.dtype, model.attention",
                 fix="model.dtype=bfloat16, or model.attention=torch",
+            )
+
+    def _check_fp8(self) -> None:
+        model = self.model
+        if model.fp8 == "off":
+            return
+        without = {
+            "model.dtype": "model.dtype is float32" if model.dtype == "float32" else "",
+            "model.attention": "model.attention is torch" if model.attention == "torch" else "",
+            "trainer.device": "trainer.device is cpu" if self.trainer.device == "cpu" else "",
+            "model.lora_rank": f"model.lora_rank is {model.lora_rank}" if model.lora_rank else "",
+        }
+        where = next((name for name, is_set in without.items() if is_set), None)
+        if where is not None:
+            raise ConfigError(
+                f"model.fp8 is {model.fp8}, and {without[where]}: products in 8 bits are those of Transformer Engine's "
+                "layers of a bfloat16 model on a GPU, all of whose weights are trained",
+                where=f"model.fp8, {where}",
+                fix="model.fp8=off, or the other setting",
             )
 
     @abstractmethod
@@ -263,6 +291,15 @@ class SftConfig(RunConfig):
             global_batch_size=self.loader.global_batch_size,
             max_tokens_per_rank=self.schedule.max_tokens_per_rank,
         )
+        row = self.parallel.max_tokens_per_row(self.schedule.max_tokens_per_rank)
+        multiple = fp8_row_multiple(self.model.fp8, self.parallel)
+        if row % multiple:
+            raise ConfigError(
+                f"model.fp8 is {self.model.fp8}, for which rows are padded to a multiple of {multiple} tokens, and the "
+                f"largest row has {row:,}",
+                where="schedule.max_tokens_per_rank, model.fp8",
+                fix=f"a multiple of {multiple // math.gcd(multiple, self.parallel.context_parallel_size)}",
+            )
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             raise ConfigError(
                 f"{self.parallel.dp_size(world_size)} data-parallel ranks cannot each train a part of a window of "

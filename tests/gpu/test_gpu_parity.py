@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses_cpu.json"
 GPUS = torch.cuda.device_count()
 # Every attention that this machine can run.
 ATTENTIONS = ["torch", *(["transformer_engine"] if importlib.util.find_spec("transformer_engine") else [])]
-LAYOUTS = {2: ["data_distributed", "tp2_sp", "pp2", "pp2_vpp2", "cp2"], 4: ["tp2_pp2", "pp2_cp2", "cp4"]}
+LAYOUTS = {
+    1: ["data"],
+    2: ["data_distributed", "tp2_sp", "pp2", "pp2_vpp2", "cp2"],
+    4: ["tp2_pp2", "pp2_cp2", "cp4"],
+    8: ["tp2_pp2_cp2", "tp4_sp", "pp4_vpp2", "data_distributed"],
+}
 
 
 def run(folder: Path, data: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
@@ -78,7 +84,7 @@ def test_layouts_train_in_bfloat16_like_one_gpu(tmp_path, data, attention, ranks
         pytest.skip(f"needs {ranks} GPUs")
     if attention == "torch" and "cp" in layout:
         pytest.skip("context parallelism on GPUs goes through Transformer Engine")
-    dtype = ("model.dtype=bfloat16", f"model.attention={attention}", "model.num_query_groups=4")
+    dtype = ("model.dtype=bfloat16", f"model.attention={attention}", "model.num_query_groups=4", "model.num_layers=8")
     start = tmp_path / "start"
     run(start, data, *dtype, "trainer.steps=1")
     for name in ("one", "many"):
@@ -90,9 +96,22 @@ def test_layouts_train_in_bfloat16_like_one_gpu(tmp_path, data, attention, ranks
     assert [step["grad_norm"] for step in many] == pytest.approx([step["grad_norm"] for step in one], rel=5e-2)
 
 
-@pytest.mark.parametrize("layout", ["data", "tp2_sp", "pp2", "cp2"])
-def test_documents_are_isolated_on_gpus(tmp_path, layout) -> None:
-    ranks = 1 if layout == "data" else 2
+def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
+    bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
+    code, output = run_command(bench)
+    assert code == 0, output
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    without = {name for name, part in parts.items() if part["status"] == "missing"}
+    assert "environment" in parts.keys() - without
+    assert without == {
+        *(f"attention-{name}" for name in ("flash", "fused", "unfused") if "transformer_engine" not in ATTENTIONS),
+        *(f"layouts-{ranks}" for ranks in LAYOUTS if ranks > GPUS),
+        *(["links"] if GPUS < 2 else []),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "data"), (2, "tp2_sp"), (2, "pp2"), (2, "cp2"), (8, "tp2_pp2_cp2")])
+def test_documents_are_isolated_on_gpus(tmp_path, ranks, layout) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     jobs, out = tmp_path / "jobs.json", tmp_path / "found.jsonl"

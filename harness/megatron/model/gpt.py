@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -31,6 +33,11 @@ from harness.megatron.model.router import Router, finalize_with_experts, prepare
 from harness.megatron.weights import TensorShard
 from harness.plan import FAMILIES, ModelConfig, ParallelConfig, padded_vocab_size
 
+# Transformer Engine chooses among those that can compute a model, unless one is named.
+_BACKENDS = {"flash": AttnBackend.flash, "fused": AttnBackend.fused, "unfused": AttnBackend.unfused}
+# Megatron-Core names the chosen one in these.
+_BACKEND_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
     """Return True if layers come from Transformer Engine; raise ConfigError if it is requested and missing."""
@@ -42,7 +49,7 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
         if choice == "auto":
             return False
         raise ConfigError(
-            f"model.attention is transformer_engine, which cannot be imported: {error}",
+            f"model.attention is {choice}, and Transformer Engine cannot be imported: {error}",
             where="model.attention",
             fix="install the `gpu` extra, use a container with it, or set model.attention=torch",
         ) from error
@@ -57,6 +64,19 @@ def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.de
     if model.attention == "auto" and model.dtype == "float32" and parallel.padding_setting is not None:
         return False
     return use_transformer_engine(model.attention, device)
+
+
+def _check_backend_variables(model: ModelConfig) -> None:
+    """Raise ConfigError for a variable that Megatron-Core would set to another value."""
+    chosen = _BACKENDS.get(model.attention)
+    for name, backend in zip(_BACKEND_VARIABLES, _BACKENDS.values(), strict=True):
+        wanted, now = "1" if chosen in (None, backend) else "0", os.environ.get(name)
+        if now not in (None, wanted):
+            raise ConfigError(
+                f"{name} is {now}, and model.attention {model.attention}, which sets it to {wanted}",
+                where=f"environment, {name}",
+                fix=f"unset it; model.attention={', '.join(_BACKENDS)} each name a backend",
+            )
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
@@ -99,6 +119,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.weight_gradient,
         persist_layer_norm=False,
+        attention_backend=_BACKENDS.get(model.attention, AttnBackend.auto),
         # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
         # each shard is drawn in place, which large models need.
         use_cpu_initialization=device.type == "cpu",
@@ -114,6 +135,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         **_experts(model, parallel, device),
         **_latents(model),
+        **_fp8(model, parallel, device),
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
@@ -161,6 +183,40 @@ def _latents(model: ModelConfig) -> dict[str, Any]:
         "original_max_position_embeddings": model.rope_original_positions,
         "mscale": model.rope_mscale,
         "mscale_all_dim": model.rope_mscale_all_dim,
+    }
+
+
+# Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
+_FP8_SINCE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
+def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    """Return the settings of products in 8 bits; none where they are off.
+
+    Raises:
+        ConfigError: the layers are not Transformer Engine's, or this GPU has no kernels for the recipe.
+    """
+    if model.fp8 == "off":
+        return {}
+    if not engine_layers(model, parallel, device):
+        raise ConfigError(
+            f"model.fp8 is {model.fp8}, and layers are PyTorch's: Transformer Engine is not installed, or not on this "
+            "device",
+            where="model.fp8",
+            fix="install the `gpu` extra, use a container with it, or set model.fp8=off",
+        )
+    there = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if there is not None and there < _FP8_SINCE[model.fp8]:
+        raise ConfigError(
+            f"model.fp8 is {model.fp8}, which needs compute capability {'.'.join(map(str, _FP8_SINCE[model.fp8]))}",
+            where=f"{torch.cuda.get_device_name(device)}, compute capability {'.'.join(map(str, there))}",
+            fix="model.fp8=tensorwise on Ada and Hopper, or off",
+        )
+    return {
+        # Gradients have the larger range of e5m2 only where one scale has to do for a whole tensor.
+        "fp8": "hybrid" if model.fp8 == "tensorwise" else "e4m3",
+        "fp8_recipe": model.fp8,
+        "moe_router_padding_for_quantization": bool(model.num_experts),
     }
 
 
@@ -262,6 +318,7 @@ def build_chunks(
         vocab_size: of the tokenizer; padded here.
     """
     config = transformer_config(model, parallel, device)
+    _check_backend_variables(model)
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     torch.manual_seed(model.seed)
     chunks = []

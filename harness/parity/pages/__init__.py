@@ -8,6 +8,7 @@ and compute nothing that the report does not hold. Read `page` first.
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from harness.storage import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["HTML_FILE", "publish", "render_all", "render_history"]
+__all__ = ["HTML_FILE", "publish", "read_style", "render_all", "render_history"]
 
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
 HISTORY_FILE = "history.html"
@@ -59,6 +60,11 @@ def render_history(history: History, folder: Path) -> None:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
     """
     _write_files({HISTORY_FILE: render_nights(history)}, folder)
+
+
+def read_style() -> str:
+    """Return the style sheet of these pages, for others that look the same."""
+    return resources.files(__package__ or "").joinpath("templates", "page.css").read_text()
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:

@@ -1,0 +1,201 @@
+"""Backends of attention in a whole model, forward and backward, against plain attention; and isolation, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from harness.bench.figures import BenchReport, Figure
+from harness.bench.gpu.sizes import Place
+from harness.megatron import RowTensors, run_row, to_device
+from harness.megatron.job import join, runtime
+from harness.megatron.model import build_model
+from harness.parity import IsolationCheck, planted_defects, sample_documents
+from harness.plan import ModelConfig, ParallelConfig
+from harness.records import SequenceView
+from harness.thd import ThdBatch, build_thd_batch
+
+_VOCABULARY = 256
+# Padded to this, so that rows with padding are compared too.
+_MULTIPLE = 16
+# Errors below these are those of a few additions in another order, whatever plain attention has.
+_FLOORS = {"float32": 2e-6, "bfloat16": 1e-3}
+# A backend may round this many times as much as plain attention does in the same dtype.
+_MOST_OVER_PLAIN = 3.0
+# A wrong mask is beyond this many times.
+_LEAST_OF_DEFECT = 10.0
+
+
+class PlainAttention(torch.nn.Module):
+    """Softmax over whole rows of scores in float32, with a mask made from the bounds: slow, and easy to trust."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> torch.Tensor:
+        """Attend within sequences; query [T, heads, d], key and value [T, groups, d], result [T, heads * d]."""
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+        places = torch.arange(query.shape[0], device=query.device)
+        owners = torch.bucketize(places, bounds[1:-1], right=True)
+        allowed = (owners.unsqueeze(1) == owners) & (places.unsqueeze(1) >= places)
+        key, value = (part.float().repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query.float(), key) / math.sqrt(query.shape[-1])
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype)
+
+
+def measure_attention(place: Place, backend: str) -> BenchReport:
+    """Compare losses and gradients of a model with this backend, and check that documents are isolated."""
+    report = BenchReport("gpu", {})
+    device = runtime.choose_device(place.device)
+    rows = {"without padding": _row(place.sizes.checked, 1), "with padding": _row(place.sizes.checked, _MULTIPLE)}
+    for dtype in ("float32", "bfloat16"):
+        for title, row in rows.items():
+            # Transformer Engine has no float32 attention for rows with padding.
+            if dtype == "float32" and backend != "torch" and title == "with padding":
+                continue
+            with runtime.start(place.device) as job:
+                join(ParallelConfig(), job.world_size)
+                _compare(report, f"{dtype}, {title}", _model(backend, dtype, place), row, job.device)
+    # Kernels that add in another order each time would look like leaks.
+    with runtime.start(place.device, deterministic=True) as job:
+        _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", place), job)
+    return report
+
+
+def _model(backend: str, dtype: str, place: Place) -> ModelConfig:
+    head = 32 if place.sizes.is_tiny else 128
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=4 * head,
+        ffn_hidden_size=8 * head,
+        num_attention_heads=4,
+        num_query_groups=2,
+        dtype=dtype,
+        attention=backend,
+        tie_embeddings=False,
+        init_std=0.05,  # larger than in training, so that attention is not nearly even
+    )
+
+
+def _row(tokens: int, multiple: int) -> ThdBatch:
+    """Return a row of about that many tokens in sequences of very different length, one of two tokens included."""
+    random = np.random.default_rng(1)
+    shares = np.array([0.02, 0.4, 0.08, 0.27, 0.01, 0.2])
+    lengths = [2, *np.maximum(shares * (tokens - 2 * multiple), 2).astype(int).tolist()]
+    return build_thd_batch(
+        [
+            SequenceView(random.integers(0, _VOCABULARY, n + 1).astype(np.int32), np.r_[np.ones(n, np.uint8), [0]])
+            for n in lengths
+        ],
+        pad_to_multiple=multiple,
+    )
+
+
+def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch, device: torch.device) -> None:
+    chunks = build_model(model, ParallelConfig(), vocab_size=_VOCABULARY, device=device)
+    own = run_once(chunks, row, device)
+    # What a wrong mask does to the same figures.
+    broken = run_once(chunks, row, device, prepare=_one_sequence)
+    for layer in _layers(chunks):
+        layer.self_attention.core_attention = PlainAttention()
+    plain = run_once(chunks, row, device)
+    # The reference has the same weights, in float32.
+    exact = build_model(replace(model, dtype="float32"), ParallelConfig(), vocab_size=_VOCABULARY, device=device)
+    with torch.no_grad():
+        for weight, rounded in zip(exact[0].parameters(), chunks[0].parameters(), strict=True):
+            weight.copy_(rounded)
+    for layer in _layers(exact):
+        layer.self_attention.core_attention = PlainAttention()
+    reference = run_once(exact, row, device)
+    for name, index in (("losses", 0), ("gradients", 1)):
+        error, of_plain, of_broken = (_distance(side[index], reference[index]) for side in (own, plain, broken))
+        floor = max(of_plain, _FLOORS[model.dtype])
+        report.add(Figure(f"{title}: error of {name}", error, "of their norm"))
+        report.add(Figure(f"{title}: error of {name}, of plain attention", of_plain, "of their norm"))
+        over = f"{title}: error of {name} over plain attention's"
+        report.add(Figure(over, error / floor, "x", at_most=_MOST_OVER_PLAIN))
+        report.add(Figure(f"{over}, bounds dropped", of_broken / floor, "x", at_least=_LEAST_OF_DEFECT))
+
+
+def _layers(chunks: list[DistributedDataParallel]) -> list[Any]:
+    module = chunks[0]
+    while not hasattr(module, "decoder"):
+        module = module.module
+    return list(module.decoder.layers)
+
+
+def run_once(
+    chunks: list[DistributedDataParallel],
+    row: ThdBatch,
+    device: torch.device,
+    prepare: Callable[..., RowTensors] = to_device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of a row's tokens, float32 [T], and all gradients of one backward pass, float32 [weights]."""
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    kept: list[torch.Tensor] = []
+
+    def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+        tensors = prepare(next(rows), device)
+        output = run_row(model, tensors)
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            kept.append((losses.detach().float() * tensors.loss_mask).flatten())
+            total = (losses.float() * tensors.loss_mask).sum()
+            return total, tensors.loss_mask.sum().to(torch.int), total.detach()
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter([row]),
+        model=chunks[0],
+        num_microbatches=1,
+        seq_length=len(row),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return kept[0], torch.cat([weight.main_grad.float().flatten() for weight in chunks[0].parameters()])
+
+
+def _one_sequence(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
+    """Return the row with its second and third sequence made one for attention alone."""
+    bounds = np.delete(row.cu_seqlens_padded, 2)
+    joined = replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds, max_seqlen=int(np.diff(bounds).max()))
+    return to_device(joined, device, **slices)
+
+
+def _distance(values: torch.Tensor, of: torch.Tensor) -> float:
+    return float((values - of).norm() / of.norm())
+
+
+def _isolate(report: BenchReport, model: ModelConfig, job: runtime.Runtime) -> None:
+    parallel = ParallelConfig()
+    layout = join(parallel, job.world_size)
+    multiple = 4
+    check = IsolationCheck(
+        build_model(replace(model, init_std=0.2), parallel, vocab_size=_VOCABULARY, device=job.device),
+        sample_documents(_VOCABULARY),
+        parallel=parallel,
+        layout=layout,
+        device=job.device,
+        pad_to_multiple=multiple,
+        vocab_size=_VOCABULARY,
+    )
+    findings = check.run()
+    report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
+    report.notes += [f"isolation: {finding}" for finding in findings[:10]]
+    planted = planted_defects(layout, parallel, multiple)
+    missed = [name for name, prepare in planted.items() if not check.run(prepare)]
+    found = len(planted) - len(missed)
+    report.add(Figure("isolation: planted defects found", found, "defects", at_least=len(planted)))
+    report.notes += [f"isolation: planted and not found: {name}" for name in missed]

@@ -1,0 +1,184 @@
+"""The machine of a report: what is installed, and the rates of products, copies and reductions that it reaches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bench.figures import BenchReport, Figure, describe_machine, list_versions, take_turns
+from harness.bench.gpu.sizes import Place, known_peak
+from harness.bench.step import wait_for
+from harness.megatron.job import runtime
+
+# Variables that change what is measured.
+_VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "TORCH_", "CUBLAS_", "UB_", "OMP_NUM_THREADS", "PYTORCH_")
+_REPEATS = 10
+
+
+def describe_gpus(device: str) -> dict[str, Any]:
+    """Return what figures of this machine depend on: GPUs, driver, processor and packages.
+
+    Transformer Engine has its version, or under `engine_missing` the reason why it cannot be imported.
+    """
+    chosen = runtime.choose_device(device)
+    machine, versions = describe_machine(), list_versions()
+    known: dict[str, Any] = {
+        "device": chosen.type,
+        "gpus": [],
+        "driver": "",
+        "processor": machine["processor"],
+        "cores": machine["cores"],
+        "python": machine["python"],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "megatron-core": versions.get("megatron-core", ""),
+        "engine": "",
+        "engine_missing": "there is no GPU" if chosen.type == "cpu" else "",
+    }
+    if chosen.type == "cpu":
+        return known
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
+    known["driver"] = _ask_driver()
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+
+        known["engine"] = importlib.metadata.version("transformer-engine")
+    except (ImportError, OSError) as error:
+        known["engine_missing"] = str(error).splitlines()[0]
+    return known
+
+
+def _ask_driver() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown: there is no nvidia-smi"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    return (done.stdout.splitlines() or ["unknown"])[0].strip()
+
+
+def measure_environment(place: Place) -> BenchReport:
+    """Measure products and copies on one GPU, and note what is installed."""
+    report = BenchReport("gpu", {})
+    device = runtime.choose_device(place.device)
+    on_gpu = device.type == "cuda"
+    size = place.sizes.matrix
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32} if on_gpu else {"float32": torch.float32}
+    for name, dtype in dtypes.items():
+        rates = measure_products(device, dtype, size, rounds=place.sizes.rounds)
+        report.add_samples(f"products of {size} x {size} in {name}", rates, "TFLOP/s")
+    numbers = torch.ones(place.sizes.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(numbers)
+    sides: dict[str, Callable[[], Any]] = {"copy on the device, read and written": lambda: target.copy_(numbers)}
+    if on_gpu:
+        pinned, plain = (torch.ones(place.sizes.copied_bytes, dtype=torch.uint8) for _ in range(2))
+        pinned = pinned.pin_memory()
+        sides["copy to the device, pinned"] = lambda: target.copy_(pinned, non_blocking=True)
+        sides["copy to the device, pageable"] = lambda: target.copy_(plain)
+        sides["copy to the host, pinned"] = lambda: pinned.copy_(target, non_blocking=True)
+    seconds = take_turns(
+        {name: lambda number, copy=copy: time_on(device, copy) for name, copy in sides.items()},  # type: ignore[misc]
+        rounds=place.sizes.rounds,
+    )
+    for name, samples in seconds.items():
+        moved = numbers.nbytes * (2 if "on the device" in name else 1)
+        report.add_samples(name, [moved / second / 1e9 for second in samples], "GB/s")
+    report.notes += [f"{name}: {value}" for name, value in _facts(device).items()]
+    return report
+
+
+def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rounds: int) -> list[float]:
+    """Return the TFLOP/s of products of two random square matrices, a sample a round."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    made = torch.empty_like(one)
+    time_on(device, lambda: torch.matmul(one, other, out=made))
+    return [
+        2 * size**3 / time_on(device, lambda: torch.matmul(one, other, out=made)) / 1e12 for _ in range(max(rounds, 1))
+    ]
+
+
+def peak_of(device: torch.device, size: int) -> tuple[float, str]:
+    """Return the TFLOP/s that MFU divides by, and where it is from: the maker's, or a measurement here."""
+    if device.type == "cuda" and (peak := known_peak(torch.cuda.get_device_name(device))) is not None:
+        return peak, f"MFU is of {peak:,.0f} TFLOP/s, the maker's figure for bfloat16"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    peak = max(measure_products(device, dtype, size, rounds=3))
+    return peak, f"MFU is of {peak:.3g} TFLOP/s, measured here on products of {size} x {size}: no published peak known"
+
+
+def time_on(device: torch.device, work: Callable[[], Any]) -> float:
+    """Return the seconds of one run of `work`, from several in a row, with the device idle before and after."""
+    repeats = _REPEATS if device.type == "cuda" else 1
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait_for(device)
+    return max(time.perf_counter() - start, 1e-9) / repeats
+
+
+def measure_links(place: Place) -> BenchReport:
+    """Measure an all-reduce over all ranks; the rate is that of the links, whatever the number of ranks."""
+    report = BenchReport("gpu", {})
+    with runtime.start(place.device) as job:
+        numbers = torch.ones(place.sizes.copied_bytes // 2, dtype=torch.bfloat16, device=job.device)
+        share = 2 * (job.world_size - 1) / job.world_size
+        samples = []
+        for number in range(place.sizes.rounds + 1):
+            torch.distributed.barrier()
+            seconds = time_on(job.device, lambda: torch.distributed.all_reduce(numbers))
+            samples += [share * numbers.nbytes / seconds / 1e9] if number else []
+        report.add_samples(f"all-reduce of {job.world_size} ranks, bus rate", samples, "GB/s")
+    return report
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    facts = {
+        "host memory": f"{describe_machine()['memory_bytes'] / 1e9:.0f} GB",
+        "shared memory": f"{_free_bytes('/dev/shm') / 1e9:.1f} GB free",
+        "disk": f"{_free_bytes('.') / 1e9:.0f} GB free here",
+    }
+    if device.type == "cuda":
+        of_cudnn: Any = torch.backends.cudnn.version
+        of_nccl: Any = torch.cuda.nccl.version
+        facts["cuDNN"] = str(of_cudnn())
+        with suppress(RuntimeError, AttributeError):
+            facts["NCCL"] = ".".join(map(str, of_nccl()))
+        facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        program = shutil.which("nvidia-smi")
+        if program is not None and torch.cuda.device_count() > 1:
+            done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, check=False, timeout=60)
+            facts["links"] = done.stdout.strip()
+    for name, module in (("Apex's weight gradient", "fused_weight_gradient_mlp_cuda"), ("flash-attn", "flash_attn")):
+        facts[name] = "installed" if importlib.util.find_spec(module) else "not installed"
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            facts[name] = value
+    return facts
+
+
+def _free_bytes(path: str) -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(Path(path)).free
+    return 0
+
+
+def add_memory(report: BenchReport, device: torch.device, planned_bytes: int) -> None:
+    """Add the most memory that tensors took on a GPU, and its ratio to the plan."""
+    if device.type != "cuda":
+        return
+    most = torch.cuda.max_memory_allocated(device)
+    report.add(Figure("most memory of tensors", most / 1e9, "GB"))
+    report.add(Figure("most memory of tensors over `harness plan`", most / planned_bytes, "x"))

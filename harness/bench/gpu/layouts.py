@@ -1,0 +1,155 @@
+"""Layouts that fit a number of ranks: the losses of one rank that trains everything, and isolation on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from harness.bench.figures import BenchReport, Figure
+from harness.bench.gpu.sizes import Place
+from harness.bench.step import write_rows
+from harness.bench.workspace import Workspace
+from harness.config import compose_config
+from harness.formats import open_dataset
+from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
+from harness.megatron import MegatronStep
+from harness.megatron.data import Feed
+from harness.megatron.job import join, on_rank_0, runtime
+from harness.megatron.model import build_model
+from harness.megatron.state import CheckpointWriter, load_checkpoint
+from harness.parity import IsolationCheck, sample_documents
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
+from harness.schedule import ScheduleConfig
+from harness.train import Progress as RunPosition
+
+# Presets of `configs/parallel` by the ranks that hold one copy of the model, or that show them best.
+LAYOUTS = {
+    1: ["data"],
+    2: ["data", "data_distributed", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "ep2"],
+    4: ["tp2_pp2", "tp2_cp2", "pp2_cp2", "cp4", "tp2_ep2"],
+    8: ["tp2_pp2_cp2", "tp4_sp", "pp4_vpp2", "tp2_pp2_ep2", "data_distributed"],
+}
+_TINY_LAYOUTS = {2: ["data_distributed", "tp2_sp", "pp2", "cp2"]}
+_VOCABULARY, _PACK, _PACKS, _STEPS = 256, 128, 16, 3
+# Kernels and orders of addition differ between layouts.
+_NEARNESS = {"float32": 1e-4, "bfloat16": 1e-2}
+
+
+def measure_layouts(place: Place, ranks: int) -> BenchReport:
+    """Train a small model on each layout from one checkpoint; every rank of the job calls this."""
+    report = BenchReport("gpu", {})
+    names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if place.sizes.is_tiny else LAYOUTS[ranks]
+    presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}
+    # Rows that never change in shape are padded at their end.
+    presets["static rows"] = ParallelConfig(static_rows=True)
+    for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
+        chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
+        # Kernels that add in another order each time would look like leaks; those of routers have no other ones.
+        with runtime.start(place.device, deterministic=not has_experts) as job:
+            _compare(report, chosen, place.folder, job, has_experts=has_experts)
+    return report
+
+
+def _compare(
+    report: BenchReport, presets: dict[str, ParallelConfig], folder: Path, job: runtime.Runtime, *, has_experts: bool
+) -> None:
+    data, start = folder / "data", folder / ("experts" if has_experts else "dense")
+    on_rank_0(lambda: _write(data))
+    model = _model(job.device, has_experts=has_experts)
+    # Every rank trains the whole batch: sums and counts are all multiplied by the ranks.
+    whole = _train(model, ParallelConfig(), job, data, start, saves=True)
+    for name, parallel in presets.items():
+        losses = _train(model, parallel, job, data, start, saves=False)
+        differs = max(abs(loss / other - 1) for loss, other in zip(losses, whole, strict=True))
+        title = f"{job.world_size} ranks, {name}"
+        nearness = _NEARNESS[model.dtype]
+        report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=nearness))
+        if not parallel.static_rows and not has_experts:
+            findings = _check_isolation(model, parallel, job)
+            report.add(Figure(f"{title}: isolation findings", len(findings), "findings", at_most=0))
+            report.notes += [f"{title}: {finding}" for finding in findings[:5]]
+
+
+def _write(data: Path) -> None:
+    with Workspace(data, keep=True) as workspace:
+        write_rows(workspace, _PACKS, _PACK, _VOCABULARY)
+
+
+def _model(device: torch.device, *, has_experts: bool) -> ModelConfig:
+    model = ModelConfig(
+        num_layers=8,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_attention_heads=8,
+        num_query_groups=4,
+        dtype="bfloat16" if device.type == "cuda" else "float32",
+    )
+    return replace(model, family="qwen3_moe", num_experts=4, experts_per_token=2) if has_experts else model
+
+
+def _train(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    job: runtime.Runtime,
+    data: Path,
+    start: Path,
+    *,
+    saves: bool,
+) -> list[float]:
+    """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
+    parallel_state.destroy_model_parallel()
+    layout = join(parallel, job.world_size)
+    step = MegatronStep(
+        build_model(model, parallel, vocab_size=_VOCABULARY, device=job.device),
+        optimizer=OptimizerConfig(warmup_steps=1),
+        parallel=parallel,
+        layout=layout,
+        device=job.device,
+        vocab_size=_VOCABULARY,
+        decay_steps=100,
+        pad_rows_to=2 * _PACK if parallel.static_rows else None,
+    )
+    if saves:
+        for chunk in step.chunks:
+            chunk.zero_grad_buffer()
+        step.optimizer.step()  # without gradients: an optimizer that has made no step has no state
+        CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
+        layout = RankLayout()
+    else:
+        load_checkpoint(start / "step-00000001", step)
+    (dataset,) = data.glob("*/step-*")
+
+    def make() -> Loader:
+        return Loader(
+            open_dataset(str(dataset)),
+            LoaderConfig(global_batch_size=8),
+            schedule=ScheduleConfig(max_tokens_per_rank=2 * _PACK // (1 if saves else layout.cp_size)),
+            layout=layout,
+        )
+
+    losses = []
+    with Feed(make, layout, device=job.device) as feed:
+        batches = iter(feed)
+        for _ in range(_STEPS):
+            batch: RankBatch = next(batches)
+            losses.append(step.train(batch).loss)
+    return losses
+
+
+def _check_isolation(model: ModelConfig, parallel: ParallelConfig, job: runtime.Runtime) -> list[str]:
+    parallel_state.destroy_model_parallel()
+    layout = join(parallel, job.world_size)
+    check = IsolationCheck(
+        build_model(replace(model, init_std=0.2), parallel, vocab_size=_VOCABULARY, device=job.device),
+        sample_documents(_VOCABULARY),
+        parallel=parallel,
+        layout=layout,
+        device=job.device,
+        pad_to_multiple=int(np.lcm(parallel.pad_to_multiple, 4)),
+        vocab_size=_VOCABULARY,
+    )
+    return check.run()

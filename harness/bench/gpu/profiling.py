@@ -1,0 +1,129 @@
+"""Kernel time by kind, idle time, waits and hidden copies, from the trace of torch.profiler."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.bench.figures import BenchReport, Figure
+
+# The first pattern that a name has decides its kind; names are CUDA's kernels, and PyTorch's operations on a CPU.
+_KINDS = (
+    ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced"),
+    ("copies", r"memcpy|memset|::copy_|::_to_copy|catarray|::cat\b|::clone"),
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention|attn"),
+    ("matrices", r"gemm|cutlass|nvjet|xmma|cublas|::(?:add)?mm|::bmm|::matmul|::linear|::dot\b|splitk"),
+    ("optimizer", r"multi_tensor|adam|lerp|addcdiv|addcmul|_foreach"),
+    ("norms", r"norm|rsqrt|::mean|::pow"),
+    ("loss", r"softmax|cross_entropy|nll|log_?sum|::exp\b|::max\b|::gather"),
+    ("embedding", r"embedding|index_select|index_put|indexing_backward|::index"),
+    ("elementwise", r"elementwise|triton|fused|::(?:mul|add|sub|div|silu|sigmoid|neg|fill_|zero_|sum)|reduce_kernel"),
+)
+_WAITS = re.compile(r"cuda(?:Stream|Device|Event)Synchronize|cudaMemcpy$")
+Interval = tuple[float, float]
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel, or of an operation on a CPU, by its name."""
+    lower = name.lower()
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "other")
+
+
+def trace_steps(run: Callable[[], Any], device: torch.device, folder: Path) -> list[dict[str, Any]]:
+    """Run something under torch.profiler and return the events of its trace, with times in microseconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    path = folder / f"trace-{torch.distributed.get_rank()}.json"
+    profile.export_chrome_trace(str(path))
+    events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+    path.unlink()
+    return [event for event in events if event.get("ph") == "X" and "dur" in event]
+
+
+def add_trace(report: BenchReport, events: Sequence[Mapping[str, Any]], steps: int) -> None:
+    """Add shares of time by kind; of a GPU also its idle time, the host's waits, and copies that kernels hide."""
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    on_gpu = bool(kernels)
+    times = self_times(kernels if on_gpu else [event for event in events if event.get("cat") == "cpu_op"])
+    total = sum(times.values())
+    shares: dict[str, float] = defaultdict(float)
+    for name, spent in times.items():
+        shares[kind_of(name)] += spent / total
+    for kind, share in sorted(shares.items(), key=lambda item: -item[1]):
+        report.add(Figure(f"time in {kind}", share, "share"))
+    largest = sorted(times.items(), key=lambda item: -item[1])[:8]
+    report.notes += [f"{spent / total:.1%} {kind_of(name)}: {name[:100]}" for name, spent in largest]
+    if not on_gpu:
+        report.notes.append(
+            "times are of PyTorch's operations on a CPU, which waits for none and copies nothing to one"
+        )
+        return
+    spans = merge((event["ts"], event["ts"] + event["dur"]) for event in kernels)
+    report.add(Figure("kernels and copies of a step", len(kernels) / steps, "launches"))
+    report.add(Figure("device idle", 1 - _length(spans) / (spans[-1][1] - spans[0][0]), "share"))
+    waits = [event for event in events if event.get("cat") == "cuda_runtime" and _WAITS.match(event["name"])]
+    report.add(Figure("waits of the host for the device, a step", len(waits) / steps, "calls"))
+    copies = [event for event in kernels if event["cat"] == "gpu_memcpy" and "HtoD" in event["name"]]
+    pageable = sum("Pageable" in event["name"] for event in copies)
+    report.add(Figure("copies to the device, a step", len(copies) / steps, "copies"))
+    report.add(Figure("of them from memory that is not pinned", pageable / steps, "copies"))
+    computing = [event for event in kernels if event["cat"] == "kernel"]
+    if copies:
+        report.add(Figure("time of copies to the device under kernels", hidden_share(copies, computing), "share"))
+
+
+def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the time of each name without that of the events inside it, in microseconds.
+
+    Events of one thread (or stream) are nested or apart.
+    """
+    threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        threads[event.get("pid"), event.get("tid")].append(event)
+    times: dict[str, float] = defaultdict(float)
+    for line in threads.values():
+        around: list[tuple[float, str]] = []
+        for event in sorted(line, key=lambda event: (event["ts"], -event["dur"])):
+            while around and around[-1][0] <= event["ts"]:
+                around.pop()
+            times[event["name"]] += event["dur"]
+            if around:
+                times[around[-1][1]] -= event["dur"]
+            around.append((event["ts"] + event["dur"], event["name"]))
+    return {name: max(spent, 0.0) for name, spent in times.items()}
+
+
+def hidden_share(copies: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the copies' time in which a kernel runs too."""
+    of_copies = merge((event["ts"], event["ts"] + event["dur"]) for event in copies)
+    of_kernels = merge((event["ts"], event["ts"] + event["dur"]) for event in kernels)
+    both = 0.0
+    for start, end in of_copies:
+        both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in of_kernels)
+    return both / max(_length(of_copies), 1e-9)
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals, in order and apart."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,44 @@
+"""`harness bench gpu` runs in full on a CPU: real processes, two ranks of gloo, tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from .conftest import run_command
+
+
+@pytest.mark.nightly
+def test_first_contact_runs_in_full_on_a_cpu_and_continues_after_a_stop(tmp_path) -> None:
+    bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cpu", f"out={tmp_path}"]
+    code, output = run_command([*bench, "parts=environment"])
+    assert code == 0, output
+    first = (tmp_path / "environment.json").read_bytes()
+    code, output = run_command(bench)
+    assert code == 0, output
+    assert (tmp_path / "environment.json").read_bytes() == first
+    made = json.loads((tmp_path / "report.json").read_text())
+    states = {name: part["status"] for name, part in made["parts"].items()}
+    missing = {"attention-flash", "attention-fused", "attention-unfused", "layouts-4", "layouts-8"}
+    assert states == {name: "missing" if name in missing else "done" for name in states}
+    assert len(states) == 16
+    figures = {figure["name"]: figure for figure in made["report"]["figures"]}
+    # Tiny sizes have no targets of speed: these are right on any machine.
+    assert [name for name, figure in figures.items() if figure["met"] is False] == []
+    assert sum(figure["met"] is True for figure in figures.values()) > 20
+    assert figures["attention-torch: isolation: planted defects found"]["value"] == 5
+    compared = {name for name in figures if name.endswith("losses differ from one rank's")}
+    assert {
+        f"layouts-2: 2 ranks, {name}: losses differ from one rank's" for name in ("tp2_sp", "pp2", "cp2")
+    } <= compared
+    assert len(figures["step-8b: our loop over a bare one, the same batch"]["samples"]) == 3
+    assert 0 < figures["step-1b: MFU"]["value"] < 1
+    assert sum(figure["value"] for name, figure in figures.items() if name.startswith("step-1b: time in")) == (
+        pytest.approx(1)
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "layouts-8" in page
+    assert "http" not in page
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.suffix not in (".json", ".html", ".log")) == []

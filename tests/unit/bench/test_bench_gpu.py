@@ -1,0 +1,226 @@
+"""First contact with GPUs runs in parts that a later call continues, and its parts are right on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.bench.figures import BenchReport, Figure
+from harness.bench.gpu import parts, training
+from harness.bench.gpu.attention import measure_attention
+from harness.bench.gpu.page import render_page
+from harness.bench.gpu.parts import DONE, FAILED, MISSING, PARTS, GpuSettings, bench_gpu
+from harness.bench.gpu.profiling import add_trace, hidden_share, kind_of, self_times
+from harness.bench.gpu.sizes import SIZES, Place, known_peak
+from harness.bench.gpu.training import measure_packed
+from harness.bench.workspace import Workspace
+from harness.errors import ConfigError
+
+CPU = {"device": "cpu", "gpus": [], "driver": "", "engine": "", "engine_missing": "there is no GPU", "torch": "2.11"}
+H100 = CPU | {"device": "cuda", "gpus": ["NVIDIA H100 80GB HBM3, 85.0 GB"], "driver": "580"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other on a busy machine take minutes for a model this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """Answers for the processes of parts: describes a machine, and measures or fails."""
+
+    def __init__(self, monkeypatch, machine=CPU, fails=()):
+        self.machine, self.fails, self.begun = dict(machine), fails, []
+        monkeypatch.setattr(parts, "_run", self.run)
+
+    def run(self, arguments, ranks, settings, *, log):
+        name, _, path = arguments[:3]
+        if name == "machine":
+            parts.Path(path).write_text(json.dumps(self.machine))
+            return 0, ""
+        self.begun.append((name, ranks))
+        if name in self.fails:
+            return 1, "HarnessError: out of luck"
+        report = BenchReport("gpu", {})
+        report.add(Figure("speed", 2.0, "x", at_most=3.0))
+        parts.Path(path).write_text(json.dumps(report.to_dict()))
+        return 0, ""
+
+
+def bench(tmp_path, **settings):
+    with Workspace(tmp_path) as workspace:
+        return bench_gpu(GpuSettings(out=str(tmp_path / "out"), **settings), workspace, lambda text: None)
+
+
+def test_parts_that_are_measured_are_not_measured_again_and_failed_ones_are(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, fails=("step-8b",))
+    report = bench(tmp_path)
+    everything = [name for name, _ in machine.begun]
+    assert report.failed == ["step-8b"]
+    assert "step-8b failed: HarnessError: out of luck" in report.notes
+    machine.begun.clear()
+    machine.fails = ()
+    report = bench(tmp_path)
+    assert [name for name, _ in machine.begun] == ["step-8b"]
+    assert report.failed == []
+    assert {figure.name for figure in report.figures} == {f"{name}: speed" for name in everything}
+
+
+def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, H100 | {"engine_missing": "No module named 'transformer_engine'"})
+    report = bench(tmp_path)
+    ran = dict(machine.begun)
+    assert set(PARTS) - set(ran) == {
+        *("links", "layouts-2", "layouts-4", "layouts-8"),
+        *("attention-flash", "attention-fused", "attention-unfused"),
+    }
+    assert set(ran.values()) == {1}
+    assert "layouts-2 missing: needs 2 GPUs, and there are 1" in report.notes
+    missing = "Transformer Engine cannot be used: No module named 'transformer_engine'"
+    assert f"attention-flash missing: {missing}" in report.notes
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "NVIDIA H100" in page
+    assert "needs 8 GPUs" in page
+
+
+def test_parts_on_all_gpus_have_a_rank_a_gpu(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, H100 | {"gpus": H100["gpus"] * 8, "engine": "2.20", "engine_missing": ""})
+    bench(tmp_path)
+    ran = dict(machine.begun)
+    assert set(ran) == set(PARTS)
+    assert (ran["step-8b"], ran["links"], ran["layouts-4"], ran["packed-8b"]) == (8, 8, 4, 1)
+
+
+def test_files_of_another_machine_or_size_are_refused_by_name(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch)
+    bench(tmp_path, parts=("environment",))
+    with pytest.raises(ConfigError, match="environment has size=full, and this call size=tiny"):
+        bench(tmp_path, parts=("environment",), size="tiny")
+    machine.machine = dict(H100)
+    with pytest.raises(ConfigError, match=r"of another machine: device cpu, .*; this one: device cuda"):
+        bench(tmp_path, parts=("environment",))
+
+
+def test_a_damaged_file_of_a_part_is_measured_again(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch)
+    bench(tmp_path, parts=("environment",))
+    path = tmp_path / "out" / "environment.json"
+    path.write_bytes(path.read_bytes()[:100])
+    bench(tmp_path, parts=("environment",))
+    assert machine.begun == [("environment", 1)] * 2
+
+
+def test_a_limit_leaves_parts_to_the_next_call(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch)
+    report = bench(tmp_path, total_limit_s=1e-9)
+    assert machine.begun == []
+    assert f"{next(iter(PARTS))} was not begun within total_limit_s: call again to continue" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "matrices"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrices"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<...>", "norms"),
+        ("void multi_tensor_apply_kernel<AdamFunctorMaster>", "optimizer"),
+        ("aten::addmm", "matrices"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::pin_memory", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(name, kind):
+    assert kind_of(name) == kind
+
+
+def event(name, start, duration, cat="cpu_op", tid=1):
+    return {"name": name, "ts": start, "dur": duration, "cat": cat, "tid": tid, "ph": "X"}
+
+
+def test_time_inside_another_operation_counts_once():
+    inner = [event("aten::linear", 0, 10), event("aten::addmm", 2, 6), event("aten::addmm", 8.5, 1)]
+    other = [event("aten::linear", 5, 3, tid=2)]
+    assert self_times([*inner, *other]) == {"aten::linear": 6.0, "aten::addmm": 7.0}
+
+
+def test_a_trace_of_a_gpu_says_what_waits_and_what_is_hidden():
+    kernels = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7)]
+    copies = [
+        event("Memcpy HtoD (Pinned -> Device)", 30, 20, "gpu_memcpy", 9),
+        event("Memcpy HtoD (Pageable -> Device)", 70, 10, "gpu_memcpy", 7),
+    ]
+    assert hidden_share(copies, kernels) == pytest.approx(20 / 30)
+    report = BenchReport("gpu", {})
+    waits = [event("cudaStreamSynchronize", 80, 5, "cuda_runtime"), event("cudaLaunchKernel", 0, 5, "cuda_runtime")]
+    add_trace(report, [*kernels, *copies, *waits, event("aten::mm", 0, 50)], steps=2)
+    values = {figure.name: figure.value for figure in report.figures}
+    assert values["device idle"] == pytest.approx(10 / 80)
+    assert values["waits of the host for the device, a step"] == 0.5
+    assert values["of them from memory that is not pinned"] == 0.5
+    assert values["time in matrices"] == pytest.approx(60 / 90)
+    assert values["time of copies to the device under kernels"] == pytest.approx(20 / 30)
+
+
+def test_peaks_are_those_of_the_makers():
+    assert known_peak("NVIDIA H100 80GB HBM3") == known_peak("NVIDIA H200") == 989
+    assert (known_peak("NVIDIA H100 PCIe"), known_peak("NVIDIA H20"), known_peak("Tesla T4")) == (756, 148, None)
+
+
+def test_attention_is_compared_with_plain_attention_and_with_a_wrong_mask(tmp_path):
+    report = measure_attention(Place("cpu", SIZES["tiny"], tmp_path), "torch")
+    assert [figure.name for figure in report.missed] == []
+    figures = {figure.name: figure.value for figure in report.figures}
+    over = "bfloat16, with padding: error of gradients over plain attention's"
+    assert figures[f"{over}, bounds dropped"] > 10 > figures[over]
+    assert figures["isolation: planted defects found"] == 5
+
+
+def test_packed_chats_are_compared_with_as_much_dense_work(tmp_path, monkeypatch):
+    done = []
+
+    def step(step, rows, seq_length, device, *, updates):
+        tokens = [row.tokens.shape for row in rows]
+        done.append((tokens, updates))
+        return 1.0
+
+    monkeypatch.setattr(training, "bare_step", step)
+    report = measure_packed(Place("cpu", replace(SIZES["tiny"], rounds=1), tmp_path))
+    assert not any(updates for _, updates in done)
+    # The packed row and the one dense sequence have one shape.
+    (_, tokens), (count, length) = sorted({tuple(shape) for (shape,), _ in done})
+    assert tokens - count < count * length <= tokens
+    note = next(note for note in report.notes if "dense sequences of" in note)
+    assert f"against {count} dense sequences of {length}" in note
+
+
+def test_the_page_shows_every_part_and_escapes_names():
+    report = BenchReport("gpu", {})
+    report.add(Figure("time in <b>", 0.25, "share"))
+    report.add(Figure("ratio", 1.5, "x", at_most=1.02, samples=(1.4, 1.5, 1.6)))
+    results = {
+        "environment": {"status": DONE, "report": report.to_dict(), "seconds": 3.0},
+        "links": {"status": MISSING, "reason": "needs 2 GPUs, and there are 1"},
+        "step-8b": {"status": FAILED, "reason": "out of <memory>", "seconds": 1.0},
+    }
+    # Machines of reports have their load.
+    results["environment"]["report"]["machine"]["load"] = 1.0
+    about = {name: f"about {name}" for name in (*results, "checkpoint")}
+    page = render_page(H100, results, about, ["checkpoint"])
+    assert "0 of 1 targets met" in page
+    assert "time in &lt;b&gt;" in page
+    assert "25.00%" in page
+    assert "1.400 to 1.600" in page
+    assert "failed: out of &lt;memory&gt;" in page
+    assert "not begun: checkpoint" in page
+    assert "not measured yet" in page
