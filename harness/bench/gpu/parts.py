@@ -100,7 +100,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """What is measured, and where the files are.
+    """Parts to measure, their sizes, and the folder of their files.
 
     Attributes:
         out: folder of the parts' files and of the report; parts that it has are not measured again.

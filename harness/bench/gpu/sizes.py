@@ -96,7 +96,7 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs.
+    """Device, sizes and folder of a part.
 
     Attributes:
         device: auto, cpu or cuda.
