@@ -82,6 +82,7 @@ class MegatronStep:
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=parallel.distributed_optimizer,
+                overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             ),
             chunks,
         )
@@ -134,6 +135,15 @@ class MegatronStep:
             skipped=not updated,
             experts=expert_metrics(self.chunks, self.config.num_layers, self.device) if self.has_experts else None,
         )
+
+    def gather_weights(self) -> None:
+        """Make the weights of every rank those of the last step; every rank takes part.
+
+        Where the next forward pass gathers them, a checkpoint may come before that.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
         """Return the trained and the real tokens of the global batch; middle stages know only the latter themselves."""

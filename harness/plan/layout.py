@@ -28,6 +28,8 @@ class ParallelConfig:
         gradient_dtype: float32, or bfloat16 for half the memory and traffic of a bfloat16 model's gradients, which are
             then added in bfloat16.
         overlap_gradients: on GPUs, reduce gradients while the backward pass goes on.
+        overlap_weights: on GPUs with overlap_gradients and the distributed optimizer, gather the weights of a step in
+            the forward pass of the next one, while layers before them are computed; adapters are gathered at once.
         ranks: number of ranks that memory and batch are planned for: `harness train` starts them on this machine, and
             any other number is refused; null for any.
     """
@@ -43,6 +45,7 @@ class ParallelConfig:
     static_rows: bool = False
     gradient_dtype: str = "float32"
     overlap_gradients: bool = True
+    overlap_weights: bool = True
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     def __post_init__(self) -> None:

@@ -384,6 +384,11 @@ def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
     chunk.output_layer.register_forward_hook(hide)
 
 
+def _runs_behind(device: torch.device) -> bool:
+    """Return True where exchanges between ranks run while the device computes."""
+    return device.type == "cuda"
+
+
 def build_model(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -402,10 +407,16 @@ def build_model(
     if fill is not None:
         fill(chunks)
     config = chunks[0].config
+    overlaps = _runs_behind(device) and parallel.overlap_gradients
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=device.type == "cuda" and parallel.overlap_gradients,
+        overlap_grad_reduce=overlaps,
+        # Megatron gathers a weight when its own module is called, which adapters do without.
+        overlap_param_gather=overlaps
+        and parallel.overlap_weights
+        and parallel.distributed_optimizer
+        and not model.lora_rank,
         average_in_collective=False,
     )
     wrapped = [

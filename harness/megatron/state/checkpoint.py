@@ -208,6 +208,7 @@ class CheckpointWriter:
             CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
+        self._step.gather_weights()
         self._writing = progress
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._hashes.take()  # of one that failed

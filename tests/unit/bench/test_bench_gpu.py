@@ -158,7 +158,7 @@ def test_a_trace_of_a_gpu_says_what_waits_and_what_is_hidden():
     kernels = [event("gemm", 0, 40, "kernel", 7), event("gemm", 60, 20, "kernel", 7)]
     copies = [
         event("Memcpy HtoD (Pinned -> Device)", 30, 20, "gpu_memcpy", 9),
-        event("Memcpy HtoD (Pageable -> Device)", 70, 10, "gpu_memcpy", 7),
+        event("Memcpy HtoD (Pageable -> Device)", 70, 10, "gpu_memcpy", 8),
     ]
     assert hidden_share(copies, kernels) == pytest.approx(20 / 30)
     report = BenchReport("gpu", {})

@@ -91,7 +91,7 @@ def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, message
         ({"hidden_size": 100, "num_attention_heads": 3}, "100 is not a multiple of 3"),
         ({"num_attention_heads": 4, "num_query_groups": 3}, "cannot share 3 query groups"),
         ({"dtype": "float8"}, "'float8' is not known"),
-        ({"attention": "flash"}, "'flash' is not known"),
+        ({"attention": "xformers"}, "'xformers' is not known"),
         ({"num_layers": 0}, "num_layers is 0"),
     ],
 )
