@@ -6,15 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from harness.bench.figures import Figure, read_figures, show_number
+from harness.bench.figures import BenchReport, Figure, read_figures, show_number
 from harness.parity.pages import read_style
 
+# Figures that a reader looks for first.
+_SPEEDS = (
+    "our loop over a bare one, the same batch",
+    "waiting for data, of a step",
+    "tokens",
+    "MFU",
+    "MFU of packed chats over dense ones of the same tokens and attention",
+    "waiting over one copy",
+)
 _STYLE = """
 td.met { color: var(--same); font-weight: 600; }
 td.missed { color: var(--different); background: var(--different-bg); font-weight: 650; }
-.bar { display: inline-block; height: 0.7em; background: var(--accent); border-radius: 2px; margin-right: 8px; }
+.gauge { display: inline-block; height: 0.7em; background: var(--accent); border-radius: 2px; margin-right: 8px; }
 td.number { text-align: right; }
 tbody th { max-width: 34em; }
+td.words { white-space: normal; max-width: 44em; }
 """
 
 
@@ -42,15 +52,18 @@ def render_page(
         f'<header><p class="eyebrow">First contact</p><h1>{escape(device)}</h1></header>',
         f'<section id="verdict" class="verdict {kind}"><p class="word">{words}</p>',
         f'<p class="sentence">{escape("; ".join(sentences))}.</p></section>',
-        '<section id="targets"><h2>Targets</h2>',
-        _table(
-            (f"{name}: {figure.name}", figure)
-            for name, report in reports.items()
-            for figure in report.figures
-            if figure.met is not None
-        ),
+        '<section id="parts"><h2>Parts</h2>',
+        _overview(about, results, reports),
         "</section>",
     ]
+    speeds = [(name, figure) for name in reports for figure in reports[name].figures if figure.name in _SPEEDS]
+    for title, chosen in (
+        ("Missed", [(name, figure) for name in reports for figure in reports[name].missed]),
+        ("Speed", speeds),
+    ):
+        if chosen:
+            table = _table((f"{name}: {figure.name}", figure) for name, figure in chosen)
+            body += [f'<section id="{title.lower()}"><h2>{title}</h2>{table}</section>']
     for name, text in about.items():
         body += [f'<section id="{name}"><h2>{escape(name)}</h2><p class="note">{escape(text)}</p>']
         if name in reports:
@@ -76,6 +89,27 @@ def render_page(
     )
 
 
+def _overview(
+    about: Mapping[str, str], results: Mapping[str, Mapping[str, Any]], reports: Mapping[str, BenchReport]
+) -> str:
+    """Return a table of the parts: state, targets met, seconds."""
+    lines = []
+    for name in about:
+        state = results[name]["status"] if name in results else "not measured yet"
+        targets, seconds, kind = results.get(name, {}).get("reason", ""), "", "missed" if state == "failed" else ""
+        if name in reports:
+            aimed = [figure for figure in reports[name].figures if figure.met is not None]
+            met = len(aimed) - len(reports[name].missed)
+            targets = f"{met} of {len(aimed)} targets met" if aimed else "no targets"
+            kind = "missed" if reports[name].missed else "met"
+            seconds = f"{results[name]['seconds']:.0f} s"
+        lines.append(
+            f'<tr><th scope="row"><a href="#{name}">{escape(name)}</a></th><td class="{kind}">{state}</td>'
+            f'<td class="words">{escape(targets)}</td><td class="number">{seconds}</td></tr>'
+        )
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
 def _table(rows: Iterable[tuple[str, Figure]]) -> str:
     lines = "".join(_row(name, figure) for name, figure in rows)
     if not lines:
@@ -85,10 +119,12 @@ def _table(rows: Iterable[tuple[str, Figure]]) -> str:
 
 
 def _row(name: str, figure: Figure) -> str:
-    shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
+    is_count = figure.value == int(figure.value) if abs(figure.value) < 1e15 else False
+    shown = f"{figure.value:,.0f}" if is_count else show_number(figure.value)
+    shown = f"{shown} {figure.unit}".rstrip()
     if figure.unit == "share":
         width = max(0.0, min(figure.value, 1.0)) * 120
-        shown = f'<span class="bar" style="width:{width:.0f}px"></span>{figure.value:.2%}'
+        shown = f'<span class="gauge" style="width:{width:.0f}px"></span>{figure.value:.2%}'
         number = f"<td>{shown}</td>"
     else:
         number = f'<td class="number">{escape(shown)}</td>'
