@@ -14,23 +14,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu.sizes import Place
+from harness.errors import HarnessError
 from harness.megatron import RowTensors, run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
 from harness.parity import IsolationCheck, planted_defects, sample_documents
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
-from harness.thd import ThdBatch, build_thd_batch
+from harness.thd import ThdBatch, build_thd_batch, pad_row
 
 _VOCABULARY = 256
 # Padded to this, so that rows with padding are compared too.
 _MULTIPLE = 16
 # Errors below these are those of a few additions in another order, whatever plain attention has.
 _FLOORS = {"float32": 2e-6, "bfloat16": 1e-3}
+# Recipes of products in 8 bits that GPUs of a compute capability have, the newest first; rows have whole blocks.
+_RECIPES = {(10, 0): ("tensorwise", "mxfp8"), (9, 0): ("tensorwise", "blockwise"), (8, 9): ("tensorwise",)}
+_BLOCK = 128
 # A backend may round this many times as much as plain attention does in the same dtype.
 _MOST_OVER_PLAIN = 3.0
-# A wrong mask is beyond this many times.
-_LEAST_OF_DEFECT = 10.0
+# A wrong mask is beyond this many times; products in 8 bits round so much themselves that it stands out less.
+_LEAST_OF_DEFECT, _LEAST_OF_DEFECT_IN_8_BITS = 10.0, 2.0
 
 
 class PlainAttention(torch.nn.Module):
@@ -64,10 +68,33 @@ def measure_attention(place: Place, backend: str) -> BenchReport:
             with runtime.start(place.device) as job:
                 join(ParallelConfig(), job.world_size)
                 _compare(report, f"{dtype}, {title}", _model(backend, dtype, place), row, job.device)
+    if backend != "torch":
+        for recipe in _recipes_of(device):
+            _compare_in_8_bits(report, replace(_model(backend, "bfloat16", place), fp8=recipe), place)
     # Kernels that add in another order each time would look like leaks.
     with runtime.start(place.device, deterministic=True) as job:
         _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", place), job)
     return report
+
+
+def _recipes_of(device: torch.device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return ()
+    there = torch.cuda.get_device_capability(device)
+    return next((recipes for since, recipes in _RECIPES.items() if there >= since), ())
+
+
+def _compare_in_8_bits(report: BenchReport, model: ModelConfig, place: Place) -> None:
+    """Compare a model that multiplies in 8 bits; a recipe that this Transformer Engine refuses is reported."""
+    row = _row(place.sizes.checked, _MULTIPLE)
+    row = pad_row(row, math.ceil(len(row) / _BLOCK) * _BLOCK)
+    with runtime.start(place.device) as job:
+        join(ParallelConfig(), job.world_size)
+        try:
+            _compare(report, f"8 bits {model.fp8}", model, row, job.device)
+        except (RuntimeError, AssertionError, ValueError, HarnessError) as error:
+            report.add(Figure(f"8 bits {model.fp8}: refused", 1, "recipes", at_most=0))
+            report.notes.append(f"8 bits {model.fp8}: {str(error).splitlines()[0]}")
 
 
 def _model(backend: str, dtype: str, place: Place) -> ModelConfig:
@@ -108,13 +135,16 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
         layer.self_attention.core_attention = PlainAttention()
     plain = run_once(chunks, row, device)
     # The reference has the same weights, in float32.
-    exact = build_model(replace(model, dtype="float32"), ParallelConfig(), vocab_size=_VOCABULARY, device=device)
+    exact = build_model(
+        replace(model, dtype="float32", fp8="off"), ParallelConfig(), vocab_size=_VOCABULARY, device=device
+    )
     with torch.no_grad():
         for weight, rounded in zip(exact[0].parameters(), chunks[0].parameters(), strict=True):
             weight.copy_(rounded)
     for layer in _layers(exact):
         layer.self_attention.core_attention = PlainAttention()
     reference = run_once(exact, row, device)
+    least = _LEAST_OF_DEFECT if model.fp8 == "off" else _LEAST_OF_DEFECT_IN_8_BITS
     for name, index in (("losses", 0), ("gradients", 1)):
         error, of_plain, of_broken = (_distance(side[index], reference[index]) for side in (own, plain, broken))
         floor = max(of_plain, _FLOORS[model.dtype])
@@ -122,7 +152,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
         report.add(Figure(f"{title}: error of {name}, of plain attention", of_plain, "of their norm"))
         over = f"{title}: error of {name} over plain attention's"
         report.add(Figure(over, error / floor, "x", at_most=_MOST_OVER_PLAIN))
-        report.add(Figure(f"{over}, bounds dropped", of_broken / floor, "x", at_least=_LEAST_OF_DEFECT))
+        report.add(Figure(f"{over}, bounds dropped", of_broken / floor, "x", at_least=least))
 
 
 def _layers(chunks: list[DistributedDataParallel]) -> list[Any]:
