@@ -97,7 +97,7 @@ def test_a_killed_run_on_live_chunks_trains_each_row_once(
     for point in points:
         begin()
         # Half of the times the whole node dies, half of the times one process, which the others must notice.
-        killed = attempt(at=point, everyone=point % 2 == 0, patience_s=20 if ranks > 1 else 120)
+        killed = attempt(at=point, everyone=point % 2 == 0, grace_s=20)
         assert killed.died_in, f"call {point} of {whole.count} was not reached: {killed.output}"
         again = attempt()
         where = f"killed in call {point} of {whole.count}, {killed.died_in}"

@@ -2,7 +2,7 @@
 
 Reads a request a line, and answers with the wait statuses of its commands. They run side by side, each in a session of
 its own; if the first is one that stops, the others run while it is stopped, and it is continued after them. In the end,
-or after `patience_s`, whatever is left of their sessions is killed.
+or after `patience_s`, or `grace_s` after a signal ended one, whatever is left of their sessions is killed.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def answer(request: dict[str, Any]) -> list[int | None]:
             return [status]
     children = [first, *(start(request, number) for number in range(1, len(request["commands"])))]
     if request["stops"]:
-        wait(children[1:], statuses, until)
+        wait(children[1:], statuses, until, request["grace_s"])
         os.kill(first, signal.SIGCONT)
-    wait(children, statuses, until)
+    wait(children, statuses, until, request["grace_s"])
     for child in children:
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -98,13 +98,15 @@ def answer(request: dict[str, Any]) -> list[int | None]:
     return [statuses.get(child) for child in children]
 
 
-def wait(children: list[int], statuses: dict[int, int], until: float) -> None:
+def wait(children: list[int], statuses: dict[int, int], until: float, grace_s: float) -> None:
     while not statuses.keys() >= set(children) and time.monotonic() < until:
         for child in children:
             if child not in statuses:
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     statuses[child] = status
+                if ended and os.WIFSIGNALED(status):
+                    until = min(until, time.monotonic() + grace_s)
         time.sleep(0.002)
 
 

@@ -135,6 +135,7 @@ class Commands:
         uids: Sequence[int] = (),
         umask: int = 0o022,
         patience_s: float = 240.0,
+        grace_s: float = 240.0,
     ) -> Ran:
         """Run commands side by side until all have ended.
 
@@ -151,6 +152,7 @@ class Commands:
             uids: user of each command; 0 for that of the tests.
             umask: of all.
             patience_s: the longest wait; then whatever is left is killed.
+            grace_s: the longest wait for the others after SIGKILL ended one.
         """
         values = {"at": at, "error": error, "stays_full": stays_full, "stops": stops, "everyone": everyone}
         for name, value in {**values, "reads": reads, "count": 0}.items():
@@ -173,6 +175,7 @@ class Commands:
             "folder": str(self._folder),
             "state": str(self._counted),
             "patience_s": patience_s,
+            "grace_s": grace_s,
         }
         assert self._server.stdin is not None
         assert self._server.stdout is not None
