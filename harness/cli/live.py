@@ -24,7 +24,7 @@ live_app = typer.Typer(
 
 # Flushed: a log shows the progress of the producer.
 _print_line = functools.partial(print, flush=True)
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks")]
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in s3://")]
 
 
 @dataclass
@@ -207,9 +207,9 @@ def _check_order(source: str, folder: str) -> None:
 @live_app.command()
 def end(folder: Folder) -> None:
     """End a stream whose producer did not: training stops after the chunks that are there."""
-    from harness.loader.live import LiveProducer
+    from harness.loader.live import LiveFolder, LiveProducer
 
-    if not Path(folder).is_dir():
+    if not LiveFolder(folder).files.exists():
         raise ConfigError(
             "there is no folder of live chunks", where=str(folder), fix="name the folder of the run's data.live.path"
         )

@@ -9,10 +9,12 @@ from typing import Any
 
 from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
+from harness.storage import is_uri
 
 # Names of Megatron.
 SPLITS = ("train", "valid", "test")
 Sources = list["CorpusSource"]
+_WINDOW_BLOCKS = 16
 
 
 @dataclass
@@ -20,8 +22,8 @@ class CorpusSource:
     """One part of a blend.
 
     Attributes:
-        path: X of X.bin and X.idx, on a disk or as `s3://BUCKET/X`; or the folder of a packed SFT dataset (in object
-            storage with a `/` at its end), whose packs are samples with their own loss masks.
+        path: X of X.bin and X.idx, on a disk, as `s3://BUCKET/X` or as `msc://PROFILE/X`; or the folder of a packed SFT
+            dataset (in object storage with a `/` at its end), whose packs are samples with their own loss masks.
         weight: share of the samples, on any scale; either all sources of a blend have one or none has.
     """
 
@@ -66,7 +68,8 @@ class CorpusConfig:
         reset_attention_mask: keep documents from attending to each other.
         eod_mask_loss: do not train the token after the end of a document.
         path_to_cache: folder for the built indices; null for `index_cache` beside the first source, or in
-            `object_storage_cache_path` if that is in object storage.
+            `object_storage_cache_path` if that is in object storage. A prefix `s3://BUCKET/KEY` shares them: one run
+            builds what is missing while others wait, and each node copies what it needs to HARNESS_CACHE.
         object_storage_cache_path: folder for the `.idx` of sources in object storage.
         object_storage_chunk_bytes: bytes of a `.bin` in object storage per read. Samples come from all over it.
         num_dataset_builder_threads: threads that build the indices of a blend.
@@ -85,7 +88,7 @@ class CorpusConfig:
     micro_batch_size: int = bounded(1, lowest=1)
     num_samples: int | None = bounded(None, lowest=1, highest=10**12)
     block_documents: int | None = bounded(None, lowest=1, highest=10**9)
-    window_blocks: int = bounded(16, lowest=1, highest=10**6)
+    window_blocks: int = bounded(_WINDOW_BLOCKS, lowest=1, highest=10**6)
     eod: int | None = bounded(None)
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
@@ -127,6 +130,12 @@ class CorpusConfig:
             check_sources(sources, where=f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
             raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
+        if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
+            raise ConfigError(
+                f"window_blocks is {self.window_blocks}, and nothing is shuffled in blocks",
+                where="data.window_blocks",
+                fix="set data.block_documents too, or leave it out for the order of Megatron",
+            )
         try:
             parts = [float(part) for part in self.split.split(",")]
         except ValueError:
@@ -150,6 +159,13 @@ class CorpusConfig:
                     f"{name} requires the folder of the built indices",
                     where="data.path_to_cache",
                     fix="name it, and train once without this setting to build them",
+                )
+            if getattr(self, name) and is_uri(self.path_to_cache or ""):
+                raise ConfigError(
+                    f"{name} trusts that all indices are on this machine, and those in a bucket are copied when they "
+                    "are looked for",
+                    where="data.path_to_cache",
+                    fix=f"name a folder, or set data.{name}=false",
                 )
 
     @property

@@ -24,6 +24,7 @@ from harness.storage.checksums import (
     share_of,
     write_checksums,
 )
+from harness.storage.claims import ClaimStore, Lease, ListedObject, lease_body, leased
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
     AtomicFile,
@@ -48,7 +49,10 @@ __all__ = [
     "AtomicFile",
     "BucketFolder",
     "ByteSource",
+    "ClaimStore",
     "Folder",
+    "Lease",
+    "ListedObject",
     "LocalCache",
     "LocalFolder",
     "Marker",
@@ -66,6 +70,8 @@ __all__ = [
     "is_glob",
     "is_uri",
     "join_path",
+    "lease_body",
+    "leased",
     "list_hash_problems",
     "list_objects",
     "list_size_problems",

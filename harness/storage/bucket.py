@@ -3,7 +3,8 @@
 Settings come from the environment, as the providers' own tools read it: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or
 AWS_S3_ENDPOINT_URL, which no tool of AWS reads but which is common),
 AWS_REGION and the AWS credential chain; Google's application default credentials; AZURE_STORAGE_ACCOUNT with
-AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or Azure's default credentials. HARNESS_STORAGE_TIMEOUT_S (60) bounds
+AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or Azure's default credentials. `msc://PROFILE/KEY` goes through NVIDIA's
+multi-storage-client (extra `msc`), whose file of settings MSC_CONFIG names. HARNESS_STORAGE_TIMEOUT_S (60) bounds
 one request, all attempts together. No error shows credentials.
 """
 
@@ -35,6 +36,7 @@ REQUEST_BYTES = 8 << 20
 _TIMEOUT_NAME = "HARNESS_STORAGE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
+_MSC = "msc://"
 # PyArrow's parts of an upload, from whose hashes S3 makes the ETag.
 _PART_BYTES = 10 << 20
 # Of an upload's parts, which only PyArrow can send again.
@@ -48,7 +50,7 @@ class ObjectStore:
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = ObjectPath(place.scheme, place.bucket, "")
-        self._timeout_s = _timeout_s()
+        self._timeout_s = timeout_s()
         self._connections: dict[tuple[int, int], Any] = {}
 
     def find_size(self, place: ObjectPath) -> int | None:
@@ -92,7 +94,15 @@ class ObjectStore:
 
         root = _pyarrow_path(place)
         selector = pa_fs.FileSelector(root, recursive=True, allow_not_found=True)
-        infos = self.call(place, lambda files: files.get_file_info(selector))
+
+        def look(files: Any) -> Any:
+            try:
+                return files.get_file_info(selector)
+            except NotADirectoryError:  # of msc://, for an object
+                return []
+
+        infos = self.call(place, look)
+        root = root.removeprefix(_MSC)  # which listings leave out
         return {
             info.path[len(root) + 1 :]: Stamp(int(info.size), str(info.mtime_ns))
             for info in infos
@@ -110,6 +120,9 @@ class ObjectStore:
         metadata = self.call(place, lambda _: file.metadata()) or {}
         facts = {_text(name).lower(): _text(value) for name, value in metadata.items()}
         version = facts.get("etag") or facts.get("last-modified") or ""
+        if not version:
+            info = self.call(place, lambda files: files.get_file_info(_pyarrow_path(place)))
+            version = str(info.mtime_ns or "")
         return Stamp(int(file.size()), version.strip('"'))
 
     def delete(self, place: ObjectPath) -> None:
@@ -367,7 +380,8 @@ def _text(value: bytes | str) -> str:
 
 def _pyarrow_path(place: ObjectPath) -> str:
     bucket = place.bucket.partition("@")[0]
-    return f"{bucket}/{place.key}" if place.key else bucket
+    path = f"{bucket}/{place.key}" if place.key else bucket
+    return _MSC + path if place.scheme == "msc" else path
 
 
 def _read_exactly(_files: Any, *, file: Any, start: int, num_bytes: int) -> bytes:
@@ -398,7 +412,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _timeout_s() -> float:
+def timeout_s() -> float:
     text = os.environ.get(_TIMEOUT_NAME, "")
     try:
         value = float(text) if text else _TIMEOUT_S
@@ -442,6 +456,17 @@ def _connect(place: ObjectPath, attempts: int, timeout_s: float) -> Any:
         )
     if place.scheme == "gs":
         return pa_fs.GcsFileSystem(retry_time_limit=timedelta(seconds=timeout_s / 3))
+    if place.scheme == "msc":
+        try:
+            from multistorageclient.contrib.async_fs import MultiStorageAsyncFileSystem
+        except ImportError:
+            raise ConfigError(
+                "msc:// needs NVIDIA's multi-storage-client, which is not installed",
+                where=str(place),
+                fix="pip install '.[msc]', and name its settings in MSC_CONFIG",
+            ) from None
+        # Instances are shared by threads and forked processes otherwise.
+        return pa_fs.PyFileSystem(pa_fs.FSSpecHandler(MultiStorageAsyncFileSystem(skip_instance_cache=True)))
     container, _, host = place.bucket.partition("@")
     account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
@@ -472,12 +497,13 @@ _PATTERNS = (
     (Verdict.NO_BUCKET, r"NO_SUCH_BUCKET|NoSuchBucket|InvalidBucketName|ContainerNotFound|FilesystemNotFound"),
     (
         Verdict.DENIED,
-        r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT"
+        r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|Unable to locate credentials"
+        r"|ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT"
         r"|EXPIRED_TOKEN|ExpiredToken|REQUEST_TIME_TOO_SKEWED|PERMISSION_DENIED|UNAUTHENTICATED|AuthenticationFailed"
         r"|AuthorizationFailure|AuthorizationPermissionMismatch|HTTP status 40[13]\b|\b40[13] [A-Z]"
         r"|DefaultAzureCredential|[Cc]ould not (automatically determine|create credentials)",
     ),
-    (Verdict.MISSING, r"NO_SUCH_KEY|RESOURCE_NOT_FOUND|HTTP status 404\b|BlobNotFound"),
+    (Verdict.MISSING, r"NO_SUCH_KEY|NoSuchKey|RESOURCE_NOT_FOUND|HTTP status 404\b|BlobNotFound"),
     (Verdict.REFUSED, r"HTTP status (30[1278]|400|405|409|411|412|416|501)\b|INVALID_ARGUMENT|MALFORMED"),
 )
 _CREDENTIALS = {
@@ -489,7 +515,7 @@ _AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log i
 
 def judge(error: Exception) -> Verdict:
     """Classify an error of PyArrow's filesystems; an unknown OSError counts as transient."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return Verdict.MISSING
     if isinstance(error, PermissionError):
         return Verdict.DENIED
@@ -510,9 +536,9 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
         what, fix = f"no such bucket: {place.bucket}", "check the bucket's name, region and AWS_ENDPOINT_URL"
     elif verdict is Verdict.DENIED:
         what, fix = f"object storage denies access ({_short(text)})", _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
-        if "INVALID_ACCESS_KEY_ID" in text:
+        if "INVALID_ACCESS_KEY_ID" in text or "InvalidAccessKeyId" in text:
             what = "object storage does not know the access key"
-        elif "SIGNATURE_DOES_NOT_MATCH" in text:
+        elif "SIGNATURE_DOES_NOT_MATCH" in text or "SignatureDoesNotMatch" in text:
             what = "object storage refuses the signature: the secret key, or this machine's clock, is wrong"
     elif "411" in text:
         fix = "this store takes no upload checksums: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"

@@ -208,6 +208,10 @@ class Marker:
         assert self._descriptor is not None
         self._replace(self._owner + data + b"\n", is_durable=True)
 
+    def touch(self) -> None:
+        """Show that the owner is active."""
+        os.utime(self.path)
+
     def read(self) -> bytes:
         """Return what the last owner wrote, without owning the marker; nothing during a write. Raises OSError."""
         return _marker_body(self.path.read_bytes())

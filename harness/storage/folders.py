@@ -343,9 +343,9 @@ class BucketMarker:
         self._acquired = False
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a whole file under a temporary name, force it to disk, rename it and force its folder's entry."""
-    LocalFolder(path.parent).write(path.name, [data])
+    LocalFolder(path.parent).write(path.name, [data] if isinstance(data, bytes) else data)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "abfs", "abfss")
+SCHEMES = ("s3", "gs", "abfs", "abfss", "msc")
 
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 # `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
@@ -52,7 +52,8 @@ class ObjectPath:
 
     Attributes:
         scheme: one of SCHEMES.
-        bucket: of s3 and gs; of abfs the container, with `@account...` after it if the URI names the account.
+        bucket: of s3 and gs; of abfs the container, with `@account...` after it if the URI names the account; of msc
+            the profile.
         key: without slashes at its ends; empty for the whole bucket.
     """
 

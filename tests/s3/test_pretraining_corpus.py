@@ -6,15 +6,23 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.fs as pa_fs
 import pytest
+from corpora import batches, opened, settings, write_corpus
 
 from harness.errors import ConfigError
 from harness.indexed import IndexedWriter
+from harness.loader import CorpusSource
+from harness.megatron.data.shared_indices import SharedIndices
+from harness.megatron.job import runtime
 from harness.plan import PretrainConfig
 from recipes import pretrain as recipe
 
@@ -90,3 +98,78 @@ def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_ke
     with pytest.raises(ConfigError, match=r"gone.idx is not in the bucket") as refused:
         pretrain(tmp_path / "gone", f"data.path={place}/gone", kept)
     assert refused.value.where == f"{place}/gone.idx"
+
+
+@pytest.fixture
+def job() -> Iterator[runtime.Runtime]:
+    with runtime.start("cpu") as ranks:
+        yield ranks
+
+
+def built(proxy: Any) -> set[str]:
+    """Names of the indices that were sent."""
+    sent = {one.path.split("?")[0].rpartition("/")[2] for one in proxy.requests if one.method == "PUT"}
+    return {name for name in sent if "Dataset" in name}
+
+
+@pytest.mark.parametrize("order", [{}, {"block_documents": 8, "window_blocks": 2}], ids=["megatron", "blocks"])
+def test_indices_are_built_once_and_shared_through_a_bucket(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: Any, job: Any, order: dict[str, Any]
+) -> None:
+    one, two = write_corpus(tmp_path / "one", 80, seed=1), write_corpus(tmp_path / "two", 50, seed=2)
+    blend = [CorpusSource(str(one), 0.7), CorpusSource(str(two), 0.3)]
+    local = settings(blend=blend, path_to_cache=str(tmp_path / "indices"), **order)
+    expected = [batch.digest() for batch in batches(opened(local), local)]
+    names = {path.name for path in (tmp_path / "indices").glob("*Dataset-*")}
+    shared = replace(local, path_to_cache=place)
+
+    assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+    assert built(proxy) == names
+    listed = bucket.get_file_info(pa_fs.FileSelector(place.removeprefix("s3://")))
+    assert {one.base_name for one in listed} == names, "the lease is gone"
+
+    # Another machine copies them, and has nothing to build.
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "other machine"))
+    proxy.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", None)
+        assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+    assert built(proxy) == set()
+    # An upload that was cut short before the description has no effect but that the rest is built again.
+    for name in names:
+        if name.endswith("description.txt"):
+            bucket.delete_file(f"{place.removeprefix('s3://')}/{name}")
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "third machine"))
+    proxy.clear()
+    assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+    assert {name for name in names if name.endswith("description.txt")} <= built(proxy)
+
+
+def test_a_builder_waits_for_another_and_finds_what_it_has_made(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: Any, job: Any
+) -> None:
+    corpus = write_corpus(tmp_path / "one", 80, seed=1)
+    shared = settings(corpus, path_to_cache=place)
+    first, second = SharedIndices(place), SharedIndices(place)
+    at_work, order = threading.Event(), []
+
+    def work(indices: SharedIndices, name: str) -> None:
+        with indices.fetching(builds=True):
+            order.append(f"{name} begins")
+            at_work.set()
+            time.sleep(0.2)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=work, args=(first, "one"))]
+    threads[0].start()
+    at_work.wait()
+    threads.append(threading.Thread(target=work, args=(second, "two")))
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert order == ["one begins", "one ends", "two begins", "two ends"]
+    for name in ("fast_cache_load", "defer_npy_index_mmap"):
+        with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
+            replace(shared, **{name: True})
+    with pytest.raises(ConfigError, match="has no conditional requests here"):
+        opened(replace(shared, path_to_cache="gs://bucket/indices"))

@@ -31,6 +31,7 @@ from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
 from harness.settings import CONFIGS
+from harness.storage import is_uri, open_folder
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")
 Facts = dict[str, Any]
@@ -96,7 +97,8 @@ def node_checks(
 
 
 def _find_folder(path: str) -> Facts:
-    return {"folder": "there" if Path(path).is_dir() else "missing"}
+    is_there = bool(open_folder(path).names()) if is_uri(path) else Path(path).is_dir()
+    return {"folder": "there" if is_there else "missing"}
 
 
 def read_versions() -> Facts:

@@ -10,9 +10,7 @@ _producer, _consumer          locked by the producer and by the training run, wi
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -24,9 +22,10 @@ import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
+from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.records import Pack
-from harness.storage import LocalFolder, Marker, file_digest, is_uri, sync_folder, write_atomically
+from harness.storage import Lease, Marker, StoredFile, file_digest, open_folder
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -92,16 +91,16 @@ class EndRecord:
 
 @dataclass
 class Contents:
-    """The chunk files of a folder, by index.
+    """The names of the chunk files of a folder, by index.
 
     Attributes:
         chunks: the chunks.
         ready, completed: their marks.
     """
 
-    chunks: dict[int, Path] = field(default_factory=dict)
-    ready: dict[int, Path] = field(default_factory=dict)
-    completed: dict[int, Path] = field(default_factory=dict)
+    chunks: dict[int, str] = field(default_factory=dict)
+    ready: dict[int, str] = field(default_factory=dict)
+    completed: dict[int, str] = field(default_factory=dict)
 
     @property
     def next_index(self) -> int:
@@ -120,16 +119,18 @@ def chunk_name(index: int, suffix: str = JSONL) -> str:
 
 
 class LiveFolder:
-    """A folder of live chunks, which need not exist yet; raises ConfigError for object storage."""
+    """A folder of live chunks on a shared file system or in S3, which need not exist yet.
+
+    Raises ConfigError for other object storage.
+
+    Attributes:
+        files: of the folder.
+        where: its path or URI.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        if is_uri(str(path)):
-            raise ConfigError(
-                "live chunks are written to a file system that all ranks share, not to object storage",
-                where=str(path),
-                fix="name a folder",
-            )
-        self.path = Path(path)
+        self.files = open_files(path)
+        self.where = self.files.where()
 
     @property
     def has_begun(self) -> bool:
@@ -146,41 +147,41 @@ class LiveFolder:
         """
         contents = Contents()
         try:
-            names = os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
-        except FileNotFoundError:
-            return contents
+            names = self.files.names()
         except OSError as error:
-            raise FormatError(
-                f"the folder cannot be read: {error.strerror}", where=str(self.path), fix=_CHECK
-            ) from error
-        if INDEX_FOLDER in names and find_traces(LocalFolder(self.path)).index:
+            raise FormatError(f"the folder cannot be read: {error.strerror}", where=self.where, fix=_CHECK) from error
+        if INDEX_FOLDER in names and find_traces(open_folder(self.where)).index:
             # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
             what = "the folder holds a stored dataset, whole or in part, and no live chunks"
-            raise ConfigError(what, where=str(self.path), fix="name another folder: `harness live produce` fills it")
+            raise ConfigError(what, where=self.where, fix="name another folder: `harness live produce` fills it")
         of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
         for name in names:
             if match := _NAME.fullmatch(name):
-                of[match[3]][int(match[1])] = self.path / name
+                of[match[3]][int(match[1])] = name
         return contents
 
-    def find(self, index: int) -> Path | None:
-        """Return the file of a chunk, whole or not."""
-        return next((path for path in self._names(index) if path.exists()), None)
+    def find(self, index: int) -> str | None:
+        """Return the name of the file of a chunk, whole or not."""
+        return next((name for name in _names(index) if self.files.size(name) is not None), None)
 
     def record(self, index: int) -> ReadyRecord | None:
         """Return the ready record of a chunk, if there is one; raise FormatError for a damaged one."""
-        for path in self._names(index):
-            record = _read(path.with_name(path.name + READY), ReadyRecord)
+        for name in _names(index):
+            record = self._read(name + READY, ReadyRecord)
             if record is not None:
                 return record
         return None
 
     def end(self) -> EndRecord | None:
         """Return the END record; None while more chunks may come. Raise FormatError for a damaged one."""
-        return _read(self.path / END_FILE, EndRecord)
+        return self._read(END_FILE, EndRecord)
 
     def write_record(self, name: str, record: ReadyRecord | EndRecord) -> None:
-        write_atomically(self.path / name, json.dumps(asdict(record)).encode() + b"\n")
+        self.files.write(name, json.dumps(asdict(record)).encode() + b"\n")
+
+    def lock(self, who: str) -> Marker | Lease:
+        """Return the lock of the producer (or consumer), which is not yet acquired."""
+        return self.files.lock(who)
 
     def complete(self, indices: Iterable[int]) -> None:
         """Mark chunks that a producer may delete, except those that are already deleted.
@@ -192,14 +193,12 @@ class LiveFolder:
         with os_errors_as(
             FormatError,
             "trained chunks cannot be marked",
-            where=self.path,
+            where=self.where,
             fix="give the training ranks write access to this folder",
         ):
-            new = [contents.chunks[i] for i in indices if i in contents.chunks and i not in contents.completed]
-            for path in new:
-                path.with_name(path.name + COMPLETED).touch()
-            if new:
-                sync_folder(self.path)
+            for i in indices:
+                if i in contents.chunks and i not in contents.completed:
+                    self.files.touch(contents.chunks[i] + COMPLETED)
 
     def keep_again(self, indices: Iterable[int]) -> None:
         """Remove the marks of chunks that are read again.
@@ -210,13 +209,13 @@ class LiveFolder:
         with os_errors_as(
             FormatError,
             "chunks to read again cannot be kept",
-            where=self.path,
+            where=self.where,
             fix="give the training ranks write access to this folder",
         ):
             completed = self.look().completed
             for index in indices:
                 if index in completed:
-                    completed[index].unlink(missing_ok=True)
+                    self.files.delete(completed[index])
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
         """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""
@@ -224,29 +223,32 @@ class LiveFolder:
         for index in done[: max(0, len(done) - keep)]:
             if index != spare:
                 mark = contents.completed[index]
-                path = mark.with_name(mark.stem)
-                with suppress(OSError):
+                name = mark.removesuffix(COMPLETED)
+                with suppress(OSError, FormatError):
                     # The mark last: after a crash in between, the next attempt continues.
-                    for file in (path, path.with_name(path.name + READY), mark):
-                        file.unlink(missing_ok=True)
+                    for file in (name, name + READY, mark):
+                        self.files.delete(file)
 
     def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
         """Return the seconds since a producer (or consumer) was last active; None where there never was one."""
-        try:
-            return max(0.0, time.time() - (self.path / who).stat().st_mtime)
-        except OSError:
-            return None
+        return self.files.age_s(who)
 
     def status(self, who: str) -> dict[str, Any]:
         """Return the status that the producer (or consumer) wrote; empty without one, or during a write."""
         try:
-            values = json.loads(Marker(self.path / who).read())
+            values = json.loads(self.files.read_mark(who))
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
 
-    def _names(self, index: int) -> list[Path]:
-        return [self.path / chunk_name(index, suffix) for suffix in SUFFIXES]
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        try:
+            data = self.files.read(name)
+        except OSError as error:
+            raise FormatError(
+                f"the record cannot be read: {error.strerror}", where=self.files.where(name), fix=_CHECK
+            ) from error
+        return None if data is None else _parse(data, kind, self.files.where(name))
 
 
 def last_seen(seconds: float | None) -> str:
@@ -260,15 +262,17 @@ class LiveChunk:
     """An open chunk, checked against its record once, then read row by row.
 
     Args:
-        path: its file.
+        path: its file, on this machine.
         record: its expected contents; None accepts any.
+        place: its path or URI in the folder, for messages.
+        kept: what keeps the file, until the chunk is closed.
 
     Raises:
         FormatError: the file differs from its record, or is not a chunk.
     """
 
-    def __init__(self, path: Path, record: ReadyRecord | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, record: ReadyRecord | None, place: str = "", kept: object = None) -> None:
+        self.path, self.place, self._kept = path, place or str(path), kept
         try:
             if record is not None:
                 num_bytes, xxh3 = path.stat().st_size, file_digest(path)
@@ -276,7 +280,7 @@ class LiveChunk:
                     raise FormatError(
                         f"the chunk is damaged: {num_bytes:,} bytes with hash {xxh3}, but {record.num_bytes:,} with "
                         f"{record.xxh3} in its ready record",
-                        where=str(path),
+                        where=self.place,
                         fix=_WRITE_AGAIN,
                     )
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
@@ -291,18 +295,20 @@ class LiveChunk:
                     if not (columns := _READER.columns_to_read(names)):
                         raise FormatError(
                             f"no schema of chats has a field among the columns {', '.join(names)}",
-                            where=str(path),
+                            where=self.place,
                             fix=_WRITE_AGAIN,
                         )
                     self._chats = parquet.read(columns=columns)
         except OSError as error:
-            raise FormatError(f"the chunk cannot be read: {error}", where=str(path), fix=_WRITE_AGAIN) from error
+            raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
         except pa.ArrowException as error:
-            raise FormatError(f"the file is not a chunk of rows: {error}", where=str(path), fix=_WRITE_AGAIN) from error
+            raise FormatError(
+                f"the file is not a chunk of rows: {error}", where=self.place, fix=_WRITE_AGAIN
+            ) from error
         if record is not None and self.num_rows != record.rows:
             raise FormatError(
                 f"the chunk has {self.num_rows:,} rows, but {record.rows:,} in its ready record",
-                where=str(path),
+                where=self.place,
                 fix=_WRITE_AGAIN,
             )
 
@@ -313,7 +319,7 @@ class LiveChunk:
         return self._packs.num_packs if self._packs is not None else len(self._chats)
 
     def where(self, row: int) -> str:
-        return f"{self.path}, row {row:,}" if self._lines is None else self._lines.where(row)
+        return f"{self.place}, row {row:,}" if self._lines is None else f"{self.place}, line {row + 1:,}"
 
     def pack(self, row: int) -> Pack:
         """Return the pack of a row; raise FormatError if it breaks the invariants of packs."""
@@ -335,6 +341,7 @@ class LiveChunk:
         for shard in (self._lines, self._packs):
             if shard is not None:
                 shard.close()
+        self._kept = None
 
     def _guess_kind(self) -> str:
         columns: list[str] = []
@@ -365,25 +372,23 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
     record = folder.record(index)
     if record is None and require_ready:
         return None
-    path = folder.find(index)
-    if path is None:
+    name = folder.find(index)
+    if name is None:
         return None
     if record is None and folder.end() is None and max(folder.look().chunks, default=index) <= index:
-        try:
-            if time.time() - path.stat().st_mtime <= settle_s:
-                return None
-        except OSError:
+        age_s = folder.files.age_s(name)
+        if age_s is None or age_s <= settle_s:
             return None
-    return LiveChunk(path, record)
+    stored = StoredFile(name, record.num_bytes, record.xxh3) if record is not None else None
+    found = folder.files.open_chunk(name, stored)
+    return None if found is None else LiveChunk(found[0], record, folder.files.where(name), found[1])
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise FormatError(f"the record cannot be read: {error.strerror}", where=str(path), fix=_CHECK) from error
+def _names(index: int) -> list[str]:
+    return [chunk_name(index, suffix) for suffix in SUFFIXES]
+
+
+def _parse(data: bytes, kind: type[T], where: str) -> T:
     try:
         values = json.loads(data)
         names = [entry.name for entry in fields(kind)]
@@ -395,7 +400,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
             f"the file is not a record of this harness: {type(error).__name__}: {error}",
-            where=str(path),
+            where=where,
             fix="it was edited or damaged; write the chunk again",
         ) from error
     return record

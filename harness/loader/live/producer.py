@@ -36,11 +36,11 @@ from harness.loader.live.folder import (
 )
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
-from harness.storage import TEMPORARY_SUFFIX, AtomicFile, LocalFolder, Marker, file_digest, sync_folder
+from harness.storage import AtomicFile, LocalFolder, file_digest
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20
-_TICK_S, _LOOK_S = 1.0, 0.2
+_TICK_S = 1.0
 _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -90,7 +90,7 @@ class LiveProducer:
         require_at_least(max_waiting, 1, setting="max_waiting")
         require_at_least(keep, 0, setting="keep")
         self._folder = LiveFolder(path)
-        self.path = self._folder.path
+        self.path = self._folder.where
         self._kind, self._suffix = kind, suffix
         self._rows_per_chunk, self._max_waiting, self._keep, self._flush_s = rows_per_chunk, max_waiting, keep, flush_s
         self._log = log
@@ -102,9 +102,9 @@ class LiveProducer:
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
-        self._mark = Marker(self._folder.path / PRODUCER_FILE)
+        self._mark = self._folder.lock(PRODUCER_FILE)
         with self._explained("the folder cannot be written to"):
-            self._folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder.files.make()
             before = self._mark.acquire()
         try:
             self._begin(before)
@@ -158,7 +158,7 @@ class LiveProducer:
                 self._log(f"paused: {self._max_waiting} chunks are unread")
                 self._write_status("paused")
                 while not self._has_room():
-                    time.sleep(_LOOK_S)
+                    time.sleep(self._folder.files.look_s)
             self._write()
 
     def end(self) -> None:
@@ -208,8 +208,7 @@ class LiveProducer:
     def _begin(self, before: bytes) -> None:
         """Find the position at which the last producer stopped, and remove its unfinished chunk."""
         with self._explained("the folder cannot be written to"):
-            for name in self._folder.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
-                name.unlink(missing_ok=True)
+            self._folder.files.remove_temporary()
             contents = self._folder.look()
             try:
                 left = json.loads(before)
@@ -218,7 +217,7 @@ class LiveProducer:
                 half, number, self.input_is_whole = None, 0, True
             if half in contents.chunks and half not in contents.ready:
                 # Its producer was killed before it wrote the record: the rows come again.
-                contents.chunks.pop(half).unlink(missing_ok=True)
+                self._folder.files.delete(contents.chunks.pop(half))
         end = self._folder.end()
         self.ended = end is not None
         self.num_chunks = max(contents.next_index, end.chunks if end is not None else 0)
@@ -237,7 +236,7 @@ class LiveProducer:
         if self.ended:
             raise LoaderError(
                 "the stream has ended; no rows can be added",
-                where=str(self._folder.path),
+                where=self._folder.where,
                 fix="name a new folder, or remove END.json if no run has read it",
             )
 
@@ -253,25 +252,26 @@ class LiveProducer:
 
     def _write(self) -> None:
         index = self.num_chunks
-        path = self._folder.path / chunk_name(index, self._suffix)
-        with self._explained(f"{path.name} cannot be written"):
+        name, files = chunk_name(index, self._suffix), self._folder.files
+        with self._explained(f"{name} cannot be written"):
             if self._folder.find(index) is not None:
                 raise FormatError(
-                    f"{path.name} already exists",
-                    where=str(self._folder.path),
+                    f"{name} already exists",
+                    where=self._folder.where,
                     fix="another program writes here; give each its own folder",
                 )
             self._write_status("working", writing=index)
+            path = files.begin_chunk(name)
             try:
                 self._rows.write(path)
-                sync_folder(self._folder.path)
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
-                self._folder.write_record(path.name + READY, record)
+                files.finish_chunk(name, path)
+                self._folder.write_record(name + READY, record)
             except BaseException:
                 # With its record a chunk is whole, and may have been read: the next producer continues after it.
                 if index not in self._folder.look().ready:
-                    with suppress(OSError):
-                        path.unlink(missing_ok=True)
+                    with suppress(OSError, FormatError):
+                        files.drop_chunk(name, path)
                 raise
         self._last, self._last_index, self.num_chunks = record, index, index + 1
         self._rows = ChunkRows(self._kind, self._suffix)
@@ -301,7 +301,7 @@ class LiveProducer:
         """Touch the lock file every second, and write a chunk that is older than `flush_s`."""
         while not self._closing.wait(_TICK_S):
             with suppress(OSError):
-                os.utime(self._mark.path)
+                self._mark.touch()
             if not self._lock.acquire(blocking=False):
                 continue
             try:
@@ -321,7 +321,7 @@ class LiveProducer:
             reason = getattr(error, "strerror", None) or str(error)
             raise FormatError(
                 f"{what}: {reason}",
-                where=str(self._folder.path),
+                where=self._folder.where,
                 fix="make room or fix the folder, then start again: rows that are in no whole chunk are added again",
             ) from error
 

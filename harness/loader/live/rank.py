@@ -16,6 +16,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
 from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
+from harness.loader.live.files import LocalFiles
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_conversation, pack_of
@@ -180,7 +181,7 @@ class RankStream:
             error = raised
         except OSError as raised:
             what, fix = f"chunks cannot be read: {raised}", "check permissions and mounts"
-            error = LoaderError(what, where=str(self._folder.path), fix=fix)
+            error = LoaderError(what, where=self._folder.where, fix=fix)
         # Every offer reaches all ranks, so each chunk is in one of them.
         opened, self._opened = self._opened, []
         return Offer(
@@ -256,7 +257,7 @@ class RankStream:
         if self._stream and stream and stream != self._stream:
             raise LoaderError(
                 f"the chunk belongs to the stream {stream}, and this run was trained on {self._stream}",
-                where=str(chunk.path),
+                where=chunk.place,
                 fix="name the folder that the run started with, start a new run, or set "
                 "loader.allow_other_data=true to continue after the same chunk numbers of this one",
             )
@@ -264,7 +265,7 @@ class RankStream:
         if chunk.num_rows < self._taken.get(index, 0) or chunk.num_rows >= 1 << _ROW_BITS:
             raise LoaderError(
                 f"the chunk has {chunk.num_rows:,} rows, and {self._taken.get(index, 0):,} of it were read before",
-                where=str(chunk.path),
+                where=chunk.place,
                 fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
         self._opened.append((index, chunk.num_rows, chunk.path.name))
@@ -344,7 +345,7 @@ class RankStream:
         if self._tokenizer is None:
             raise ConfigError(
                 "the chunk holds conversations, and no tokenizer is named",
-                where=str(chunk.path),
+                where=chunk.place,
                 fix="name a tokenizer folder or a hub id: data.live.tokenizer.name",
             )
         parsed = [chunk.conversation(row) for row in rows]
@@ -400,7 +401,7 @@ class RankStream:
             if chunk is None:
                 raise LoaderError(
                     f"{chunk_name(index)} is missing, and conversations of it are not trained yet",
-                    where=str(self._folder.path),
+                    where=self._folder.where,
                     fix="put it back; a producer deletes only chunks that are marked as completed",
                 )
             with closing(chunk):
@@ -408,7 +409,7 @@ class RankStream:
                     if chunk.kind != CHAT or row >= chunk.num_rows:
                         raise LoaderError(
                             f"row {row:,} is not a conversation any more",
-                            where=str(chunk.path),
+                            where=chunk.place,
                             fix="put the chunk back as it was read, or start a new run",
                         )
                     (found,) = self._members(chunk, index, range(row, row + 1))
@@ -425,7 +426,7 @@ class RankStream:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        folder, hint = str(self._folder.path), self._hint(self._index, end)
+        folder, hint = self._folder.where, self._hint(self._index, end)
         return Waiting(folder, self._index, now - self._waits_since, self._folder.seen_s(), hint)
 
     def _hint(self, index: int, end: int | None) -> str:
@@ -436,19 +437,22 @@ class RankStream:
                 return "it is there without a ready record; data.live.require_ready=false takes chunks without"
             return "it is there, but not marked as ready"
         for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
-            if (self._folder.path / name).exists():
+            if self._folder.files.size(name) is not None:
                 return f"{name} is there; names must have five digits"
         if later := [other for other in contents.chunks if other > index]:
             return f"the numbering has a gap: {chunk_name(min(later))} is there"
         if end is not None:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
-        if not self._folder.path.is_dir():
+        if not self._folder.files.exists():
             return "the folder is missing"
         return "" if contents.next_index or self._folder.seen_s() is not None else self._hint_nothing()
 
     def _hint_nothing(self) -> str:
         """Return what to check about a folder in which nothing was ever written."""
-        path = self._folder.path.absolute()
+        files = self._folder.files
+        if not isinstance(files, LocalFiles):
+            return f"nothing was ever written to {self._folder.where}: check its name, and that its producer runs"
+        path = files.path.absolute()
         hint = f"nothing was ever written to {path}: check the name of the folder, and that its producer runs"
         with suppress(OSError, HarnessError):
             others = [other.name for other in path.parent.iterdir() if other.is_dir() and other != path]

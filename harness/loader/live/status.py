@@ -57,7 +57,7 @@ class LiveStatus:
 def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     """Return the status of a folder; raise FormatError where it holds no stream, unless one `may_begin` in it."""
     folder = LiveFolder(path)
-    if not folder.path.is_dir():
+    if not folder.files.exists():
         raise FormatError("there is no such folder", where=str(path), fix="name the folder of the chunks")
     if not may_begin and not folder.has_begun:
         raise FormatError(
@@ -85,7 +85,7 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
         tokens=last.total_tokens if last is not None else None,
         waiting=contents.num_unread(contents.chunks, consumer),
         completed=len(contents.completed),
-        num_bytes=sum(_size(path) for path in contents.chunks.values()),
+        num_bytes=sum(folder.files.size(name) or 0 for name in contents.chunks.values()),
         rows_per_s=made / seconds if seconds > 0 else None,
         chunks_per_min=60 * (len(records) - 1) / seconds if seconds > 0 else None,
         ended=end is not None,
@@ -154,10 +154,3 @@ def _who(state: str, status: dict[str, Any], seen_s: float | None) -> str:
         return "none yet"
     name = f" ({status['host']}, process {status['pid']})" if "host" in status else ""
     return f"{state}{name}" + ("" if state == "alive" else f", {last_seen(seen_s)}")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # just deleted
-        return 0

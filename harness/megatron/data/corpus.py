@@ -15,7 +15,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
+from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime
-from harness.storage import s3_endpoint
+from harness.storage import is_uri, parse_place, s3_endpoint, stamp_of
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,14 @@ def open_corpus(
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
     """
+    shared = SharedIndices(config.cache) if is_uri(config.cache) else None
+    if shared is not None:
+        config = replace(config, path_to_cache=str(shared.folder))
     runtime.on_rank_0(lambda: _check_sources(config, packs))
     mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     build = partial(build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2)
+    if shared is not None and mine < 2:
+        build = shared.fetching(builds=mine == 0)(build)
     turns = [build if turn == mine and (reads or mine < 2) else lambda: None for turn in range(3)]
     built = [together(turn, device=ranks.device) for turn in turns]
     return built[mine] if reads else None
@@ -407,6 +413,9 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
             fix="name a folder on this machine",
         )
     in_s3 = [path for path in remote if path.startswith("s3://")]
+    for path in remote if not config.fast_cache_load else ():
+        for suffix in (IDX, BIN) if path not in in_s3 else ():
+            stamp_of(parse_place(path + suffix))
     if not in_s3:
         return
     try:

@@ -40,7 +40,7 @@ from harness.loader.live import (
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
 from harness.records import UInt8Array
-from harness.storage import Marker
+from harness.storage import Lease, Marker
 
 T = TypeVar("T")
 _REPORT_EVERY_S = 1.0
@@ -92,7 +92,7 @@ class LiveFeed:
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
             resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
             state = replace(resumed, live=state.live)
-        self._marks = [Marker(folder.path / CONSUMER_FILE) for folder in self._folders]
+        self._marks = [folder.lock(CONSUMER_FILE) for folder in self._folders]
         self._marks_read = config.completed == "read"
         positions = positions_from_json(state.live if state is not None else "", count)
         if allow_other_data:
@@ -154,18 +154,18 @@ class LiveFeed:
 
     def _lock(self, positions: Sequence[LivePosition], *, is_new: bool) -> list[LivePosition]:
         """Make this run the only one of its folders; return the positions without the chunks that it has lost."""
-        locked: list[Marker] = []
+        locked: list[Marker | Lease] = []
         found = []
         try:
             for folder, mark, position in zip(self._folders, self._marks, positions, strict=True):
                 # Training may start before the producer.
-                folder.path.mkdir(parents=True, exist_ok=True)
+                folder.files.make()
                 try:
                     mark.acquire()
                 except FormatError:
                     fix = "wait for it or stop it; each run needs its own folder"
                     what = f"another run trains on these chunks: {mark.holder}"
-                    raise LoaderError(what, where=str(folder.path), fix=fix) from None
+                    raise LoaderError(what, where=folder.where, fix=fix) from None
                 locked.append(mark)
                 if is_new or not self._marks_read:
                     _require_chunks(folder, position)
@@ -226,8 +226,13 @@ class LiveFeed:
 
     def _write_statuses(self, **changed: str) -> None:
         for mark, status in zip(self._marks, self._statuses, strict=True):
-            with suppress(OSError):  # the producer reports a full disk
+            try:
                 mark.write(json.dumps({**status, **changed}).encode())
+            except OSError:  # the producer reports a full disk
+                pass
+            except FormatError:  # a bucket does not answer, which reading chunks reports
+                if isinstance(mark, Lease) and mark.is_lost:
+                    raise
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
@@ -256,7 +261,7 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
     if is_past and first not in contents.chunks:
         raise LoaderError(
             f"{chunk_name(first, '')} was deleted, and later chunks exist",
-            where=str(folder.path),
+            where=folder.where,
             fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
             "folder; a run that marks chunks as soon as they are read continues with data.live.completed=read",
         )

@@ -107,6 +107,7 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"path": "nowhere"}, "nowhere.bin is missing"),
         ({"path": ""}, "no source is named"),
         ({"split": "0,1"}, "split is"),
+        ({"window_blocks": 8}, "window_blocks is 8, and nothing is shuffled in blocks"),
         ({"reset_attention_mask": True}, "requires the token that ends"),
         ({"defer_npy_index_mmap": True}, "folder of the built indices"),
         ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),

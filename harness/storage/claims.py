@@ -1,0 +1,371 @@
+"""Objects in S3 that one process at a time may own: conditional requests, and leases made of them.
+
+PyArrow has no conditional requests; boto3 (extra `s3`) has. Other object stores are refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.errors import ConfigError, FormatError
+from harness.storage.bucket import explain, s3_endpoint, timeout_s
+from harness.storage.uris import ObjectPath
+
+# A lease that nobody renews for that long is free. Its owner renews it often enough to miss several times.
+LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """An object of a listing: its bytes, its ETag, and the seconds since it was written, by the store's own clock."""
+
+    num_bytes: int
+    etag: str
+    age_s: float
+
+
+class ClaimStore:
+    """The objects below a prefix of S3, with conditional requests. Pickles; connects in each process anew.
+
+    Raises:
+        ConfigError: another kind of object storage, or boto3 is missing.
+    """
+
+    def __init__(self, place: ObjectPath) -> None:
+        if place.scheme != "s3":
+            raise ConfigError(
+                f"{place.scheme}:// has no conditional requests here, which keep two writers apart",
+                where=str(place),
+                fix="name a folder on a file system that all machines share, or a place in s3://",
+            )
+        self.place = place
+        self._client: tuple[int, Any] | None = None
+        self._connect()
+
+    def list(self) -> dict[str, ListedObject]:
+        """Return all objects by their keys below the prefix."""
+        found: dict[str, ListedObject] = {}
+        prefix = f"{self.place.key}/" if self.place.key else ""
+        token: dict[str, str] = {}
+        while True:
+            page = self._call(partial(_list_page, asked={**self._bucket, "Prefix": prefix, **token}))
+            now = _http_time(page["ResponseMetadata"]["HTTPHeaders"].get("date"))
+            for one in page.get("Contents", ()):
+                age_s = max(0.0, now - one["LastModified"].timestamp())
+                found[one["Key"][len(prefix) :]] = ListedObject(int(one["Size"]), one["ETag"].strip('"'), age_s)
+            if not page.get("IsTruncated"):
+                return found
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def get(self, name: str) -> tuple[bytes, str] | None:
+        """Return the bytes of an object and its ETag, or None if it does not exist."""
+
+        def get(client: Any) -> tuple[bytes, str]:
+            answer = client.get_object(**self._object(name))
+            return answer["Body"].read(), answer["ETag"].strip('"')
+
+        return self._call(get, missing_is_none=True)
+
+    def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
+        """Write an object whole; return its ETag, or None where the condition does not hold.
+
+        Args:
+            data: its bytes, or the file that has them.
+            only_if: an ETag that the object must still have; "" if it must not exist; None writes in any case.
+        """
+        if only_if:
+            # Some stores (Ceph before 18) compare the text with the quotes of HTTP, others require them.
+            found = self._put(name, data, {"IfMatch": only_if})
+            return found if found is not None else self._put(name, data, {"IfMatch": f'"{only_if}"'})
+        return self._put(name, data, {} if only_if is None else {"IfNoneMatch": "*"})
+
+    def _put(self, name: str, data: bytes | Path, condition: dict[str, str]) -> str | None:
+        def put(client: Any) -> str:
+            with data.open("rb") if isinstance(data, Path) else contextlib.nullcontext(data) as body:
+                answer = client.put_object(**self._object(name), Body=body, **condition)
+            return str(answer["ETag"]).strip('"')
+
+        return self._call(put, refusal_is_none=bool(condition))
+
+    def download(self, name: str, path: Path) -> bool:
+        """Write an object to a file; return whether it exists."""
+        return self._call(lambda client: _download(client, self._object(name), path), missing_is_none=True) is not None
+
+    def delete(self, name: str) -> None:
+        """Delete an object; a missing one is no error."""
+        self._call(lambda client: client.delete_object(**self._object(name)))
+
+    @property
+    def _bucket(self) -> dict[str, str]:
+        return {"Bucket": self.place.bucket}
+
+    def _object(self, name: str) -> dict[str, str]:
+        return {**self._bucket, "Key": (self.place / name).key}
+
+    def _connect(self) -> Any:
+        # A client's connections do not survive a fork.
+        if self._client is None or self._client[0] != os.getpid():
+            self._client = (os.getpid(), _make_client(self.place))
+        return self._client[1]
+
+    def _call(
+        self, work: Callable[[Any], T], *, missing_is_none: bool = False, refusal_is_none: bool = False
+    ) -> T | Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return work(self._connect())
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if missing_is_none and code in ("NoSuchKey", "404"):
+                return None
+            # A condition on an object that does not exist is answered with 404; two writers at once with 409.
+            if refusal_is_none and (status in (409, 412) or code == "NoSuchKey"):
+                return None
+            raise explain(error, self.place) from None
+        except (BotoCoreError, OSError) as error:
+            raise FormatError(
+                f"object storage did not answer: {error}",
+                where=str(self.place),
+                fix="check the network and AWS_ENDPOINT_URL, or raise HARNESS_STORAGE_TIMEOUT_S",
+            ) from None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ClaimStore, (self.place,)
+
+
+class Lease:
+    """An object that one process owns, with the methods of `Marker`: it is renewed in the background while it is held.
+
+    A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
+    nobody has renewed it for LEASE_S. No clocks are compared: the taker watches the object for that long.
+
+    Attributes:
+        holder: after `acquire` was refused, who holds the lease, for messages.
+    """
+
+    def __init__(self, store: ClaimStore, name: str) -> None:
+        self._store, self._name = store, name
+        self.holder = ""
+        self._owner: dict[str, Any] = {}
+        self._body = b""
+        self._etag = ""
+        self._lock = threading.Lock()
+        self._lost: FormatError | None = None
+        self._stop = threading.Event()
+        self._renewing: threading.Thread | None = None
+
+    @property
+    def where(self) -> str:
+        return str(self._store.place / self._name)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the lease over."""
+        return self._lost is not None
+
+    def acquire(self, *, wait: bool = False) -> bytes:
+        """Take the lease; return what an interrupted owner left in it.
+
+        Args:
+            wait: until the other owner releases it, however long that takes.
+
+        Raises:
+            FormatError: another process holds it.
+        """
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        token = uuid.uuid4().hex
+        self._owner = {"pid": os.getpid(), "host": _host(), "since": since, "token": token}
+        seen, until = "", 0.0
+        while True:
+            found = self._store.get(self._name)
+            if found is None:
+                body, expected, is_free = b"", "", True
+            else:
+                owner, body = _parse(found[0])
+                expected = found[1]
+                if expected != seen:
+                    if seen and owner and not wait:
+                        raise self._refused(owner)
+                    seen, until = expected, time.monotonic() + LEASE_S
+                is_free = not owner or _is_dead(owner) or time.monotonic() >= until
+            if is_free:
+                etag = self._store.put(self._name, self._content(body), only_if=expected)
+                if etag is not None:
+                    break
+                continue
+            if owner.get("host") == self._owner["host"] and not wait:
+                raise self._refused(owner)
+            time.sleep(_LOOK_S)
+        self._etag, self._body, self._lost = etag, body, None
+        self._stop = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewing.start()
+        return body
+
+    def write(self, data: bytes) -> None:
+        """Replace what a later owner finds if this one is killed; one line.
+
+        Raises:
+            FormatError: another process has taken the lease over, or the store does not answer.
+        """
+        assert b"\n" not in data
+        with self._lock:
+            self._body = data
+            self._put()
+
+    def touch(self) -> None:
+        """Do nothing: the lease is renewed in the background."""
+
+    def release(self, *, remove: bool) -> None:
+        """Give the lease up; a second call does nothing."""
+        renewing, self._renewing = self._renewing, None
+        if renewing is None:
+            return
+        self._stop.set()
+        renewing.join()
+        with self._lock, contextlib.suppress(FormatError):
+            if remove:
+                self._store.delete(self._name)
+            else:
+                self._owner = {}
+                self._put()
+
+    def _put(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        content = self._content(self._body)
+        etag = self._store.put(self._name, content, only_if=self._etag)
+        if etag is None:
+            # An answer that was lost on its way: the object is as it was written.
+            found = self._store.get(self._name)
+            if found is None or found[0] != content:
+                owner = _parse(found[0])[0] if found is not None else {}
+                self._lost = self._refused(owner)
+                raise self._lost
+            etag = found[1]
+        self._etag = etag
+
+    def _content(self, body: bytes) -> bytes:
+        return json.dumps({**self._owner, "renewed": time.time()} if self._owner else {}).encode() + b"\n" + body
+
+    def _renew(self) -> None:
+        while not self._stop.wait(_RENEW_S):
+            # What fails here fails again in the next `write`, which somebody waits for.
+            with self._lock, contextlib.suppress(FormatError):
+                self._put()
+
+    def _refused(self, owner: dict[str, Any]) -> FormatError:
+        self.holder = "a process that has left no name"
+        if owner:
+            self.holder = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+        return FormatError(
+            f"another process is writing here: {self.holder}",
+            where=self.where,
+            fix="wait for it, or name another destination",
+        )
+
+
+@contextlib.contextmanager
+def leased(store: ClaimStore, name: str) -> Iterator[None]:
+    """Hold a lease for a block, after waiting for its owner."""
+    lease = Lease(store, name)
+    lease.acquire(wait=True)
+    try:
+        yield
+    finally:
+        lease.release(remove=True)
+
+
+def lease_body(content: bytes) -> bytes:
+    """Return what the owner of a lease wrote, from the bytes of its object."""
+    return _parse(content)[1]
+
+
+def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the owner of a lease, empty if it was given up, and what it wrote."""
+    head, _, body = content.partition(b"\n")
+    try:
+        owner = json.loads(head)
+    except ValueError:
+        return {}, b""
+    return (owner if isinstance(owner, dict) and "token" in owner else {}), body
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    if owner.get("host") != _host() or type(owner.get("pid")) is not int:
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _host() -> str:
+    """Return the name of this machine, and of its processes where a container has its own numbers for them."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()} {space}".strip()
+
+
+def _list_page(client: Any, *, asked: dict[str, str]) -> Any:
+    return client.list_objects_v2(**asked)
+
+
+def _download(client: Any, place: dict[str, str], path: Path) -> bool:
+    body = client.get_object(**place)["Body"]
+    with path.open("wb") as file:
+        for block in body.iter_chunks(1 << 20):
+            file.write(block)
+    return True
+
+
+def _http_time(text: str | None) -> float:
+    from email.utils import parsedate_to_datetime
+
+    try:
+        return parsedate_to_datetime(text or "").timestamp()
+    except (TypeError, ValueError):
+        return time.time()
+
+
+def _make_client(place: ObjectPath) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError:
+        raise ConfigError(
+            "conditional requests need boto3, which is not installed", where=str(place), fix="pip install '.[s3]'"
+        ) from None
+    limit_s = max(1.0, timeout_s() / 4)
+    config = Config(
+        connect_timeout=limit_s,
+        read_timeout=limit_s,
+        retries={"mode": "standard", "total_max_attempts": 4},
+        # As PyArrow's clients, which have the same setting: several servers do not know the newer checksums.
+        request_checksum_calculation=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required"),
+        response_checksum_validation="when_required",
+    )
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return boto3.session.Session().client(
+        "s3", endpoint_url=s3_endpoint() or None, config=config, region_name=region or None
+    )

@@ -1,0 +1,228 @@
+"""Live chunks in a real S3 server: streams equal those in folders, and conditional requests keep writers apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_streams import some_packs, train, wait_until, write_stream
+from typer.testing import CliRunner
+
+from harness.cli.app import app
+from harness.errors import ConfigError, FormatError
+from harness.formats import open_writer
+from harness.loader.live import LiveFolder, LiveProducer
+from harness.storage import ClaimStore, Lease, ObjectPath, claims
+from harness.train.metrics import whole_lines
+
+from ..distributed.conftest import ROOT, environment
+
+pytestmark = pytest.mark.s3
+
+ROWS, SIZES = 30, [4, 5, 3, 6, 2, 4, 6]
+
+
+@pytest.fixture
+def store(proxy: Any, bucket: Any, place: str) -> ClaimStore:
+    return ClaimStore(ObjectPath.parse(place))
+
+
+def names(place: str) -> set[str]:
+    return set(LiveFolder(place).files.names())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_stream_in_a_bucket_trains_as_the_one_in_a_folder_and_resumes(
+    store: ClaimStore, place: str, tmp_path: Path, suffix: str
+) -> None:
+    rows = some_packs(ROWS)
+    write_stream(tmp_path / "live", rows, SIZES, suffix=suffix)
+    write_stream(place, rows, SIZES, suffix=suffix)  # type: ignore[arg-type]
+    assert names(place) == {path.name for path in (tmp_path / "live").iterdir()}
+    expected = train(tmp_path / "live", dp_size=2, size=4)
+    remote = train([place], dp_size=2, size=4)  # type: ignore[list-item]
+    assert remote.digests == expected.digests
+    assert remote.loaded == expected.loaded
+    # The stream has a name of its own, so the position is one of the bucket's.
+    begun = train([place], dp_size=2, size=4, steps=2)  # type: ignore[list-item]
+    rest = train([place], dp_size=1, size=4, state=begun.state())  # type: ignore[list-item]
+    assert sorted(begun.sequences + rest.sequences) == expected.sequences
+
+
+def test_ranks_wait_for_chunks_and_producers_for_room(store: ClaimStore, place: str) -> None:
+    rows = some_packs(ROWS)
+    folder = LiveFolder(place)
+
+    def produce() -> None:
+        with LiveProducer(place, kind="packs", rows_per_chunk=3, max_waiting=2, keep=1) as producer:
+            for row in rows:
+                producer.add(row)
+            producer.end()
+
+    def mark(_rank: int, step: int) -> None:
+        folder.complete(range(step - 1))
+
+    producing = threading.Thread(target=produce)
+    producing.start()
+    trained = train([place], size=3, before_step=mark)  # type: ignore[list-item]
+    producing.join()
+    assert [len(step[0].pack_ids) for step in trained.steps] == [3] * 10
+    assert len(folder.look().chunks) < 5, "completed chunks were deleted"
+    status = json.loads(CliRunner().invoke(app, ["live", "status", place, "--json"]).output)
+    assert (status["producer"], status["chunks"], status["rows"], status["ended"]) == ("ended", 10, ROWS, True)
+
+
+def test_a_second_producer_is_refused_and_one_that_was_killed_is_taken_over(
+    store: ClaimStore, place: str, tmp_path: Path
+) -> None:
+    rows = some_packs(ROWS)
+    with LiveProducer(place, kind="packs") as producer:
+        with pytest.raises(FormatError, match=f"another process is writing here: process {os.getpid()} on"):
+            LiveProducer(place, kind="packs")
+        producer.add(rows[0])
+        producer.flush()
+    child = os.fork()
+    if child == 0:
+        killed = LiveProducer(place, kind="packs")
+        for row in rows[1:4]:
+            killed.add(row)
+        killed._folder.write_record = lambda name, record: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        killed.flush()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert {"chunk_00001.jsonl"} <= names(place)
+    with LiveProducer(place, kind="packs") as producer:
+        assert "chunk_00001.jsonl" not in names(place), "a chunk without a record comes again"
+        assert producer.num_rows == 1
+        for row in rows[1:]:
+            producer.add(row)
+        producer.end()
+    write_stream(tmp_path / "live", rows, [1, 29])
+    assert train([place]).digests == train(tmp_path / "live").digests  # type: ignore[list-item]
+
+
+def test_a_producer_that_lost_its_lease_writes_nothing_more(store: ClaimStore, place: str) -> None:
+    rows = some_packs(8)
+    producer = LiveProducer(place, kind="packs")
+    producer.add(rows[0])
+    # As after a pause of the whole machine, longer than a lease.
+    other = json.dumps({"token": "other", "host": "elsewhere", "pid": 7, "since": "then"}).encode() + b"\n{}"
+    store.put("_producer", other)
+    with pytest.raises(FormatError, match="another process is writing here: process 7 on elsewhere"):
+        producer.flush()
+    producer.close()
+    assert names(place) == {"_producer"}
+    found = store.get("_producer")
+    assert found is not None
+    assert found[0] == other
+    # Whoever takes over keeps what another has made.
+    store.delete("_producer")
+    stale = LiveProducer(place, kind="packs")
+    stale.add(rows[0])
+    store.put("chunk_00000.jsonl", b"of another", only_if="")
+    with pytest.raises(FormatError, match="already exists"):
+        stale.flush()
+    stale.close()
+    found = store.get("chunk_00000.jsonl")
+    assert found is not None
+    assert found[0] == b"of another"
+
+
+@pytest.fixture
+def shorter_lease(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(claims, "LEASE_S", 1.0)
+    monkeypatch.setattr(claims, "_RENEW_S", 0.1)
+    return
+
+
+@pytest.mark.usefixtures("shorter_lease")
+def test_a_lease_goes_to_one_and_from_a_machine_that_died_after_a_while(store: ClaimStore) -> None:
+    won: list[int] = []
+
+    def take(number: int) -> None:
+        try:
+            leases[number].acquire()
+            won.append(number)
+        except FormatError:
+            pass
+
+    leases = [Lease(store, "lease") for _ in range(6)]
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    leases[won[0]].write(b"left")
+    leases[won[0]].release(remove=False)
+
+    dead = {"token": "t", "host": "elsewhere", "pid": os.getpid(), "since": "then"}
+    store.put("lease", json.dumps(dead).encode() + b"\nhalf done")
+    lease = Lease(store, "lease")
+    assert lease.acquire() == b"half done"
+    # One that waits gets it once it is given up.
+    arrived: list[bytes] = []
+    waiting = Lease(store, "lease")
+    thread = threading.Thread(target=lambda: arrived.append(waiting.acquire(wait=True)))
+    thread.start()
+    lease.write(b"done")
+    wait_until(lambda: (store.get("lease") or (b"", ""))[0].endswith(b"done"))
+    assert not arrived
+    lease.release(remove=False)
+    thread.join()
+    assert arrived == [b"done"]
+    waiting.release(remove=True)
+    assert store.get("lease") is None
+
+
+def test_other_stores_and_wrong_secrets_are_named(store: ClaimStore, place: str, monkeypatch: Any) -> None:
+    for path in ("gs://bucket/live", "abfs://box@account.dfs.core.windows.net/live"):
+        with pytest.raises(ConfigError, match="has no conditional requests here"):
+            LiveFolder(path)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-value")
+    with pytest.raises(FormatError, match="the secret key, or this machine's clock, is wrong") as refused:
+        LiveFolder(place).look()
+    assert "another-secret-value" not in str(refused.value)
+
+
+@pytest.mark.nightly
+def test_both_sides_in_a_bucket_are_killed_and_every_row_is_trained_once(
+    store: ClaimStore, place: str, tmp_path: Path
+) -> None:
+    rows = some_packs(60)
+    with open_writer(tmp_path / "source", format="memmap", pack_size=64) as writer:
+        for pack in rows:
+            writer.append(pack)
+    (tmp_path / "out").mkdir()
+    aws = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "HARNESS_"))}
+    variables = {**environment(), **aws, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    produce = [str(Path(sys.executable).parent / "harness"), "live", "produce", str(tmp_path / "source"), place]
+    produce += ["chunks.kind=packs", "chunks.rows=5", "chunks.max_waiting=2", "chunks.keep=1"]
+    rank = [sys.executable, "-m", "tests.integration.live_rank", place, str(tmp_path / "out")]
+    rank += ["2", "0.05", "", "60", "60"]
+    log = tmp_path / "out" / "trained.jsonl"
+
+    def start(command: list[str], port: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env={**variables, "MASTER_PORT": str(port)}, cwd=ROOT)
+
+    def steps() -> list[Any]:
+        return [json.loads(line) for line in whole_lines(log)] if log.exists() else []
+
+    producer, training = start(produce, 0), start(rank, 29611)
+    wait_until(lambda: len(steps()) >= 4)
+    producer.kill()
+    training.kill()
+    producer.wait()
+    training.wait()
+    producer, training = start(produce, 0), start(rank, 29612)
+    assert training.wait(120) == 0
+    assert producer.wait(120) == 0
+    trained = [one for step in steps() for one in step["ids"]]
+    assert len(trained) == len(set(trained)) == sum(pack.num_sequences for pack in rows)
