@@ -175,7 +175,7 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the lease over."""
+        """True where another process has taken the lease over."""
         return self._lost is not None
 
     def acquire(self, *, wait: bool = False) -> bytes:
