@@ -239,7 +239,7 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
             where=folder.where(MANIFEST_NAME),
         )
     for stored in manifest.index:
-        yield from _size_problems(folder, stored, "index file")
+        yield from _size_problems(folder, stored, "file of the index")
     extra = [
         name
         for name in folder.names()
