@@ -10,13 +10,14 @@ import pytest
 from .conftest import run_command
 
 
+@pytest.mark.timeout(900)  # fourteen starts of processes, on a machine that may be busy
 @pytest.mark.nightly
 def test_first_contact_runs_in_full_on_a_cpu_and_continues_after_a_stop(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cpu", f"out={tmp_path}"]
     code, output = run_command([*bench, "parts=environment"])
     assert code == 0, output
     first = (tmp_path / "environment.json").read_bytes()
-    code, output = run_command(bench)
+    code, output = run_command(bench, timeout_s=800)
     assert code == 0, output
     assert (tmp_path / "environment.json").read_bytes() == first
     made = json.loads((tmp_path / "report.json").read_text())
