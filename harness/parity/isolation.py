@@ -54,7 +54,7 @@ def check_isolation(config: SftConfig) -> list[str]:
     Returns:
         the findings of all ranks, empty where every document is isolated.
     """
-    findings = []
+    findings, config = [], runtime.settle(config)
     with runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s) as job:
         config.check_layout(job.world_size)
         check = IsolationCheck.of_job(config, job)

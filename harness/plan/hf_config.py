@@ -181,7 +181,7 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
-        "torch_dtype": model.dtype,
+        "torch_dtype": model.number,
         "use_cache": True,
     }
     config |= FAMILIES[model.family].write(model)

@@ -58,7 +58,7 @@ _OWN = Kernels()
 def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
     """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
     plain = not (model.lora_rank or model.kv_lora_rank or model.has_sinks)
-    has_attention = model.dtype != "float32" or parallel.padding_setting is None
+    has_attention = model.number != "float32" or parallel.padding_setting is None
     return Kernels(
         engine=plain and model.attention != "torch" and has_attention,
         swiglu=model.fuse_swiglu != "off",
@@ -156,7 +156,7 @@ def layer_activation_bytes(
         with_experts: of a layer with experts, whose tokens are spread evenly; else of a dense one.
         kernels: fused layers.
     """
-    item = DTYPE_BYTES[model.dtype]
+    item = DTYPE_BYTES[model.number]
     if model.recompute == "full":
         return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
     tp, query, key = parallel.tensor_parallel_size, model.query_size, model.key_size
@@ -194,7 +194,7 @@ def layer_activation_bytes(
 
 def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, inner: float) -> float:
     """Return the same of a layer of Transformer Engine, whose MLP keeps `inner` bytes."""
-    item, query, key = DTYPE_BYTES[model.dtype], model.query_size, model.key_size
+    item, query, key = DTYPE_BYTES[model.number], model.query_size, model.key_size
     tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
     # Both norms keep input, output and a float32 factor.
     whole = 4.0 * item * model.hidden_size + 8
@@ -211,7 +211,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> flo
     With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
     expert-parallel ranks: their own and those of others.
     """
-    item, hidden, sent = DTYPE_BYTES[model.dtype], model.hidden_size, model.experts_per_token
+    item, hidden, sent = DTYPE_BYTES[model.number], model.hidden_size, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
     router = 9.0 * model.num_experts
@@ -269,7 +269,7 @@ def plan_stage_memory(
     kernels: Kernels = _OWN,
 ) -> Memory:
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
-    item = DTYPE_BYTES[model.dtype]
+    item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
     ranks = dp_size * parallel.model_ranks
@@ -321,7 +321,7 @@ def plan_checkpoint(
     Args:
         memory: of the fullest rank, which also owns the most.
     """
-    item, state = DTYPE_BYTES[model.dtype], 8 if model.dtype == "float32" else 12
+    item, state = DTYPE_BYTES[model.number], 8 if model.number == "float32" else 12
     stages = range(parallel.pipeline_parallel_size)
     one = replace(
         parallel, tensor_parallel_size=1, expert_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
@@ -26,7 +26,7 @@ _CHOICES = {
     "fp8": tuple(FP8_BLOCKS),
     "family": tuple(FAMILIES),
     "rope_scaling": ("none", "llama3", "linear", "yarn"),
-    "dtype": tuple(DTYPE_BYTES),
+    "dtype": ("auto", *DTYPE_BYTES),
     "recompute": ("none", "selective", "full"),
     "attention": ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"),
     "fuse_swiglu": ("auto", "on", "off"),
@@ -66,7 +66,8 @@ class ModelConfig:
             family glm4_moe differ (GLM-4.5 has these norms, GLM-4.5-Air has none).
         norm_epsilon: added to the mean square in each norm.
         init_std: standard deviation of the initial weights.
-        dtype: float32 or bfloat16 (with float32 master weights and gradients).
+        dtype: float32 or bfloat16 (with float32 master weights and gradients); `auto` is bfloat16 on GPUs and
+            float32 on CPUs.
         fp8: multiply in 8 bits in Transformer Engine's layers, with a scale for each tensor (`tensorwise`), for each
             128 x 128 weights and 128 numbers of a token (`blockwise`, Hopper) or for each 32 numbers (`mxfp8`,
             Blackwell); `off` for none. Weights, gradients and the optimizer keep their dtypes. Rows are padded at their
@@ -128,7 +129,7 @@ class ModelConfig:
     qk_norm: bool | None = None
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
-    dtype: str = "float32"
+    dtype: str = "auto"
     fp8: str = "off"
     recompute: str = "none"
     attention: str = "auto"
@@ -329,6 +330,17 @@ class ModelConfig:
     def names_engine(self) -> bool:
         """True if attention is Transformer Engine's by name, so that a run without it is refused."""
         return self.attention not in ("auto", "torch")
+
+    def on(self, device: str) -> ModelConfig:
+        """Return the model with the dtype that `auto` is on a device, `cpu` or `cuda`."""
+        if self.dtype != "auto":
+            return self
+        return replace(self, dtype="bfloat16" if device == "cuda" else "float32")
+
+    @property
+    def number(self) -> str:
+        """The dtype of a weight: for `auto` that of a CPU, as long as no device is chosen."""
+        return self.on("cpu").dtype
 
     @property
     def expert_size(self) -> int:

@@ -186,7 +186,7 @@ def open_inputs(settings: dict[str, Any], packs: AssumedPacks | None = None) -> 
         raise ConfigError(
             "only fine-tuning runs can be planned", where=settings["name"], fix="name an experiment of recipes.sft"
         )
-    model = ModelConfig(**settings["model"])
+    model = ModelConfig(**settings["model"]).on("cpu" if settings["trainer"]["device"] == "cpu" else "cuda")
     data, why = _open(settings["data"]) if packs is None else (None, "")
     notes: list[str] = []
     # If the settings have the vocabulary size, planning downloads no weights.
@@ -292,7 +292,7 @@ def plan_layout(
             parallel,
             work,
             ranks=ranks,
-            weights=memory.weights // DTYPE_BYTES[model.dtype],
+            weights=memory.weights // DTYPE_BYTES[model.number],
             layer_bytes=layer_activation_bytes(
                 replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0, kernels=kernels
             ),

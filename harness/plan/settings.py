@@ -165,6 +165,10 @@ class RunConfig(ABC):
             return self
         return replace(self, trainer=replace(self.trainer, steps=_USUAL_STEPS))
 
+    def on(self, device: str) -> Self:
+        """Return these settings with what `auto` is on a device, `cpu` or `cuda`."""
+        return replace(self, model=self.model.on(device))
+
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
         optimizer = self.optimizer
@@ -180,9 +184,11 @@ class RunConfig(ABC):
 
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
-        if self.parallel.gradient_dtype == "bfloat16" and self.model.dtype != "bfloat16":
+        # Before a job starts, its device is not known: `auto` is one that is there.
+        model = self.model.on("cpu" if self.trainer.device == "cpu" else "cuda")
+        if self.parallel.gradient_dtype == "bfloat16" and model.dtype != "bfloat16":
             raise ConfigError(
-                f"parallel.gradient_dtype is bfloat16, and model.dtype {self.model.dtype}",
+                f"parallel.gradient_dtype is bfloat16, and model.dtype {model.dtype}",
                 where="parallel.gradient_dtype",
                 fix="model.dtype=bfloat16, or parallel.gradient_dtype=float32",
             )
@@ -196,14 +202,14 @@ class RunConfig(ABC):
                 where="model.attention, trainer.device",
                 fix="model.attention=auto, which takes PyTorch's attention on a CPU",
             )
-        if self.model.dtype == "float32" and attention in ("flash", "fused"):
+        if model.dtype == "float32" and attention in ("flash", "fused"):
             raise ConfigError(
                 f"model.dtype is float32, and model.attention {attention}: that kernel computes in bfloat16",
                 where="model.dtype, model.attention",
                 fix="model.dtype=bfloat16, or model.attention=torch",
             )
         pads = self.parallel.padding_setting
-        if self.model.dtype == "float32" and pads is not None:
+        if model.dtype == "float32" and pads is not None:
             raise ConfigError(
                 f"model.dtype is float32, and {pads} is set: Transformer Engine has no float32 attention for rows "
                 "whose sequences are padded or divided",

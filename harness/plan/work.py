@@ -165,7 +165,7 @@ def estimate_step(
         `launches` (gaps between kernels, and waiting for the host), the idle time and sends of the `pipeline`, the
         communication of `data` parallelism that is not overlapped, and the `optimizer`.
     """
-    item = DTYPE_BYTES[model.dtype]
+    item = DTYPE_BYTES[model.number]
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     cp, dp_size = parallel.context_parallel_size, parallel.dp_size(ranks)
     layers = model.num_layers / stages

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import Place
+from harness.bench.gpu.sizes import Place, allow_deterministic
 from harness.errors import HarnessError
 from harness.megatron import RowTensors, run_row, to_device
 from harness.megatron.job import join, runtime
@@ -57,6 +57,7 @@ class PlainAttention(torch.nn.Module):
 
 def measure_attention(place: Place, backend: str) -> BenchReport:
     """Compare losses and gradients of a model with this backend, and check that documents are isolated."""
+    allow_deterministic()
     report = BenchReport("gpu", {})
     device = runtime.choose_device(place.device)
     rows = {"without padding": _row(place.sizes.checked, 1), "with padding": _row(place.sizes.checked, _MULTIPLE)}

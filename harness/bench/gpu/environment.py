@@ -55,8 +55,8 @@ def describe_gpus(device: str) -> dict[str, Any]:
         import transformer_engine.pytorch  # noqa: F401
 
         known["engine"] = importlib.metadata.version("transformer-engine")
-    except (ImportError, OSError) as error:
-        known["engine_missing"] = str(error).splitlines()[0]
+    except Exception as error:  # of any kind: it may be built for another PyTorch
+        known["engine_missing"] = (str(error) or repr(error)).splitlines()[0]
     return known
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import Place
+from harness.bench.gpu.sizes import Place, allow_deterministic
 from harness.bench.step import write_rows
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
@@ -41,6 +41,7 @@ _NEARNESS = {"float32": 1e-4, "bfloat16": 1e-2}
 
 def measure_layouts(place: Place, ranks: int) -> BenchReport:
     """Train a small model on each layout from one checkpoint; every rank of the job calls this."""
+    allow_deterministic()
     report = BenchReport("gpu", {})
     names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if place.sizes.is_tiny else LAYOUTS[ranks]
     presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,6 +108,11 @@ class Place:
     device: str
     sizes: Sizes
     folder: Path
+
+
+def allow_deterministic() -> None:
+    """Let a later job of this process be deterministic: PyTorch reads this once, when it first multiplies."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def known_peak(name: str) -> float | None:

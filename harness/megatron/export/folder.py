@@ -91,7 +91,7 @@ def export_checkpoint(
     progress = read_progress(path)
     data = find_data(settings, progress.loader, data_paths)
     # PyTorch's layers have the weights of all others, and a CPU runs them.
-    model = ModelConfig(**{**settings["model"], "attention": "torch"})
+    model = ModelConfig(**{**settings["model"], "attention": "torch", "fp8": "off"})
     vocab_size = model.vocab_size
     if vocab_size is None:
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
@@ -270,7 +270,7 @@ def _of_config(ids: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
 
 def _dtype(model: ModelConfig) -> dict[str, str]:
     # transformers 5 writes the first name, and versions before 4.56 read the second alone.
-    return {"dtype": model.dtype, "torch_dtype": model.dtype}
+    return {"dtype": model.number, "torch_dtype": model.number}
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -30,10 +30,11 @@ from harness.errors import ConfigError, HarnessError, LostRankError
 from harness.launch import STORE_FD
 from harness.loader import RankLayout
 from harness.megatron.job.watchdog import waiting
-from harness.plan import ParallelConfig
+from harness.plan import ParallelConfig, RunConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 T = TypeVar("T")
+Settings = TypeVar("Settings", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ def choose_device(name: str) -> torch.device:
         error.rank = place_in_job("RANK")  # other ranks have a GPU and report nothing
         raise error
     return torch.device("cuda", local_rank)
+
+
+def settle(config: Settings) -> Settings:
+    """Return settings of a run with what `auto` is on this process's device."""
+    is_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    return config.on("cuda" if is_gpu else "cpu")
 
 
 def place_in_job(name: str) -> int:

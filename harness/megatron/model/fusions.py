@@ -35,7 +35,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
     Raises:
         ConfigError: one that is `on` cannot be had.
     """
-    is_gpu = device.type == "cuda"
+    model, is_gpu = model.on(device.type), device.type == "cuda"
     if model.fuse_weight_gradient == "on" and (missing := _why_not_added(device)):
         raise ConfigError(
             f"model.fuse_weight_gradient is on, and {missing}",
@@ -67,7 +67,7 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
     """Return a sentence about everything that makes a run on a GPU slower than another setting or package would."""
     if device.type != "cuda":
         return []
-    found = []
+    model, found = model.on(device.type), []
     if model.attention == "auto" and not has_engine:
         why = "Transformer Engine cannot be imported"
         if model.dtype == "float32" and parallel.padding_setting is not None:

@@ -61,7 +61,7 @@ def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.de
 
     It has no float32 attention for rows with padding: `auto` does without then, and settings that name it are refused.
     """
-    if model.attention == "auto" and model.dtype == "float32" and parallel.padding_setting is not None:
+    if model.attention == "auto" and model.on(device.type).dtype == "float32" and parallel.padding_setting is not None:
         return False
     return use_transformer_engine(model.attention, device)
 
@@ -81,6 +81,7 @@ def _check_backend_variables(model: ModelConfig) -> None:
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
     """Return Megatron's config for this model on this layout."""
+    model = model.on(device.type)
     dtype: torch.dtype = getattr(torch, model.dtype)
     fusions = choose_fusions(model, device)
     pipelined = parallel.pipeline_parallel_size > 1

@@ -38,7 +38,7 @@ def fine_tune(config: SftConfig) -> int:
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
     """
-    config = config.with_steps()
+    config = runtime.settle(config.with_steps())
     return run_training(config, partial(open_task, config))
 
 

@@ -31,7 +31,7 @@ def pretrain(config: PretrainConfig) -> int:
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
     """
-    config = config.with_steps()
+    config = runtime.settle(config.with_steps())
     return run_training(config, partial(open_task, config))
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.job.runtime import start
+from harness.megatron.job.runtime import settle, start
 from harness.megatron.model.fusions import Fusions, choose_fusions, slow_parts
-from harness.megatron.model.gpt import engine_layers, transformer_config
+from harness.megatron.model.gpt import _check_backend_variables, engine_layers, transformer_config
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.settings import SftConfig
 
@@ -19,11 +19,11 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
     assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False)
-    half = ModelConfig(dtype="bfloat16")
+    half, whole = ModelConfig(), ModelConfig(dtype="float32")  # bfloat16 on a GPU
     assert choose_fusions(half, GPU) == Fusions(True, True, False)
     # Megatron's fused loss rounds gradients to bfloat16.
-    assert choose_fusions(ModelConfig(), GPU) == Fusions(True, False, False)
-    both = replace(half, fuse_swiglu="on", fuse_cross_entropy="on")
+    assert choose_fusions(whole, GPU) == Fusions(True, False, False)
+    both = replace(half, dtype="bfloat16", fuse_swiglu="on", fuse_cross_entropy="on")
     assert choose_fusions(both, CPU) == Fusions(True, True, False)
     assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(False, False, False)
     made = transformer_config(ModelConfig(dtype="bfloat16"), ParallelConfig(), GPU)
@@ -36,7 +36,7 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="fuse_weight_gradient is on, and Apex"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), GPU)
     with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):
-        choose_fusions(ModelConfig(fuse_cross_entropy="on"), GPU)
+        choose_fusions(ModelConfig(fuse_cross_entropy="on", dtype="float32"), GPU)
     with start("cpu", deterministic=True):
         assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU).cross_entropy is False
         assert transformer_config(ModelConfig(), ParallelConfig(), CPU).deterministic_mode
@@ -47,16 +47,17 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
 
 def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
     assert slow_parts(ModelConfig(), ParallelConfig(), CPU, has_engine=False) == []
-    attention, dtype, gradient = slow_parts(ModelConfig(), ParallelConfig(), GPU, has_engine=False)
+    whole = ModelConfig(dtype="float32")
+    attention, dtype, gradient = slow_parts(whole, ParallelConfig(), GPU, has_engine=False)
     assert attention.startswith("model.attention is auto, and Transformer Engine cannot be imported")
     assert dtype.startswith("model.dtype is float32")
     assert gradient.startswith("model.fuse_weight_gradient is auto, and Apex")
-    padded = slow_parts(ModelConfig(), ParallelConfig(context_parallel_size=2), GPU, has_engine=False)
+    padded = slow_parts(whole, ParallelConfig(context_parallel_size=2), GPU, has_engine=False)
     assert "no float32 attention with parallel.context_parallel_size" in padded[0]
     quick = ModelConfig(dtype="bfloat16", fuse_weight_gradient="off")
     assert slow_parts(quick, ParallelConfig(), GPU, has_engine=True) == []
     # Whether or not it is installed here.
-    assert not engine_layers(ModelConfig(), ParallelConfig(static_rows=True), GPU)
+    assert not engine_layers(whole, ParallelConfig(static_rows=True), GPU)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,43 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
         ({}, {"static_rows": True}, "cuda", "float32, and parallel.static_rows is set"),
         ({}, {"tensor_parallel_size": 2, "sequence_parallel": True}, "cuda", "and parallel.sequence_parallel is set"),
         ({"attention": "auto"}, {"gradient_dtype": "bfloat16"}, "auto", "gradient_dtype is bfloat16, and model.dtype"),
+        ({"attention": "auto", "dtype": "auto"}, {"gradient_dtype": "bfloat16"}, "cpu", "and model.dtype float32"),
+        ({"attention": "flash"}, {}, "cuda", "model.attention flash: that kernel computes in bfloat16"),
     ],
 )
 def test_what_transformer_engine_or_a_dtype_cannot_do_is_refused_before_a_job(model, parallel, device, message) -> None:
     config = SftConfig(
-        model=ModelConfig(**{"attention": "transformer_engine", **model}), parallel=ParallelConfig(**parallel)
+        model=ModelConfig(**{"attention": "transformer_engine", "dtype": "float32", **model}),
+        parallel=ParallelConfig(**parallel),
     )
     config.trainer.device = device
     with pytest.raises(ConfigError, match=message):
         config.check_dtypes()
-    config.model.dtype, config.trainer.device = "bfloat16", "cuda"
+    config.model.dtype, config.trainer.device = "auto", "cuda"
     config.check_dtypes()
+
+
+def test_weights_are_bfloat16_on_gpus_and_float32_on_cpus_unless_they_are_set(monkeypatch) -> None:
+    assert transformer_config(ModelConfig(), ParallelConfig(), CPU).params_dtype == torch.float32
+    assert transformer_config(ModelConfig(), ParallelConfig(), GPU).params_dtype == torch.bfloat16
+    assert transformer_config(ModelConfig(dtype="float32"), ParallelConfig(), GPU).params_dtype == torch.float32
+    config = SftConfig()
+    for has_gpu, device, dtype in ((False, "auto", "float32"), (True, "auto", "bfloat16"), (True, "cpu", "float32")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        config.trainer.device = device
+        # What a run's own settings record.
+        assert settle(config).model.dtype == dtype
+    config.model.dtype = "float32"
+    config.trainer.device = "auto"
+    assert settle(config).model.dtype == "float32"
+
+
+def test_a_variable_that_names_another_backend_is_refused_by_name(monkeypatch) -> None:
+    for name in ("NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with pytest.raises(ConfigError, match=r"NVTE_FLASH_ATTN is 0, and model\.attention flash, which sets it to 1"):
+        _check_backend_variables(ModelConfig(attention="flash"))
+    _check_backend_variables(ModelConfig(attention="fused"))
+    made = [transformer_config(ModelConfig(attention=name), ParallelConfig(), CPU) for name in ("flash", "auto")]
+    assert [one.attention_backend.name for one in made] == ["flash", "auto"]
