@@ -125,7 +125,7 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         step.optimizer.step()
         state = [value for one in step.optimizer.optimizer.state.values() for value in one.values()]
         moments = sum(value.numel() * value.element_size() for value in state if value.numel() > 1)
-        copies = 0 if model.dtype == "float32" else 4 * sum(one.numel() for one in trained)
+        copies = 0 if model.number == "float32" else 4 * sum(one.numel() for one in trained)
         assert planned.optimizer == moments + copies
 
 
