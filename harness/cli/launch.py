@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from harness.checks import bounded, check_numbers
 from harness.cli.settings import class_of, complete_names, list_experiments, stdout_console
+from harness.errors import HarnessError
 from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
+
+if TYPE_CHECKING:
+    from harness.plan import RunConfig
 
 launch_app = typer.Typer()
 
@@ -47,6 +52,8 @@ class PlanSettings:
         packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings.
         sequence_tokens: tokens of each conversation in them.
         top: layouts that `harness plan auto` lists.
+        rehearse: also build the first, middle and last rank of the job here, at a small width, and train each for a
+            step without the others; needs the extra `train`, and no GPU.
     """
 
     gpu_gib: float | None = bounded(80, above=0, highest=1_000_000)
@@ -59,6 +66,7 @@ class PlanSettings:
     packs: int | None = bounded(None, lowest=1, highest=10**12)
     sequence_tokens: int = bounded(1024, lowest=2)
     top: int = bounded(10, lowest=1, highest=1_000_000)
+    rehearse: bool = False
     data: AssumedData = field(default_factory=AssumedData)
 
     def __post_init__(self) -> None:
@@ -123,7 +131,27 @@ def plan(
     planned = plan_run(to_plain(config), machine=machine, mfu=settings.mfu, packs=packs)
     file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
     Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
+    if settings.rehearse:
+        _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+
+
+def _rehearse(config: RunConfig, world_size: int) -> None:
+    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise HarnessError(
+            f"a rehearsal needs {' and '.join(missing)}, not installed here",
+            where=sys.executable,
+            fix="install the package with the extra `train`, or leave rehearse=true out",
+        )
+    from harness.megatron import prepare_process
+
+    prepare_process()
+    from harness.megatron import rehearse
+
+    print(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
+    for done in rehearse(config.model, config.parallel, world_size=world_size):
+        print(f"  {done.describe()}", flush=True)
 
 
 @launch_app.command(cls=class_of(SubmitConfig, {"--cluster": "cluster"}, takes_recipe=True, is_composed=True))

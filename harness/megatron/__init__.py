@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from harness.megatron.batch import RowTensors, padding_argument, run_row, to_device
     from harness.megatron.chat import Chat, exported, talk
     from harness.megatron.export import export_checkpoint
+    from harness.megatron.run import rehearse
     from harness.megatron.step import MegatronStep
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "exported",
     "padding_argument",
     "prepare_process",
+    "rehearse",
     "run_row",
     "talk",
     "to_device",
@@ -46,6 +48,7 @@ __getattr__ = names_on_first_use(
         "exported": "chat",
         "talk": "chat",
         "export_checkpoint": "export",
+        "rehearse": "run",
         "MegatronStep": "step",
     },
 )

@@ -113,6 +113,10 @@ class MegatronStep:
 
     def train(self, batch: RankBatch) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
+        return self.train_rows(batch.rows)
+
+    def train_rows(self, rows: Sequence[ThdBatch]) -> StepResult:
+        """Do what `train` does, with the rows of a batch."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -120,8 +124,8 @@ class MegatronStep:
             router.reset()
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
-            weigh_tokens(self.chunks, **self._count_tokens(batch.rows))
-        sums = self._run(batch.rows, forward_only=False)
+            weigh_tokens(self.chunks, **self._count_tokens(rows))
+        sums = self._run(rows, forward_only=False)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:

@@ -41,3 +41,22 @@ def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine
     for family in families:
         expected = {"attentions": 2, "forgotten": 0, "same": True, "optimizer": "AdamW"}
         assert found[family] == expected, family
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_a_cpu_is_the_same_where_transformer_engine_can_be_imported(tmp_path, sft, request, ranks) -> None:
+    settings = ["trainer.steps=4", "trainer.eval_interval=2", "model.dtype=bfloat16"]
+    settings += ["parallel=tp2_sp"] if ranks == 2 else []
+    without = sft(tmp_path / "without", *settings, ranks=ranks)
+    request.getfixturevalue("engine")
+    found = sft(tmp_path / "with", *settings, ranks=ranks)
+    assert (without.code, found.code) == (0, 0), without.output + found.output
+    for name in ("loss", "grad_norm"):
+        assert found.column(name) == without.column(name)
+    assert len(found.column("loss")) == 4
+    # Its checkpoint is written, exported and loaded there too.
+    again = [*forked(1), "harness", "export", str(tmp_path / "with"), str(tmp_path / "exported")]
+    code, output = run_command(again)
+    assert code == 0, output
+    assert (tmp_path / "exported" / "config.json").is_file()

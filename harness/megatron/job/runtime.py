@@ -153,6 +153,38 @@ def start(
             torch.distributed.destroy_process_group()
 
 
+@contextmanager
+def alone(rank: int, world_size: int) -> Iterator[Runtime]:
+    """Be one rank of a job whose other ranks do not exist, on a CPU, in this process.
+
+    PyTorch's fake process group answers every collective at once, with this rank's own numbers where it gives any: code
+    runs as it would in the job, and what it computes means nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    make_group = torch.distributed.new_group
+
+    def receive_nothing(output: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        # The fake group compares what is sent with what is received, which here need not be alike.
+        output.zero_()
+
+    def make_fake(*arguments: Any, **options: Any) -> Any:
+        options.pop("pg_options", None)
+        return make_group(*arguments, **{**options, "backend": "fake"})
+
+    with _cpu_as_cuda(), _without_kernels(torch.device("cpu")):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            with mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing):
+                yield Runtime(torch.device("cpu"), rank, world_size, 0)
+        finally:
+            from megatron.core import parallel_state
+
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
 def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:
     """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them."""
     from megatron.core import parallel_state

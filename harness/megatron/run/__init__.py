@@ -1,13 +1,15 @@
 """A whole training run: open its data, model and checkpoint, train, record every step, and save.
 
 `fine_tuning` and `pretraining` open their kind of data as a `Task`; `training` takes it from the meeting of the ranks
-to the last step, and `records` writes what each step leaves behind. Read `training.py` first.
+to the last step, and `records` writes what each step leaves behind. `rehearsal` is a step of single ranks of a job
+that does not run. Read `training.py` first.
 """
 
 from __future__ import annotations
 
 from harness.megatron.run.fine_tuning import fine_tune
 from harness.megatron.run.pretraining import pretrain
+from harness.megatron.run.rehearsal import RankRehearsal, rehearse
 from harness.megatron.run.training import Task, run_training
 
-__all__ = ["Task", "fine_tune", "pretrain", "run_training"]
+__all__ = ["RankRehearsal", "Task", "fine_tune", "pretrain", "rehearse", "run_training"]

@@ -6,11 +6,18 @@ the optimizer's state one form on disk.
 
 from __future__ import annotations
 
-from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, find_newest, load_checkpoint
+from harness.megatron.state.checkpoint import (
+    CheckpointWriter,
+    count_sharded_tensors,
+    find_damage,
+    find_newest,
+    load_checkpoint,
+)
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 
 __all__ = [
     "CheckpointWriter",
+    "count_sharded_tensors",
     "find_damage",
     "find_newest",
     "load_checkpoint",

@@ -22,6 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -76,6 +78,12 @@ def _run_state(
         "scheduler": step.scheduler.state_dict(),
     }
     return state, tensors
+
+
+def count_sharded_tensors(step: MegatronStep) -> int:
+    """Return the number of tensors, or parts of tensors, that this rank describes for a checkpoint."""
+    state, _ = _run_state(step, is_loading=False)
+    return sum(isinstance(value, ShardedBase) for value in nested_values(state))
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:

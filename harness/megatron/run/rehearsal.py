@@ -1,0 +1,153 @@
+"""Rehearsal of a job on one CPU: single ranks of it are built and trained for a step, without the others.
+
+The layout, the numbers of layers, heads and experts and the sizes of all groups are those of the job; only the width of
+matrices, the vocabulary and the length of rows are small. A rehearsal proves that Megatron-Core accepts the layout and
+that every rank's part of the model, of the schedule and of a checkpoint can be made, and compares the bytes of weights,
+gradients and optimizer state with the plan. It proves no numbers: collectives are answered by nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.megatron.job import join, runtime
+from harness.megatron.model import build_model
+from harness.megatron.state import count_sharded_tensors
+from harness.megatron.step import MegatronStep
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_stage_memory
+from harness.records import SequenceView
+from harness.thd import build_thd_batch
+
+_VOCABULARY = 256
+_SEQUENCES = 2
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """What one rank had after a step.
+
+    Attributes:
+        place: its rank in each parallel dimension, by name.
+        layers, microbatches: that it trained.
+        sharded_tensors: that it describes for a checkpoint.
+        found, planned: bytes of weights, gradients and optimizer state that it had, and of the plan for its stage.
+    """
+
+    rank: int
+    place: dict[str, int]
+    layers: int
+    microbatches: int
+    sharded_tensors: int
+    found: dict[str, int]
+    planned: dict[str, int]
+
+    def describe(self) -> str:
+        """Return a line about this rank."""
+        place = " ".join(f"{name} {number}" for name, number in self.place.items())
+        shares = ", ".join(f"{name} {self.found[name] / max(1, planned):.1%}" for name, planned in self.planned.items())
+        return (
+            f"rank {self.rank} ({place}): {self.layers} layers, {self.microbatches} microbatches, "
+            f"{self.sharded_tensors:,} sharded tensors; of the plan: {shares}"
+        )
+
+
+def usual_ranks(world_size: int) -> list[int]:
+    """Return the first, the middle and the last rank of a job."""
+    return sorted({0, world_size // 2, world_size - 1})
+
+
+def rehearse(
+    model: ModelConfig, parallel: ParallelConfig, *, world_size: int, ranks: Sequence[int] | None = None
+) -> list[RankRehearsal]:
+    """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
+
+    Args:
+        ranks: None for the first, the middle and the last.
+
+    Raises:
+        ConfigError: the layout does not divide the model or the ranks.
+    """
+    small = narrow(model, parallel)
+    # Sizes of rows that ranks would exchange come from nobody.
+    parallel = replace(parallel, static_rows=parallel.static_rows or parallel.pipeline_parallel_size > 1, ranks=None)
+    small.check(parallel)
+    parallel.dp_size(world_size)
+    return [
+        _rehearse_rank(small, parallel, rank, world_size)
+        for rank in (usual_ranks(world_size) if ranks is None else ranks)
+    ]
+
+
+def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """Return the model with narrow matrices; its layers, heads, groups, experts and choices stay."""
+    tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
+    width = 2 * math.lcm(tp, etp)
+    sizes: dict[str, int | None] = {"hidden_size": 32, "ffn_hidden_size": width, "vocab_size": _VOCABULARY}
+    if model.kv_lora_rank:
+        sizes |= {"kv_lora_rank": 4 * tp, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2 * tp, "v_head_dim": 4}
+        sizes |= {"q_lora_rank": None if model.q_lora_rank is None else 4 * tp}
+    else:
+        sizes["head_dim"] = 8
+    if model.num_experts:
+        sizes["expert_ffn_hidden_size"] = width
+        sizes["shared_ffn_hidden_size"] = width if model.shared_ffn_hidden_size else 0
+    return replace(model, init_from=None, attention="torch", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
+
+
+def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, world_size: int) -> RankRehearsal:
+    with runtime.alone(rank, world_size) as job:
+        layout = join(parallel, world_size)
+        chunks = build_model(model, parallel, vocab_size=_VOCABULARY, device=job.device)
+        tokens = 2 * parallel.pad_to_multiple
+        step = MegatronStep(
+            chunks,
+            optimizer=OptimizerConfig(),
+            parallel=parallel,
+            layout=layout,
+            device=job.device,
+            vocab_size=_VOCABULARY,
+            decay_steps=10,
+            pad_rows_to=_SEQUENCES * tokens if parallel.static_rows else None,
+        )
+        ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY
+        mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
+        row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=parallel.pad_to_multiple)
+        microbatches = 2 * parallel.pipeline_parallel_size
+        step.train_rows([row] * microbatches)
+        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        trained = [weight for weight in weights if weight.requires_grad]
+        memory = plan_stage_memory(
+            model,
+            parallel,
+            stage=layout.pp_rank,
+            vocab_size=_VOCABULARY,
+            dp_size=layout.dp_size,
+            max_tokens_per_rank=1,
+        )
+        return RankRehearsal(
+            rank=rank,
+            place={"tp": layout.tp_rank, "cp": layout.cp_rank, "dp": layout.dp_rank, "pp": layout.pp_rank},
+            layers=sum(len(chunk.module.decoder.layers) for chunk in chunks),
+            microbatches=microbatches,
+            sharded_tensors=count_sharded_tensors(step),
+            found={
+                "weights": sum(weight.numel() * weight.element_size() for weight in weights),
+                "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
+                "optimizer": _optimizer_bytes(step, is_float32=model.dtype == "float32"),
+            },
+            planned={name: getattr(memory, name) for name in ("weights", "gradients", "optimizer")},
+        )
+
+
+def _optimizer_bytes(step: MegatronStep, *, is_float32: bool) -> int:
+    total = 0
+    for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer]):
+        for main, state in part.optimizer.state.items():
+            values = [value for value in state.values() if value.dim()]
+            total += sum(value.numel() * value.element_size() for value in values)
+            total += 0 if is_float32 else main.numel() * 4
+    return total

@@ -1,0 +1,97 @@
+"""Single ranks of large jobs are built and trained without the others, and have the memory of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.config import CONFIGS, compose_config
+from harness.errors import ConfigError
+from harness.megatron.job import join, runtime
+from harness.megatron.run import RankRehearsal, rehearse
+from harness.megatron.run.rehearsal import narrow, usual_ranks
+from harness.plan import ModelConfig, ParallelConfig, SftConfig
+from recipes.parity import ParityConfig
+
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*node*.yaml"))
+LAYOUTS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
+
+
+def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfig, world_size: int) -> None:
+    assert [one.rank for one in done] == usual_ranks(world_size)
+    stages = parallel.pipeline_parallel_size
+    for one in done:
+        assert one.layers == model.num_layers // stages
+        assert one.microbatches == 2 * stages
+        assert one.sharded_tensors > 8 * one.layers
+        assert one.found["weights"] == one.planned["weights"]
+        assert one.found["gradients"] == one.planned["gradients"]
+        # The distributed optimizer pads its buffers, and cuts them where weights do not end.
+        assert one.found["optimizer"] <= 1.05 * one.planned["optimizer"] + 100_000
+    assert done[-1].place["pp"] == stages - 1
+
+
+DENSE = ParallelConfig(
+    tensor_parallel_size=2,
+    sequence_parallel=True,
+    pipeline_parallel_size=2,
+    virtual_pipeline_parallel_size=2,
+    context_parallel_size=2,
+    distributed_optimizer=True,
+)
+EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parallel", "world_size"), [("llama3_8b", DENSE, 512), ("qwen3_30b_a3b", EXPERTS, 64)]
+)
+def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size) -> None:
+    model = replace(compose_config("sft", SftConfig, [f"model={preset}"]).model, num_layers=4)
+    check(rehearse(model, parallel, world_size=world_size), model, parallel, world_size)
+
+
+def test_a_layout_that_megatron_or_the_ranks_refuse_is_refused_here() -> None:
+    with pytest.raises(ConfigError, match="4 layers cannot be cut into 3"):
+        rehearse(ModelConfig(), ParallelConfig(pipeline_parallel_size=3), world_size=6)
+    with pytest.raises(ConfigError, match="6 ranks cannot hold whole copies of a model on 4 ranks"):
+        rehearse(ModelConfig(), ParallelConfig(pipeline_parallel_size=4), world_size=6)
+
+
+def test_groups_of_a_job_whose_ranks_do_not_exist_have_its_sizes_and_are_gone_after_it() -> None:
+    with runtime.alone(300, 512) as job:
+        layout = join(DENSE, 512)
+        assert (job.rank, torch.distributed.get_world_size()) == (300, 512)
+        assert (layout.dp_size, layout.tp_size, layout.cp_size) == (64, 2, 2)
+        assert torch.distributed.get_backend(torch.distributed.new_group([0, 300], backend="gloo")) == "fake"
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_narrow_model_keeps_its_layers_heads_and_experts() -> None:
+    model = compose_config("sft", SftConfig, ["model=deepseek_v3"]).model
+    small = narrow(model, ParallelConfig(tensor_parallel_size=8, sequence_parallel=True))
+    for name in ("family", "num_layers", "num_attention_heads", "num_experts", "dense_layers", "router_groups"):
+        assert getattr(small, name) == getattr(model, name)
+    assert small.hidden_size < 100
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_s_ranks_train_a_step(name) -> None:
+    config = compose_config("sft", SftConfig, [f"experiment={name}"])
+    world_size = config.parallel.ranks
+    assert world_size is not None
+    check(rehearse(config.model, config.parallel, world_size=world_size), config.model, config.parallel, world_size)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_a_step_on_many_ranks(name, world_size) -> None:
+    parity = compose_config("parity", ParityConfig)
+    experts = parity.kinds["qwen3_moe"].split() if "ep" in name else []
+    config = compose_config("sft", SftConfig, [*parity.sft, *experts, f"parallel={name}"])
+    check(rehearse(config.model, config.parallel, world_size=world_size), config.model, config.parallel, world_size)
