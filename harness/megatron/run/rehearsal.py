@@ -95,7 +95,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     if model.num_experts:
         sizes["expert_ffn_hidden_size"] = width
         sizes["shared_ffn_hidden_size"] = width if model.shared_ffn_hidden_size else 0
-    return replace(model, init_from=None, attention="torch", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
+    return replace(model, init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
 
 
 def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, world_size: int) -> RankRehearsal:
