@@ -28,7 +28,7 @@ _SEQUENCES = 2
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """What one rank had after a step.
+    """Sizes of one rank after a step.
 
     Attributes:
         place: its rank in each parallel dimension, by name.
