@@ -5,13 +5,16 @@
 `HuggingFaceRow` are one row in the two dialects of training code. Each trainer has a module of its own, which is a door
 too: `torch` (plain loops, torchdata, Lightning, accelerate), `huggingface`, `megatron_lm`, `megatron_bridge` and
 `torchtitan`. `INTEGRATIONS` lists them with the packages that each needs. `packed_sft` has the names of the RFC for
-packed SFT data.
+packed SFT data, which are here too.
 
 Importing this package imports no training framework.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from harness.doors import names_on_first_use
 from harness.integrations.dialects import (
     DIALECTS,
     DialectError,
@@ -24,19 +27,44 @@ from harness.integrations.fixed_rows import FixedRows, as_packed_rows, require_a
 from harness.integrations.registry import INTEGRATIONS, Integration, missing_packages, require
 from harness.integrations.stream import RankStream
 
+if TYPE_CHECKING:
+    from harness.integrations.packed_sft import (
+        GPTSFTPackedDataset,
+        GPTSFTPackedMemmapDataset,
+        GPTSFTPackedParquetDataset,
+        create_sft_dataset,
+        open_packed_writer,
+    )
+
 __all__ = [
     "DIALECTS",
     "INTEGRATIONS",
     "DialectError",
     "FixedRows",
+    "GPTSFTPackedDataset",
+    "GPTSFTPackedMemmapDataset",
+    "GPTSFTPackedParquetDataset",
     "HuggingFaceRow",
     "Integration",
     "MegatronRow",
     "RankStream",
     "Row",
     "as_packed_rows",
+    "create_sft_dataset",
     "missing_packages",
+    "open_packed_writer",
     "require",
     "require_as_packed",
     "require_dialect",
 ]
+
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "GPTSFTPackedDataset": "packed_sft",
+        "GPTSFTPackedMemmapDataset": "packed_sft",
+        "GPTSFTPackedParquetDataset": "packed_sft",
+        "create_sft_dataset": "packed_sft",
+        "open_packed_writer": "packed_sft",
+    },
+)

@@ -10,15 +10,14 @@ from torch.utils.data import DataLoader
 
 from harness.errors import ConfigError
 from harness.formats import FORMATS, open_dataset, open_writer
-from harness.integrations.packed_sft import (
-    PACKED_STORAGE,
-    GPTSFTDataset,
+from harness.integrations import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
     GPTSFTPackedParquetDataset,
     create_sft_dataset,
     open_packed_writer,
 )
+from harness.integrations.packed_sft import PACKED_STORAGE, GPTSFTDataset
 from harness.records import Pack
 
 PACKS = [Pack(np.arange(6) + 10 * number, [1, 1, 0, 1, 1, 0], [0, 3] if number % 2 else [0]) for number in range(9)]
