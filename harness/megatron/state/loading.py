@@ -79,8 +79,9 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
 def sharded_weights(model: Any) -> dict[str, Any]:
     """Return the sharded weights of a chunk of the model, under the same names for every layer specification.
 
-    Modules of Transformer Engine add an extra state, which is empty without FP8: with it, a checkpoint of PyTorch's
-    layers would lack something, and one of Transformer Engine's would have something that the others do not know.
+    Modules of Transformer Engine add an extra state, which no recipe of `model.fp8` needs, because scales are computed
+    from each tensor: with it, a checkpoint of PyTorch's layers would lack something, and one of Transformer Engine's
+    would have something that the others do not know.
     """
     return {name: value for name, value in model.sharded_state_dict().items() if not _EXTRA_STATE.search(name)}
 
@@ -195,7 +196,7 @@ class _CheckedObjects:
     def load_bytes(self, item: Any, value: IO[bytes]) -> None:
         file = self._storage[item.storage_index].relative_path
         objects = _load(value, file, self._folder)
-        # Transformer Engine unpickles what an extra state holds; without FP8, which is not supported, it is empty.
+        # Transformer Engine unpickles what an extra state holds; in checkpoints of other tools without FP8 it is empty.
         if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
             raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
         value.seek(0)
