@@ -32,7 +32,7 @@ from harness.parity.compare import IDENTICAL, Tolerances
 from harness.parity.history import read_history, summarize
 from harness.parity.integrations import compare_integrations, parse_integrations
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
-from harness.parity.running import default_slots, run_cells
+from harness.parity.running import default_slots, end_with_parent, run_cells
 from harness.parity.table import live_table, show
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ __all__ = [
     "command_line",
     "compare_integrations",
     "default_slots",
+    "end_with_parent",
     "environment",
     "live_table",
     "parse_case",

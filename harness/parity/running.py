@@ -298,7 +298,7 @@ class CellBatch:
                 stderr=log,
                 start_new_session=True,
                 # Safe here: no other thread of this process runs.
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
             )
 
     @property
@@ -359,7 +359,7 @@ def rank_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Arrange, in the child, to end when the parent is killed, so that a second try meets no rival."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -22,6 +22,7 @@ from harness.bench.gpu.page import render_page
 from harness.bench.workspace import Workspace
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError, HarnessError, os_errors_as
+from harness.parity import end_with_parent
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -31,6 +32,8 @@ _MACHINE = "machine"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 # A rank that is killed leaves its launcher some time to end the others.
 _GRACE_S = 15.0
+# Imports from a slow disk.
+_DESCRIBE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def bench_gpu(settings: GpuSettings, workspace: Workspace, progress: Progress) -
 def _describe(settings: GpuSettings, folder: Path) -> dict[str, Any]:
     """Return the machine as a process of its own sees it: this one stays without a GPU's memory."""
     path = folder / "machine.json"
-    code, output = _run([_MACHINE, settings.device, str(path)], 1, settings, log=folder / "machine.log")
+    code, output = _run([_MACHINE, settings.device, str(path)], 1, _DESCRIBE_S, log=folder / "machine.log")
     if code:
         raise ConfigError(
             f"this machine cannot be described: {output}", where=f"device={settings.device}", fix="device=cpu, or auto"
@@ -235,7 +238,7 @@ def _measure(name: str, machine: Mapping[str, Any], settings: GpuSettings, out: 
     start = time.monotonic()
     try:
         arguments = [name, settings.device, str(made), settings.size, str(folder)]
-        code, output = _run(arguments, ranks, settings, log=out / f"{name}.log")
+        code, output = _run(arguments, ranks, settings.part_limit_s, log=out / f"{name}.log")
         seconds = round(time.monotonic() - start, 1)
         if code or not made.exists():
             return result | {"status": FAILED, "reason": output, "seconds": seconds}
@@ -245,7 +248,7 @@ def _measure(name: str, machine: Mapping[str, Any], settings: GpuSettings, out: 
         made.unlink(missing_ok=True)
 
 
-def _run(arguments: Sequence[str], ranks: int, settings: GpuSettings, *, log: Path) -> tuple[int, str]:
+def _run(arguments: Sequence[str], ranks: int, limit_s: float, *, log: Path) -> tuple[int, str]:
     """Run this package's program on that many ranks; return its exit code, and the end of what it printed."""
     root = str(Path(harness.__file__).parent.parent)
     environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
@@ -255,11 +258,18 @@ def _run(arguments: Sequence[str], ranks: int, settings: GpuSettings, *, log: Pa
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "harness.bench.gpu", *arguments]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # a part that goes on would share its GPUs with the next call's
+        )
         try:
-            code = process.wait(settings.part_limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return 1, f"it did not end within {settings.part_limit_s:g} s (part_limit_s)"
+            return 1, f"it did not end within {limit_s:g} s"
         finally:
             _end(process)
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -39,7 +39,7 @@ class Machine:
         self.machine, self.fails, self.begun = dict(machine), fails, []
         monkeypatch.setattr(parts, "_run", self.run)
 
-    def run(self, arguments, ranks, settings, *, log):
+    def run(self, arguments, ranks, limit_s, *, log):
         name, _, path = arguments[:3]
         if name == "machine":
             parts.Path(path).write_text(json.dumps(self.machine))
