@@ -264,7 +264,8 @@ def _run(arguments: Sequence[str], ranks: int, limit_s: float, *, log: Path) -> 
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # a part that goes on would share its GPUs with the next call's
+            # A part that goes on would share its GPUs with those of the next call.
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
         )
         try:
             code = process.wait(limit_s)
