@@ -387,13 +387,15 @@ class _Preparation:
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()
+            taken = " or ".join(f"data.{name}_fraction" for name in splits if name not in empty)
+            change = f"lower {taken}" if taken else "change data.pack_size or data.over_long"
             raise PrepError(
                 f"no conversation is left for {empty[0]}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
                 where=source.path or source.kind,
                 fix=f"read more conversations, or set data.{empty[0]}_fraction=0"
                 if empty[0] != layout.TRAIN
-                else "read more conversations, or change data.pack_size or data.over_long",
+                else f"read more conversations, or {change}",
             )
         return splits
 

@@ -396,16 +396,17 @@ def test_without_validation_everything_is_training_data(tmp_path, chats):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "words", "fix"),
     [
-        ({"pack_size": 4}, "no conversation is left for train: 300 records were read, left out were 300 over_long"),
-        ({"validation_fraction": 0.000001}, "no conversation is left for validation"),
+        ({"pack_size": 4}, "left for train: 300 records were read, left out were 300 over_long", "data.pack_size"),
+        ({"validation_fraction": 0.000001}, "left for validation", "set data.validation_fraction=0"),
+        ({"validation_fraction": 0.999999}, "left for train", "lower data.validation_fraction"),
     ],
 )
-def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words):
-    with pytest.raises(PrepError, match=words) as caught:
+def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words, fix):
+    with pytest.raises(PrepError, match=f"no conversation is {words}") as caught:
         run(settings(tmp_path / "d", chats, **change))
-    assert ("validation_fraction=0" in caught.value.fix) == ("validation_fraction" in change)
+    assert fix in caught.value.fix
 
 
 def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):
