@@ -69,7 +69,8 @@ class LiveConfig:
     """Settings of chunks that are read while they are written.
 
     Attributes:
-        path: the folder; empty to train on stored datasets. Ignored where there is a blend.
+        path: the folder, shared by all nodes or as `s3://BUCKET/KEY`; empty to train on stored datasets. Ignored where
+            there is a blend.
         blend: several folders, interleaved by weight in every global batch; needs a schedule that balances. A folder
             without new chunks keeps the run waiting; one whose stream has ended leaves its share to the others.
         window_sequences: sequences of a global batch, in place of the packs of `loader.global_batch_size`: what has
