@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
-from harness.thd import ThdBatch, context_parallel_indices
+from harness.thd import ThdBatch, context_parallel_indices, tokens_ahead
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class RowTensors:
         tokens, labels, position_ids: int64 [1, T / cp].
         loss_mask: float32 [1, T / cp].
         padding_mask: bool [1, T / cp], True at padding.
-        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group.
+        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
+            rank's slices of the tokens ahead, for layers that predict these.
     """
 
     tokens: torch.Tensor
@@ -37,8 +38,19 @@ class RowTensors:
 
     def all(self) -> list[torch.Tensor]:
         """Return every tensor, those of the boundaries included."""
-        values = [*vars(self).values(), *vars(self.packed_seq_params).values()]
+        ahead = [value for fields in self.packed_seq_params.ahead for value in vars(fields).values()]
+        values = [*vars(self).values(), *vars(self.packed_seq_params).values(), *ahead]
         return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class AheadTensors:
+    """This rank's slice of `harness.thd.TokensAhead`, each [1, T / cp]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    padding_mask: torch.Tensor
 
 
 class RowsAhead(Iterator[ThdBatch]):
@@ -84,8 +96,14 @@ class RowsAhead(Iterator[ThdBatch]):
             return row, self._copy(row)
 
 
-def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0) -> RowTensors:
-    """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait."""
+def to_device(
+    row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0, mtp_layers: int = 0
+) -> RowTensors:
+    """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
+
+    Args:
+        mtp_layers: layers that predict further tokens, and need those ahead.
+    """
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     positions = np.arange(len(row), dtype=np.int64) - np.repeat(
         row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens_padded)
@@ -98,10 +116,14 @@ def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank:
         row.padding_mask,
         positions,
     ]
+    for distance in range(1, mtp_layers + 1):
+        # Moved before they are cut, so that no rank needs a token of another.
+        ahead = tokens_ahead(row, distance)
+        fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
         fields = [field[keep] for field in fields]
-    tokens, labels, position_ids, loss_mask, padding_mask, counted = (
+    tokens, labels, position_ids, loss_mask, padding_mask, counted, *further = (
         _copied(np.ascontiguousarray(field), device).unsqueeze(0) for field in fields
     )
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
@@ -117,6 +139,7 @@ def to_device(row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank:
             cu_seqlens_padded=None if padded is None else _copied(padded, device),
             max_seqlen=row.max_seqlen,
             positions=counted[0],
+            ahead=tuple(AheadTensors(*further[at : at + 4]) for at in range(0, len(further), 4)),
         ),
     )
 

@@ -50,9 +50,11 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         positions: int64 [T / cp], of this rank's tokens in their sequences.
+        ahead: by the number of tokens ahead, from 1 on, what layers that predict further tokens read.
     """
 
     positions: torch.Tensor | None = None
+    ahead: tuple[Any, ...] = ()
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
 
     def angles(self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +78,7 @@ def packed_seq_params(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int,
     positions: torch.Tensor | None = None,
+    ahead: Any = (),
     is_padded: bool | None = None,
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
@@ -88,6 +91,7 @@ def packed_seq_params(
         cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
         positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
+        ahead: of that row.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
     values: dict[str, Any] = {
@@ -102,7 +106,7 @@ def packed_seq_params(
     if any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams)):
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
-    return PackedSeqParams(**values) if positions is None else PackedRow(**values, positions=positions)
+    return PackedSeqParams(**values) if positions is None else PackedRow(**values, positions=positions, ahead=ahead)
 
 
 def accepts(function: Any, name: str) -> bool:
@@ -218,6 +222,15 @@ def with_router(layer: Any, router: type[TopKRouter]) -> Any:
     else:
         mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, router=router))
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+
+
+def predicting_layer(layer: Any) -> Any:
+    """Return the decoder layer inside Megatron's layer that predicts a further token."""
+    return layer.transformer_layer if hasattr(layer, "transformer_layer") else layer.mtp_model_layer
+
+
+# Names of that decoder layer's parameters begin with one of these.
+PREDICTING_LAYER = ("transformer_layer.", "mtp_model_layer.")
 
 
 def keep_checkpoint_results_in_a_file() -> None:

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
-from harness.megatron.model import expert_metrics, routers, weigh_tokens
+from harness.megatron.model import expert_metrics, predicted_losses, reset_predictions, routers, weigh_tokens
 from harness.plan import OptimizerConfig, ParallelConfig, fp8_row_multiple
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
@@ -108,6 +108,8 @@ class MegatronStep:
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
+        self.mtp_layers: int = self.config.mtp_num_layers or 0
+        self.num_layers: int = self.config.num_layers + self.mtp_layers
         self._forward_backward = get_forward_backward_func()
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -122,6 +124,8 @@ class MegatronStep:
             chunk.zero_grad_buffer()
         for router in routers(self.chunks):
             router.reset()
+        if self.mtp_layers:
+            reset_predictions(self.chunks)
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
             weigh_tokens(self.chunks, **self._count_tokens(rows))
@@ -131,13 +135,19 @@ class MegatronStep:
         if updated:
             self.scheduler.step(increment=1)
         total, tokens = self._reduce(sums)
+        mtp_losses: tuple[float, ...] = ()
+        mtp_tokens = 0
+        if self.mtp_layers:
+            mtp_losses, mtp_tokens = predicted_losses(self.chunks, self.mtp_layers, self.device)
         return StepResult(
             loss=total / max(tokens, 1),
             trained_tokens=int(tokens),
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
             skipped=not updated,
-            experts=expert_metrics(self.chunks, self.config.num_layers, self.device) if self.has_experts else None,
+            experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else None,
+            mtp_losses=mtp_losses,
+            mtp_tokens=mtp_tokens,
         )
 
     def gather_weights(self) -> None:
@@ -171,7 +181,7 @@ class MegatronStep:
             for batch in batches:
                 sums += self._run(batch.rows, forward_only=True)
         total, tokens = self._reduce(sums)
-        load = expert_metrics(self.chunks, self.config.num_layers, self.device).load if self.has_experts else 0.0
+        load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
         return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens), expert_load=load or None)
 
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
@@ -201,7 +211,8 @@ class MegatronStep:
         return reports
 
     def _copy_row(self, row: ThdBatch) -> RowTensors:
-        return to_device(row, self.device, cp_size=self.layout.cp_size, cp_rank=self.layout.cp_rank)
+        cp_size, cp_rank = self.layout.cp_size, self.layout.cp_rank
+        return to_device(row, self.device, cp_size=cp_size, cp_rank=cp_rank, mtp_layers=self.mtp_layers)
 
     def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""

@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError, FormatError
 from harness.loader import RankLayout
+from harness.megatron import compat
 from harness.plan import FAMILIES, ExpertNames, ModelConfig, check_model, find_weights, read_hf_config
 from harness.prep import tokenizer_hash
 
@@ -28,6 +29,7 @@ ADAPTER = "_adapter."
 INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # Parameters that are one tensor in Hugging Face weights, by suffix; Transformer Engine has two norms elsewhere.
 _NORMS = {
@@ -57,6 +59,15 @@ _BIASES = {
     "self_attention.linear_proj.bias": ("self_attn.o_proj.bias", False),
     "self_attention.core_attention.softmax_offset": ("self_attn.sinks", True),
 }
+# Of a layer that predicts a further token, beside those of its decoder layer, and whether ranks divide the rows.
+_PREDICTING = {
+    "enorm.weight": ("enorm.weight", False),
+    "hnorm.weight": ("hnorm.weight", False),
+    "eh_proj.weight": ("eh_proj.weight", True),
+    "final_layernorm.weight": ("shared_head.norm.weight", False),
+}
+# Copies of the model's own that such a layer has in published weights, by the names of these.
+_COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
 _ROUTER_BIAS = "mlp.router.bias"
 # Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -197,10 +208,19 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
     dense = {**dict.fromkeys(_GATED, (ffn, hidden)), "mlp.down_proj.weight": (hidden, ffn)}
     experts = _expert_shapes(model) if model.num_experts else {}
-    for number in range(model.num_layers):
+    further: dict[str, tuple[int, ...]] = {name: (hidden,) for name, _ in _PREDICTING.values()}
+    further["eh_proj.weight"] = (hidden, 2 * hidden)
+    for number in range(model.num_layers + model.mtp_layers):
         mlp = experts if model.has_experts(number) else dense
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | mlp).items()}
+        more = further if number >= model.num_layers else {}
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | mlp | more).items()}
     return shapes
+
+
+def copied_names(model: ModelConfig) -> dict[str, str]:
+    """Return the names of tensors that are copies of the model's own, with the names of these."""
+    layers = range(model.num_layers, model.num_layers + model.mtp_layers)
+    return {f"model.layers.{number}.{copy}": own for number in layers for own, copy in _COPIES.items()}
 
 
 def expert_names(model: ModelConfig) -> ExpertNames:
@@ -248,9 +268,10 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
     """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape.
 
     Args:
-        mtp_layers: layers after the model's own that predict further tokens; their tensors are passed over.
+        mtp_layers: layers after the model's own that predict further tokens and are left out.
     """
     expected = expected_shapes(model, vocab_size)
+    expected |= {copy: expected[own] for copy, own in copied_names(model).items() if copy in weights.names}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
     names = {name for name in weights.names if not name.startswith(left_out)}
     names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
@@ -274,26 +295,51 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
                 read_parameter(name, parameter, weights, model, shard)
+            if getattr(chunk, "mtp_process", False):
+                _check_copies(weights, model, shard)
+
+
+def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
+    """Raise FormatError if a layer that predicts further tokens has another embedding or output layer than the model.
+
+    Megatron has one of each. A rank compares the rows that it has.
+    """
+    for copy, own in copied_names(model).items():
+        if copy not in weights.names:
+            continue
+        rows = shard.of(weights.shape(own)[0])
+        if not torch.equal(weights.rows(copy, *rows), weights.rows(own, *rows)):
+            raise FormatError(
+                f"{copy} is not {own}, which Megatron-Core uses in its place",
+                where=str(weights.folder),
+                fix="model.mtp_layers=0 leaves the layers that predict further tokens out",
+            )
 
 
 def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, and biases of experts, by name, without those of adapters.
 
-    Layers are numbered from 0 over the whole model, experts over their layer, as `mlp.experts.N.linear_fc1.weight`.
+    Layers are numbered from 0 over the whole model, those that predict further tokens after its own, and experts over
+    their layer, as `mlp.experts.N.linear_fc1.weight`.
     """
     biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
     for name, parameter in [*chunk.named_parameters(), *biases]:
         if ADAPTER in name:
             continue
-        match = _LAYER.fullmatch(name)
-        if match is None:
+        if (further := _FURTHER_LAYER.fullmatch(name)) is not None:
+            number, end = chunk.config.num_layers + int(further[1]), further[2]
+            layer = compat.predicting_layer(chunk.mtp.layers[int(further[1])])
+            end = end.removeprefix(compat.PREDICTING_LAYER[0]).removeprefix(compat.PREDICTING_LAYER[1])
+        elif (match := _LAYER.fullmatch(name)) is not None:
+            layer, end = chunk.decoder.layers[int(match[1])], match[2]
+            number = layer.layer_number - 1
+        else:
             yield name, parameter
             continue
-        layer, end = chunk.decoder.layers[int(match[1])], match[2]
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
-            number = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
-            end = f"mlp.experts.{number}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
-        yield f"decoder.layers.{layer.layer_number - 1}.{end}", parameter
+            index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
+            end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
+        yield f"decoder.layers.{number}.{end}", parameter
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
@@ -349,6 +395,8 @@ def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
         return _LATENT_ROWS[end], True
     if model.kv_lora_rank and end in _LATENT:
         return _LATENT[end], False
+    if end in _PREDICTING:
+        return _PREDICTING[end]
     if end in _NORMS:
         return _NORMS[end], model.norms_span_heads and end in _HEAD_NORMS
     return _BIASES.get(end)
@@ -398,6 +446,8 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
     stacks: dict[str, list[torch.Tensor]] = {}
     for ours, parameter in global_parameters(chunk):
         for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items():
+            for copy in (copy for copy, own in copied_names(model).items() if own == name):
+                yield copy, tensor.clone()
             if ".mlp.experts." not in name or not expert_names(model).are_stacked:
                 yield name, tensor.contiguous()
                 continue
@@ -446,7 +496,7 @@ class Pretrained:
 
     Attributes:
         vocab_size: rows of its embedding, padding included.
-        mtp_layers: its layers that predict further tokens (MTP), which are left out.
+        mtp_layers: its layers that predict further tokens (MTP) and are left out.
     """
 
     folder: Path
@@ -461,7 +511,7 @@ class Pretrained:
             return []
         return [
             f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
-            "loaded or trained; `harness export --mtp` copies them"
+            f"loaded or trained; model.mtp_layers={self.mtp_layers} trains them, `harness export --mtp` copies them"
         ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
@@ -517,4 +567,11 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
             where=f"model.init_from={model.init_from}",
             fix="leave model.vocab_size null",
         )
-    return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers)
+    if model.mtp_layers not in (0, stored.mtp_layers):
+        raise ConfigError(
+            f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
+            "further tokens",
+            where=f"model.init_from={model.init_from}",
+            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 leaves them out" if stored.mtp_layers else "0",
+        )
+    return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)

@@ -54,6 +54,8 @@ def compare_runs(
     checks += [_check_steps(reference.steps, run.steps), _check_counts(reference.steps, run.steps)]
     if any(step.experts for step in (*reference.steps, *run.steps)):
         checks.append(_check_routers(reference.steps, run.steps, tolerances))
+    if any(step.mtp_losses for step in (*reference.steps, *run.steps)):
+        checks.append(_check_further(reference.steps, run.steps, tolerances))
     limits = {"loss": tolerances.loss, "validation_loss": tolerances.loss, "grad_norm": tolerances.grad_norm}
     for column, limit in limits.items():
         checks.append(_check_column(column, reference.steps, run.steps, limit, tolerances.reason))
@@ -111,6 +113,31 @@ def _check_routers(reference: Sequence[StepMetrics], run: Sequence[StepMetrics],
                 difference = Difference(message, step=expected.step, field=name, expected=wanted, found=got)
     known = largest if math.isfinite(largest) else None
     return Check("experts", difference is None, tolerances.loss, known, tolerances.reason, difference)
+
+
+def _check_further(reference: Sequence[StepMetrics], run: Sequence[StepMetrics], tolerances: Tolerances) -> Check:
+    """Compare what was trained on further tokens: how many, and their losses."""
+    difference, largest = None, 0.0
+    for expected, actual in _pair_steps(reference, run):
+        count = max(len(expected.mtp_losses), len(actual.mtp_losses))
+        wanted, got = (dict(enumerate(step.mtp_losses, start=1)) for step in (expected, actual))
+        sizes = {number: relative_difference(wanted.get(number), got.get(number)) for number in range(1, count + 1)}
+        largest = max(largest, *sizes.values(), 0.0)
+        if difference is not None:
+            continue
+        if expected.mtp_tokens != actual.mtp_tokens:
+            message = f"step {expected.step}: mtp_tokens is {actual.mtp_tokens:,}, not {expected.mtp_tokens:,}"
+            difference = Difference(
+                message, step=expected.step, field="mtp_tokens", expected=expected.mtp_tokens, found=actual.mtp_tokens
+            )
+        elif number := next((number for number, size in sizes.items() if size > tolerances.loss), 0):
+            before, after = wanted.get(number), got.get(number)
+            message = f"step {expected.step}: the loss {number} tokens further is {_format(after)}, not "
+            message += f"{_format(before)} (relative difference {sizes[number]:.1e}, at most {tolerances.loss:g})"
+            field = f"mtp_losses[{number - 1}]"
+            difference = Difference(message, step=expected.step, field=field, expected=before, found=after)
+    known = largest if math.isfinite(largest) else None
+    return Check("mtp", difference is None, tolerances.loss, known, tolerances.reason, difference)
 
 
 def _statistics(step: StepMetrics) -> dict[str, float]:

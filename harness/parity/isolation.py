@@ -26,6 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
 
 from harness.loader import RankLayout
 from harness.megatron import RowTensors, run_row, to_device
@@ -219,13 +220,15 @@ class IsolationCheck:
     def _train(self, row: ThdBatch, prepare: Prepare) -> list[Observation]:
         """Run one forward and backward pass; return the values of every layer in an order that never changes."""
         layout = self.layout
+        mtp_layers = get_model_config(self.chunks[0]).mtp_num_layers
+        further = {"mtp_layers": mtp_layers} if mtp_layers else {}
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         values: dict[str, list[torch.Tensor]] = {}
 
         def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            tensors = prepare(next(rows), self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
+            tensors = prepare(next(rows), self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank, **further)
             output = run_row(model, tensors)
 
             def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

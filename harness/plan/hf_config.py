@@ -36,7 +36,7 @@ class HfModel:
         settings: fields of `ModelConfig` that the weights determine.
         vocab_size: rows of the embedding.
         max_positions: the longest sequence that positions are meant for, in tokens.
-        mtp_layers: layers after the model's own that predict further tokens (MTP); they are left out.
+        mtp_layers: layers after the model's own that predict further tokens (MTP), which `model.mtp_layers` trains.
     """
 
     settings: dict[str, Any]

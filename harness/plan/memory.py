@@ -66,11 +66,12 @@ def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
 
 
 def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Return the layers of a pipeline stage, 0 for the first of the model."""
+    """Return the layers of a pipeline stage, 0 for the first of the model; MTP layers are on the last, after it."""
     stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
     size = model.num_layers // (stages * chunks)
     starts = [(chunk * stages + stage) * size for chunk in range(chunks)]
-    return [start + number for start in starts for number in range(size)]
+    further = range(model.num_layers, model.num_layers + (model.mtp_layers if stage == stages - 1 else 0))
+    return [start + number for start in starts for number in range(size)] + list(further)
 
 
 def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
@@ -110,6 +111,9 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     if is_last:
         # A tied matrix exists once on a single stage, and on both ends of a pipeline.
         total += hidden + (0 if model.tie_embeddings and is_first else words)
+        # Each has a matrix and three norms more, and they need the embedding.
+        total += model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
+        total += words if model.mtp_layers and not is_first else 0
     return total
 
 
@@ -203,6 +207,18 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, inner: float) ->
     if model.has_head_norms:
         divided += item * (query + key) + 4 * (heads + model.num_query_groups)
     return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
+
+
+def mtp_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int) -> float:
+    """Return the bytes per token that a layer that predicts a further token keeps beside those of its decoder layer."""
+    item, hidden, tp = DTYPE_BYTES[model.number], model.hidden_size, parallel.tensor_parallel_size
+    # Two norms before the matrix and one after the layer, the matrix's input, and that of the output matrix.
+    norms = 2 * (8 * hidden + 4) + 2 * item * hidden
+    if model.recompute == "full":  # the embedding instead
+        norms = item * hidden
+    whole = norms + 8 * hidden + 4 + item * hidden
+    # The token that is joined, its label, and the mask of its loss.
+    return whole / (tp if parallel.sequence_parallel else 1) + 4 * padded_vocab_size(vocab_size) / tp + 17 + 12
 
 
 def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
@@ -301,6 +317,7 @@ def plan_stage_memory(
         norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
         # Exponents of the logits in float32, which the fused loss keeps once too.
         kept += norm * model.hidden_size + 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
+        kept += model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
     return Memory(
         stage=stage,
         weights=item * (weights + adapters),

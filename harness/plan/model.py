@@ -101,6 +101,9 @@ class ModelConfig:
             router_score sigmoid.
         expert_bias_rate: change of the bias of an expert per step, up where it got too few tokens; 0 keeps the bias.
         freeze_router: do not train the router's weights.
+        mtp_layers: layers after the model's own that predict further tokens (multi-token prediction) and are trained
+            with it; of weights in `init_from`, all of theirs or none. 0 leaves them out.
+        mtp_loss: coefficient of the mean of their losses.
     """
 
     family: str = "llama"
@@ -155,6 +158,8 @@ class ModelConfig:
     expert_bias: bool = False
     expert_bias_rate: float = bounded(0.001, lowest=0, highest=1)
     freeze_router: bool = False
+    mtp_layers: int = bounded(0, lowest=0, highest=100)
+    mtp_loss: float = bounded(0.1, lowest=0, highest=100)
 
     def __post_init__(self) -> None:
         check_numbers(self, "model")
@@ -215,6 +220,38 @@ class ModelConfig:
                 f"models of the family {self.family} have experts, and num_experts is 0",
                 where="model.num_experts",
                 fix="set it, or choose a dense family",
+            )
+
+        if self.mtp_layers:
+            self._check_predictions()
+
+    def _check_predictions(self) -> None:
+        where = "model.mtp_layers"
+        if not FAMILIES[self.family].predicts_further:
+            raise ConfigError(
+                f"models of the family {self.family} have no layers that predict further tokens, and could not be "
+                "exported",
+                where=f"{where}, model.family",
+                fix="model.mtp_layers=0, or a family such as deepseek_v3",
+            )
+        if self.lora_rank:
+            raise ConfigError(
+                "adapters do not train the layers that predict further tokens",
+                where=f"{where}, model.lora_rank",
+                fix="model.mtp_layers=0 leaves them out",
+            )
+        if self.fp8 != "off":
+            raise ConfigError(
+                "layers that predict further tokens are not proved in 8 bits",
+                where=f"{where}, model.fp8",
+                fix="model.fp8=off, or model.mtp_layers=0",
+            )
+        if self.tie_embeddings:
+            raise ConfigError(
+                "layers that predict further tokens share both the input embedding and the output layer with the "
+                "model, and tie_embeddings makes these one",
+                where=f"{where}, model.tie_embeddings",
+                fix="model.tie_embeddings=false, or model.mtp_layers=0",
             )
 
     def _check_latents(self) -> None:
@@ -605,9 +642,11 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
     """
-    layers = sum(model.active_weights(number) for number in range(model.num_layers))
-    output = model.hidden_size * (model.vocab_size or 0)
-    windows = [window for layer in range(model.num_layers) if (window := model.window(layer)) is not None]
+    # Each layer that predicts a further token has a matrix before it, and the output matrix after it.
+    numbers, further = range(model.num_layers + model.mtp_layers), model.mtp_layers
+    layers = sum(map(model.active_weights, numbers)) + further * 2 * model.hidden_size**2
+    output = (1 + further) * model.hidden_size * (model.vocab_size or 0)
+    windows = [window for layer in numbers if (window := model.window(layer)) is not None]
     sizes = model.query_size + model.value_size
-    quadratic = 1.0 * (model.num_layers - len(windows)) * sizes
+    quadratic = 1.0 * (len(numbers) - len(windows)) * sizes
     return SequenceCost(linear=2.0 * (layers + output + sum(windows) * sizes), quadratic=quadratic)

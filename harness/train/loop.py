@@ -55,6 +55,9 @@ class StepResult:
         learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
         experts: None for a dense model.
+        mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
+            there are none.
+        mtp_tokens: that these layers trained together.
     """
 
     loss: float
@@ -63,6 +66,8 @@ class StepResult:
     learning_rate: float
     skipped: bool
     experts: ExpertMetrics | None = None
+    mtp_losses: tuple[float, ...] = ()
+    mtp_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class StepMetrics:
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        mtp_losses, mtp_tokens: mean loss of each layer that predicts further tokens, the nearest first, and the tokens
+            that these layers trained together; empty and 0 where there are none.
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
             is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
@@ -72,6 +74,8 @@ class StepMetrics:
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    mtp_losses: list[float] = field(default_factory=list)
+    mtp_tokens: int = 0
     evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
     rank_compute_s: list[float] = field(default_factory=list)
     stragglers: list[dict[str, Any]] = field(default_factory=list)
@@ -102,6 +106,8 @@ def step_metrics(
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
         experts={} if result.experts is None else asdict(result.experts),
+        mtp_losses=list(result.mtp_losses),
+        mtp_tokens=result.mtp_tokens,
         evaluation_expert_loads={
             name: evaluation.expert_load for name, evaluation in evaluated.items() if evaluation.expert_load is not None
         },
@@ -315,6 +321,10 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
         **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
         **_expert_rows(steps),
+        **{
+            f"loss {number} tokens further": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})
+            for number in range(1, len(last.mtp_losses) + 1)
+        },
         "tokens": f"{tokens:,}, of them {sum(s.trained_tokens for s in steps):,} trained",
         "tokens per second": f"{tokens / seconds:,.0f}",
         "fill of rows": f"{sum(s.fill for s in steps) / count:.1%}",

@@ -51,10 +51,12 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """
     loads = line.get("evaluation_expert_loads", {})
     of_sets = ("evaluation_losses", "evaluation_expert_loads")
-    skipped = ("step", "validation_loss", *of_sets, "experts", "rank_compute_s", "stragglers")
-    further = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
+    further = ("mtp_losses", "mtp_tokens")
+    skipped = ("step", "validation_loss", *of_sets, "experts", *further, "rank_compute_s", "stragglers")
+    losses = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
-    values |= {"validation/loss": line["validation_loss"], **further}
+    values |= {"validation/loss": line["validation_loss"], **losses}
+    values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     values |= {f"validation/{name}/expert_load": load for name, load in loads.items() if name != OWN_VALIDATION}
     values |= {"validation/expert_load": loads.get(OWN_VALIDATION)}

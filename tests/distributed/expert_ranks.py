@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import torch
 from harness.config import compose_config
 from harness.megatron import prepare_process
 from harness.plan import SftConfig
+from harness.thd import ThdBatch, TokensAhead
 from recipes import sft
 
 
@@ -38,11 +40,19 @@ def planted(fault: str | None) -> Iterator[None]:
         count(self, logits, chosen, padding)
         self.local_tokens_per_expert += (chosen & padding.unsqueeze(1)).sum(dim=0)
 
+    ahead = batch.tokens_ahead
+
+    def ahead_at_real_bounds(row: ThdBatch, distance: int) -> TokensAhead:
+        bounds = row.cu_seqlens.copy()
+        bounds[-1] = len(row)
+        return ahead(replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds), distance)
+
     faults: dict[str | None, Any] = {
         None: [],
         "padding in the router": [
             mock.patch.object(batch, "padding_argument", lambda chunk, mask: of_chunk(chunk, torch.zeros_like(mask)))
         ],
+        "MTP rolled at unpadded bounds": [mock.patch.object(batch, "tokens_ahead", ahead_at_real_bounds)],
         "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
         "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]
         * int(os.environ.get("RANK", "0") == "1"),

@@ -18,12 +18,14 @@ import recipes.sft
 from harness.config import compose_config
 from harness.formats import open_dataset
 from harness.loader import Loader, RankBatch
+from harness.megatron.export import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
 from harness.parity.running import free_ports
 from harness.plan import SftConfig
-from harness.plan.hf_config import read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
+from harness.train import StepMetrics
 from recipes.parity import ParityConfig
 
 from .conftest import forked, overrides_of, run_command, run_here
@@ -40,9 +42,16 @@ LAYOUTS = {
 # Fault, kind of model, layout, and what names it.
 FAULTS = (
     ("padding in the router", "qwen3_moe", "cp2_ep2", "routed_tokens"),
+    ("MTP rolled at unpadded bounds", "deepseek_like", "tp2_ep2", "mtp_tokens"),
     ("expert bias sees padding", "deepseek_like", "tp2_ep2", "bias_tokens"),
     ("shared expert skipped on one rank", "deepseek_like", "ep2", "shared_tokens"),
 )
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def settings_of(kind: str) -> list[str]:
@@ -101,7 +110,9 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
         [],
         ["validation"],
     ]
-    assert len({step.experts["bias_tokens"] / step.tokens for step in steps}) == 1
+    # One layer has experts, and so has the one after it, which has no token past the last of a conversation.
+    assert all(1.9 < step.experts["bias_tokens"] / step.tokens < 2 for step in steps)
+    assert all(0 < step.mtp_tokens <= step.trained_tokens and step.mtp_losses[0] > 1 for step in steps)
     assert all(load > 1 for step in steps for load in step.evaluation_expert_loads.values())
     assert "![load of experts](experts.png)" in (tmp_path / "deepseek_like" / "one" / "report.md").read_text()
 
@@ -124,10 +135,10 @@ def test_every_layout_of_two_ranks_trains_experts_as_one_rank_does(compare, kind
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("fault", "kind", "layout", "named"), FAULTS)
 def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named) -> None:
-    check = compare(kind, layout, fault)["experts"]
+    check = compare(kind, layout, fault)["mtp" if named == "mtp_tokens" else "experts"]
     assert check.difference is not None
     assert check.difference.field == named
-    assert f"step 2: {named} of the experts is " in check.difference.message
+    assert f"step 2: {named} {'' if check.name == 'mtp' else 'of the experts '}is " in check.difference.message
 
 
 TINY = {
@@ -182,65 +193,174 @@ PUBLISHED = {
         },
     },
 }
+PUBLISHED["Glm4Moe"] = {
+    **{name: value for name, value in PUBLISHED["DeepseekV3"].items() if "_rank" not in name and "_dim" not in name},
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+class Predicting(torch.nn.Module):
+    """A model of transformers whose last layer predicts a further token, from the states of the layer before it."""
+
+    def __init__(self, family: str) -> None:
+        import transformers
+
+        super().__init__()
+        settings = {**TINY, **PUBLISHED[family], "num_hidden_layers": 3}
+        config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="sdpa")
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        self.layer = self.model.model.layers[2]
+        self.model.model.layers = self.model.model.layers[:2]
+        config.num_hidden_layers = 2
+        hidden = config.hidden_size
+        self.enorm, self.hnorm, self.norm = (torch.nn.RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+
+    def save(self, folder: Path) -> None:
+        """Write it as published models are: the layer's tensors after those of the others, with copies."""
+        from safetensors.torch import save_file
+
+        self.model.save_pretrained(folder)
+        tensors = {
+            **self.layer.state_dict(),
+            "enorm.weight": self.enorm.weight,
+            "hnorm.weight": self.hnorm.weight,
+            "shared_head.norm.weight": self.norm.weight,
+            "eh_proj.weight": self.eh_proj.weight,
+            "embed_tokens.weight": self.model.model.embed_tokens.weight,
+            "shared_head.head.weight": self.model.lm_head.weight,
+        }
+        # transformers has the experts of a layer in two tensors.
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            if (stack := tensors.pop(f"mlp.experts.{name}", None)) is not None:
+                for expert, whole in enumerate(stack):
+                    for part, own in zip(parts, whole.chunk(len(parts)), strict=True):
+                        tensors[f"mlp.experts.{expert}.{part}.weight"] = own
+        named = {f"model.layers.2.{name}": tensor.detach().clone() for name, tensor in tensors.items()}
+        save_file(named, folder / "mtp.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        config = {name: value for name, value in config.items() if name not in MTP_SETTINGS}
+        (folder / "config.json").write_text(json.dumps({**config, MTP_SETTINGS[0]: 1}))
+
+    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Return the logits of the next token and of the one after it, [n, vocabulary] each."""
+        states = self.model.model(tokens).last_hidden_state
+        ahead = self.model.model.embed_tokens(tokens.roll(-1, 1))
+        joined = self.eh_proj(torch.cat((self.enorm(ahead), self.hnorm(states)), dim=-1))
+        angles = self.model.model.rotary_emb(joined, torch.arange(tokens.shape[1])[None])
+        made = self.layer(joined, attention_mask=None, position_embeddings=angles)
+        further = self.norm(made[0] if isinstance(made, tuple) else made)
+        return [self.model.lm_head(states)[0], self.model.lm_head(further)[0]]
+
+
+def draw_biases(model: torch.nn.Module) -> None:
+    """Give experts biases, if they have any."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
 
 
 def save_tiny(family: str, folder: Path) -> Path:
-    """Save a tiny random model of transformers whose experts have biases, if it has any."""
+    """Save a tiny random model of transformers."""
     import transformers
 
     torch.manual_seed(8)
     config = getattr(transformers, f"{family}Config")(**{**TINY, **PUBLISHED[family]})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.add_(0.1 * torch.randn_like(buffer))
+    draw_biases(model)
     model.save_pretrained(folder)
     return folder
 
 
-def losses_of_transformers(folder: Path, batches: list[RankBatch], lr: float) -> list[float]:
-    """Train with plain AdamW on the conversations of each batch, one by one."""
-    from transformers import AutoModelForCausalLM
+def losses_of_plain_training(
+    model: torch.nn.Module, logits_of: Callable[[torch.Tensor], list[torch.Tensor]], batches: list[RankBatch], lr: float
+) -> list[list[float]]:
+    """Train with plain AdamW on the conversations of each batch, one by one.
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    Args:
+        logits_of: returns the logits of the next token, and of further ones, whose loss counts a tenth.
+
+    Returns:
+        the mean losses of each batch, of the next token first.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        total, count = torch.zeros(()), 0
+        totals, counts = [torch.zeros(()), torch.zeros(())], [0, 0]
         for row in batch.rows:
             for start, stop in pairwise(row.cu_seqlens.tolist()):
-                logits = model(torch.from_numpy(row.tokens[start:stop])[None]).logits[0]
-                each = torch.nn.functional.cross_entropy(
-                    logits, torch.from_numpy(row.labels[start:stop]), reduction="none"
-                )
-                total = total + (each * torch.from_numpy(row.loss_mask[start:stop])).sum()
-                count += int(row.loss_mask[start:stop].sum())
-        (total / count).backward()
+                labels, mask = torch.from_numpy(row.labels[start:stop]), torch.from_numpy(row.loss_mask[start:stop])
+                for further, logits in enumerate(logits_of(torch.from_numpy(row.tokens[start:stop])[None])):
+                    each = torch.nn.functional.cross_entropy(
+                        logits[: len(labels) - further], labels[further:], reduction="none"
+                    )
+                    totals[further] = totals[further] + (each * mask[further:]).sum()
+                    counts[further] += int(mask[further:].sum())
+        ((totals[0] + 0.1 * totals[1]) / counts[0]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(float(total.detach()) / count)
+        losses.append([float(total.detach()) / max(count, 1) for total, count in zip(totals, counts, strict=True)])
     return losses
+
+
+def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list[StepMetrics], list[RankBatch]]:
+    """Train 20 steps from a model's weights; return their metrics and batches."""
+    stored = read_hf_config(folder).settings
+    model = [f"model.{name}={'null' if value is None else str(value).lower()}" for name, value in stored.items()]
+    plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
+    short = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
+    settings = [f"model.init_from={folder}", "model.max_sequence_length=1024", *model, *plain, *short, *more]
+    settings.append("model.expert_bias_rate=0")  # transformers does not move the biases of experts
+    run_here(recipes.sft, SftConfig, overrides_of(dataset, run, *settings))
+    config = compose_config("sft", SftConfig, overrides_of(dataset, run, *settings))
+    loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
+    return recorded_run(run).steps, list(loader)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_experts_have_the_losses_of_plain_training_on_unpacked_conversations(family, dataset, tmp_path) -> None:
-    folder = save_tiny(family, tmp_path / "model")
-    stored = read_hf_config(folder).settings
-    model = [f"model.{name}={'null' if value is None else str(value).lower()}" for name, value in stored.items()]
-    plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
-    more = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
-    settings = [f"model.init_from={folder}", "model.max_sequence_length=1024", *model, *plain, *more]
-    settings.append("model.expert_bias_rate=0")  # transformers does not move the biases of experts
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, tmp_path / "run", *settings))
-    found = [step.loss for step in recorded_run(tmp_path / "run").steps]
+    from transformers import AutoModelForCausalLM
 
-    config = compose_config("sft", SftConfig, overrides_of(dataset, tmp_path / "run", *settings))
-    loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
-    expected = losses_of_transformers(folder, list(loader), 0.003)
-    assert found[-1] < found[0] - 0.3
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    folder = save_tiny(family, tmp_path / "model")
+    steps, batches = train_from(folder, dataset, tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = losses_of_plain_training(model, lambda tokens: [model(tokens).logits[0]], batches, 0.003)
+    assert steps[-1].loss < steps[0].loss - 0.3
+    np.testing.assert_allclose([step.loss for step in steps], [loss for loss, _ in expected], rtol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
+def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_by_bit(
+    family, dataset, tmp_path
+) -> None:
+    torch.manual_seed(8)
+    model = Predicting(family)
+    draw_biases(model)
+    model.save(tmp_path / "model")
+    steps, batches = train_from(tmp_path / "model", dataset, tmp_path / "run", "model.mtp_layers=1")
+    expected = losses_of_plain_training(model, model, batches, 0.003)
+    assert steps[-1].mtp_losses[0] < steps[0].mtp_losses[0] - 0.2
+    np.testing.assert_allclose([[step.loss, *step.mtp_losses] for step in steps], expected, rtol=1e-5)
+
+    # What was trained is in the export, in the form in which it came.
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[MTP_SETTINGS[0]] == 1
+    before, after = tensors(tmp_path / "model"), tensors(tmp_path / "out")
+    assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert {name.rpartition("e_score")[1] for name in set(before) - set(moved)} <= {"e_score"}
+    model.save(tmp_path / "plain")
+    for name, tensor in tensors(tmp_path / "plain").items():
+        torch.testing.assert_close(
+            after[name], tensor, rtol=0, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.nightly

@@ -227,6 +227,40 @@ def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
     assert all(torch.equal(back[key], right[key]) for key in right)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_weights_of_layers_that_predict_further_tokens_come_back_bit_by_bit(models, tmp_path, name) -> None:
+    from safetensors.torch import save_file
+
+    found = read_hf_config(models[name])
+    model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "mtp_layers": 1})
+    right = tensors(models[name])
+    # The layer is like the model's last one, with what joins it to the others.
+    last, further, torch_seed = "model.layers.1.", "model.layers.2.", torch.manual_seed(2)
+    right |= {
+        further + key.removeprefix(last): torch.randn(tensor.shape, generator=torch_seed).to(tensor.dtype)
+        for key, tensor in right.items()
+        if key.startswith(last)
+    }
+    for key, size in (("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,)), ("eh_proj", (32, 64))):
+        right[f"{further}{key}.weight"] = torch.randn(size, generator=torch_seed)
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    right |= {f"{further}{copy}.weight": right[f"{own}.weight"].clone() for copy, own in copies.items()}
+    save_file(right, tmp_path / "model.safetensors")
+    with runtime.start("cpu"), HfWeights(tmp_path) as weights:
+        join(ParallelConfig(), 1)
+        check_weights(weights, model, 300)
+        chunks = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
+        fill_model(chunks, weights, model, TensorShard())
+        back = dict(hf_tensors(chunks[0], model, 300))
+    assert set(back) == set(right)
+    assert all(torch.equal(back[key], right[key]) for key in right)
+
+    right[f"{further}embed_tokens.weight"][7] += 1
+    save_file(right, tmp_path / "model.safetensors")
+    with HfWeights(tmp_path) as weights, pytest.raises(HarnessError, match=r"2.embed_tokens.weight is not model.embed"):
+        fill_model(chunks, weights, model, TensorShard())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel"),

@@ -15,6 +15,7 @@ from harness.thd import (
     padded_lengths,
     padding_multiple,
     thd_from_arrays,
+    tokens_ahead,
     zero_loss_row,
 )
 
@@ -187,3 +188,21 @@ def test_padding_longer_than_every_sequence_raises_max_seqlen() -> None:
     assert pad_row(row, len(row) + 5).max_seqlen == 5
     # Kernels size their buffers by the longest entry of cu_seqlens_padded.
     assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14
+
+
+def test_what_lies_ahead_of_a_token_is_of_its_own_sequence_wherever_padding_is() -> None:
+    sequences = [
+        SequenceView(np.array(ids, np.int32), np.array(mask, np.uint8))
+        for ids, mask in (([5, 6, 7, 8], [0, 1, 1, 0]), ([30, 31], [1, 0]), ([9, 10, 11, 12], [1, 1, 0, 0]))
+    ]
+    ahead = tokens_ahead(build_thd_batch(sequences, pad_to_multiple=4), 1)
+    assert ahead.tokens.tolist() == [6, 7, 0, 0, 0, 0, 0, 0, 10, 11, 0, 0]
+    assert ahead.labels.tolist() == [7, 8, 0, 0, 0, 0, 0, 0, 11, 12, 0, 0]
+    assert ahead.loss_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    real = [True, True, False, False, False, False, False, False, True, True, False, False]
+    assert (~ahead.padding_mask).tolist() == real
+    further = tokens_ahead(build_thd_batch(sequences), 2)
+    assert further.labels.tolist() == [8, 0, 0, 0, 12, 0, 0]
+    assert (~further.padding_mask).tolist() == [True, False, False, False, True, False, False]
+    # A row of nobody's tokens, and its padding, have nothing ahead.
+    assert tokens_ahead(pad_row(zero_loss_row(2), 8), 1).padding_mask.all()

@@ -111,6 +111,10 @@ def export_checkpoint(
         )
     if adapters_only and keep_mtp:
         raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="leave one of them out")
+    if model.mtp_layers and keep_mtp:
+        raise ConfigError(
+            "the run trained its MTP layers, and every export has them", where="--mtp", fix="leave --mtp out"
+        )
     base_layers = _mtp_layers(model, path) if keep_mtp else iter(())
     with _claim(out) as writing, runtime.start("cpu"):
         join(ParallelConfig(), 1)
@@ -142,7 +146,7 @@ def export_checkpoint(
             instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
             data.missing.append(f"end tokens of the data: {instead}")
         config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
-        if not keep_mtp:
+        if not (keep_mtp or model.mtp_layers):
             config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}
         config.pop("quantization_config", None)  # the weights are written as they were trained
         generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}

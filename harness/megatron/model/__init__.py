@@ -6,6 +6,7 @@ from harness.megatron.model import lora
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import build_chunks, build_model, engine_layers, use_transformer_engine
 from harness.megatron.model.lora import check_same_adapters
+from harness.megatron.model.mtp import decoder_layers, predicted_losses, reset_predictions
 from harness.megatron.model.rotary import RowSelfAttention
 from harness.megatron.model.router import expert_metrics, routers, weigh_tokens
 
@@ -14,9 +15,12 @@ __all__ = [
     "build_chunks",
     "build_model",
     "check_same_adapters",
+    "decoder_layers",
     "engine_layers",
     "expert_metrics",
     "lora",
+    "predicted_losses",
+    "reset_predictions",
     "routers",
     "slow_parts",
     "use_transformer_engine",

@@ -28,6 +28,7 @@ from harness.megatron import compat
 from harness.megatron.model.attention import JointKeyNorm, JointQueryNorm, LatentNorm, RMSNorm, VarlenAttention
 from harness.megatron.model.fusions import choose_fusions
 from harness.megatron.model.lora import add_adapters
+from harness.megatron.model.mtp import PredictingModel, decoder_layers, predicting_layers
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
 from harness.megatron.weights import TensorShard
@@ -137,6 +138,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         **_experts(model, parallel, device),
         **_latents(model),
         **_fp8(model, parallel, device),
+        mtp_num_layers=model.mtp_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss,
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
         moe_token_dispatcher_type="alltoall",
@@ -327,10 +330,16 @@ def build_chunks(
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
         with_engine = engine_layers(model, parallel, device)
+        layers = _layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage)
+        further: dict[str, Any] = {}
+        if model.mtp_layers:
+            made = predicting_layers(config, layers, transformer_engine=with_engine, vp_stage=vp_stage)
+            further = {"mtp_block_spec": made}
         chunks.append(
-            GPTModel(
+            (PredictingModel if model.mtp_layers else GPTModel)(
                 config=config,
-                transformer_layer_spec=_layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage),
+                transformer_layer_spec=layers,
+                **further,
                 vocab_size=padded_vocab_size(vocab_size),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -367,7 +376,7 @@ def build_chunks(
 
 def _share_angles(chunk: GPTModel) -> None:
     """Give all layers of latent attention one rotary embedding: its angles are gathered once a microbatch."""
-    for layer in chunk.decoder.layers[1:]:
+    for _, layer in decoder_layers(chunk):
         layer.self_attention.rotary_pos_emb = chunk.decoder.layers[0].self_attention.rotary_pos_emb
 
 

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 
+from harness.megatron.model.mtp import decoder_layers
 from harness.plan import ModelConfig
 from harness.train import ExpertMetrics
 
@@ -29,6 +30,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
     """Megatron's router with losses, expert bias and statistics over real tokens.
 
     Attributes:
+        layer: number of its layer, 0 for the model's first.
         token_weight: weight of a real token in the losses, which Megatron divides by the trained tokens of the step.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         sums: of this step, by the names of `_SUMS`.
@@ -37,6 +39,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.layer = 0
         self.token_weight = 1.0
         self.shared_experts_ran = False
         self.reset()
@@ -147,10 +150,11 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 
     On GPUs Megatron draws them from a generator of each expert-parallel rank.
     """
-    for layer in chunk.decoder.layers:
+    for number, layer in decoder_layers(chunk):
         if not hasattr(layer.mlp, "router"):
             continue
         experts = layer.mlp
+        experts.router.layer = number
         if experts.shared_experts is not None:
             experts.shared_experts.register_forward_hook(_noting(experts.router))
         for parameter in experts.router.parameters():
@@ -159,7 +163,7 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             _prepare_biases(experts.experts)
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
-                _draw(expert, chunk.config, (model.seed * 10_007 + layer.layer_number) * 100_003 + index)
+                _draw(expert, chunk.config, (model.seed * 10_007 + number + 1) * 100_003 + index)
 
 
 def _noting(router: Router) -> Any:
@@ -227,9 +231,9 @@ def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, d
     """Return the statistics of the step over all ranks, which all take part, and begin those of the next.
 
     Args:
-        num_layers: of the whole model.
+        num_layers: of the whole model, with those that predict further tokens.
     """
-    found = {router.layer_number - 1: router for router in routers(chunks)}
+    found = {router.layer: router for router in routers(chunks)}
     experts = chunks[0].module.config.num_moe_experts
     table = torch.zeros(num_layers, experts + len(_SUMS), dtype=torch.float64, device=device)
     biases = torch.zeros(num_layers, dtype=torch.float64, device=device)

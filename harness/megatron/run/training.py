@@ -356,7 +356,8 @@ def _facts(config: RunConfig, task: Task, ranks: runtime.Runtime) -> dict[str, s
     model, parallel = config.model, config.parallel
     return {
         "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
-        f"vocabulary {task.vocab_size:,}, {model.dtype}",
+        f"vocabulary {task.vocab_size:,}, {model.dtype}"
+        + (f"; {model.mtp_layers} more that predict further tokens" if model.mtp_layers else ""),
         "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
         f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
         "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",

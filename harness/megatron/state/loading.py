@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -83,7 +84,8 @@ def sharded_weights(model: Any) -> dict[str, Any]:
     from each tensor: with it, a checkpoint of PyTorch's layers would lack something, and one of Transformer Engine's
     would have something that the others do not know.
     """
-    return {name: value for name, value in model.sharded_state_dict().items() if not _EXTRA_STATE.search(name)}
+    tensors = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
+    return {name: value for name, value in tensors.items() if not _EXTRA_STATE.search(name)}
 
 
 def put_weights(model: Any, weights: dict[str, Any]) -> None:

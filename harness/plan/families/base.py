@@ -67,6 +67,7 @@ class Family:
         has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
         ranks_groups_by: experts by whose sum the family's models rank a group of experts; 0 for no groups.
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
+        predicts_further: its models may have layers after their own that predict further tokens (MTP).
         has_experts_everywhere: no layer of its models is dense.
         norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
@@ -89,6 +90,7 @@ class Family:
     has_latents: bool = False
     ranks_groups_by: int = 0
     window_setting: str = "use_sliding_window"
+    predicts_further: bool = False
     has_experts_everywhere: bool = False
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None

@@ -1,7 +1,4 @@
-"""DeepSeek-V3 and R1, and Moonlight: multi-latent attention, and experts chosen by biased sigmoid scores in groups.
-
-Their layers that predict further tokens (MTP) are left out.
-"""
+"""DeepSeek-V3 and R1, and Moonlight: multi-latent attention, and experts chosen by biased sigmoid scores in groups."""
 
 from __future__ import annotations
 
@@ -37,14 +34,14 @@ def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def write_router(model: Any) -> dict[str, Any]:
-    """Return the values that `read_router` reads, and that further tokens are not predicted."""
+    """Return the values that `read_router` reads, and the number of layers that predict further tokens."""
     return {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
         "n_group": model.router_groups or 1,
         "topk_group": model.router_top_groups or 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_layers,
     }
 
 
@@ -53,6 +50,7 @@ FAMILY = Family(
     "DeepseekV3ForCausalLM",
     has_latents=True,
     ranks_groups_by=2,
+    predicts_further=True,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
     read=lambda values, refuse: latent.read(values, refuse) | read_router(values, refuse),
     write=lambda model: latent.write(model) | write_router(model),

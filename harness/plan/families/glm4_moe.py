@@ -1,7 +1,6 @@
 """GLM-4.5 and GLM-4.6: biases of queries, keys and values, half of each head rotated, and the experts of DeepSeek-V3.
 
-The models of 355 billion weights have norms of queries and keys, GLM-4.5-Air has none. Their layers that predict
-further tokens (MTP) are left out.
+The models of 355 billion weights have norms of queries and keys, GLM-4.5-Air has none.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ FAMILY = Family(
     chooses_head_norms=True,
     rotated_part=_ROTATED,
     ranks_groups_by=2,
+    predicts_further=True,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
     read=_read,
     write=_write,

@@ -34,6 +34,7 @@ FAMILY = Family(
     "Glm4MoeLiteForCausalLM",
     has_latents=True,
     ranks_groups_by=2,
+    predicts_further=True,
     experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
     read=_read,
     write=_write,

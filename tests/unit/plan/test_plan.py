@@ -71,6 +71,8 @@ def model_of(**settings) -> ModelConfig:
         {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 48, "dtype": "bfloat16"},
         {"family": "olmoe", "num_experts": 8, "num_query_groups": 4, "dtype": "bfloat16"},
         {"family": "glm4_moe", "qk_norm": True, "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
+        {"family": "glm4_moe", "qk_norm": False, "num_experts": 8, "tie_embeddings": False, "mtp_layers": 2},
+        {**LATENT, "num_experts": 8, "tie_embeddings": False, "mtp_layers": 1, "dtype": "bfloat16"},
         {"family": "gpt_oss", "num_experts": 8, "sliding_window": 600, "dtype": "bfloat16"},
         {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
         {**LATENT, "recompute": "selective"},
@@ -112,7 +114,9 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
             return tensor
 
         ids = np.arange(TOKENS + 1, dtype=np.int32) % VOCAB
-        row = to_device(build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU)
+        row = to_device(
+            build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU, mtp_layers=model.mtp_layers
+        )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             losses = run_row(chunks[0], row)
         found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -1,0 +1,148 @@
+"""Layers after the model's own that predict further tokens (multi-token prediction, MTP), trained on packed rows.
+
+The layers are Megatron's, the pass through them is not. Megatron moves tokens, labels and masks up by one inside
+bounds that do not count padding, which then changes training; its router counts padding there (0.16), or takes the
+last token of a sequence for padding (0.19); 0.19 weighs a row's loss by how many of its own tokens are predicted,
+which depends on the layout. Here the row brings what lies ahead of each token, and versions and layouts agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from harness.megatron import compat
+from harness.megatron.model.attention import RMSNorm
+
+
+class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of Megatron
+    """Megatron's GPTModel, whose layers after the last one each predict one token further.
+
+    Layer k combines the states of a token, after the layer before it, with the embedding of the k-th token ahead, and
+    predicts the one after that. Its losses are summed over the tokens whose own loss is trained there, as the model's
+    are, and Megatron divides both by the trained tokens of the step.
+
+    Attributes:
+        predicted: float64 [MTP layers, 2] of this step on this rank: summed losses, and trained tokens.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.predicted: Any = 0
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        labels: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        rotary_pos_emb: Any,
+        packed_seq_params: Any,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        """Return the losses [1, T / cp] of the last stage, its logits without labels, or what the next stage gets.
+
+        Further tokens are predicted in training alone, and from rows that bring what lies ahead.
+        """
+        if not self.post_process:
+            return hidden_states
+        ahead = packed_seq_params.ahead if isinstance(packed_seq_params, compat.PackedRow) else ()
+        if ahead and labels is not None and self.training and torch.is_grad_enabled():
+            hidden_states = self._predict(hidden_states, ahead, position_ids, rotary_pos_emb, packed_seq_params)
+        logits, _ = self.output_layer(hidden_states)
+        if labels is None:
+            made: torch.Tensor = logits.transpose(0, 1).contiguous()
+        else:
+            made = self.compute_language_model_loss(labels, logits)
+        return made
+
+    def _predict(
+        self, hidden_states: torch.Tensor, ahead: Sequence[Any], position_ids: torch.Tensor, angles: Any, row: Any
+    ) -> torch.Tensor:
+        """Attach the losses of further tokens to the states, whose backward pass then begins with theirs."""
+        states, sums, config = hidden_states, [], self.config
+        for layer, fields in zip(self.mtp.layers, ahead, strict=True):
+            embedded = self.embedding(input_ids=fields.tokens, position_ids=position_ids)
+            padding = fields.padding_mask
+            if config.sequence_parallel:
+                rank = parallel_state.get_tensor_model_parallel_rank()
+                padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+
+            def run(
+                states: torch.Tensor, embedded: torch.Tensor, layer: Any = layer, padding: torch.Tensor = padding
+            ) -> torch.Tensor:
+                joined = layer._concat_embeddings(states, embedded)
+                after, _ = compat.predicting_layer(layer)(
+                    hidden_states=joined,
+                    attention_mask=None,
+                    rotary_pos_emb=angles,
+                    packed_seq_params=row,
+                    padding_mask=padding,
+                )
+                normed: torch.Tensor = layer._postprocess(after)
+                return normed
+
+            if config.recompute_granularity == "full":
+                states = tensor_parallel.checkpoint(run, False, states, embedded)
+            else:
+                states = run(states, embedded)
+            losses = self.compute_language_model_loss(fields.labels, self.output_layer(states)[0])
+            losses = losses.float() * fields.loss_mask
+            scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, losses * scale)
+            sums.append(torch.stack((losses.detach().double().sum(), fields.loss_mask.double().sum())))
+        self.predicted = self.predicted + torch.stack(sums)
+        return hidden_states
+
+
+def predicting_layers(
+    config: TransformerConfig, block: Any, *, transformer_engine: bool, vp_stage: int | None
+) -> Any | None:
+    """Return the specification of the layers that predict further tokens, as the block's last; None on other stages."""
+    made = get_gpt_mtp_block_spec(config, block, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
+    if made is None:
+        return None
+    norms = {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
+    layers = [replace(layer, submodules=replace(layer.submodules, **norms)) for layer in made.layer_specs]
+    return replace(made, layer_specs=layers)
+
+
+def decoder_layers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
+    """Yield each decoder layer of a chunk with its number, 0 for the model's first; MTP layers come after its last."""
+    yield from ((layer.layer_number - 1, layer) for layer in chunk.decoder.layers)
+    if getattr(chunk, "mtp_process", False):
+        for place, layer in enumerate(chunk.mtp.layers):
+            yield chunk.config.num_layers + place, compat.predicting_layer(layer)
+
+
+def reset_predictions(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Begin the sums of a step."""
+    for chunk in chunks:
+        chunk.module.predicted = 0
+
+
+def predicted_losses(
+    chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
+) -> tuple[tuple[float, ...], int]:
+    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together.
+
+    Args:
+        num_layers: that predict further tokens.
+    """
+    sums = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)
+    for chunk in chunks:
+        sums += chunk.module.predicted
+    torch.distributed.all_reduce(sums)
+    # Tensor-parallel ranks all have the same losses.
+    sums /= parallel_state.get_tensor_model_parallel_world_size()
+    rows = sums.tolist()
+    return tuple(total / max(tokens, 1.0) for total, tokens in rows), round(sum(tokens for _, tokens in rows))

@@ -1,0 +1,102 @@
+"""Layers that predict further tokens train alike however conversations are packed and padded, and cross no end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.megatron.job import join, runtime
+from harness.megatron.model.gpt import build_model
+from harness.megatron.step import MegatronStep
+from harness.plan.layout import ParallelConfig
+from harness.plan.model import ModelConfig
+from harness.plan.settings import OptimizerConfig
+from harness.records import SequenceView
+from harness.thd import ThdBatch, build_thd_batch
+from harness.train import StepResult
+
+ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
+SIZES = {
+    "family": "glm4_moe",
+    "qk_norm": False,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_experts": 4,
+    "shared_ffn_hidden_size": 48,
+    "router_score": "sigmoid",
+    "expert_bias": True,
+    "expert_bias_rate": 0,
+    "z_loss": 0.01,
+    "tie_embeddings": False,
+    "mtp_layers": 2,
+    "init_std": 0.2,
+}
+
+
+def conversations() -> list[SequenceView]:
+    random = np.random.default_rng(4)
+    made = []
+    for length in (5, 18, 3, 9):
+        mask = np.append(random.integers(0, 2, length - 1), 0).astype(np.uint8)
+        made.append(SequenceView(random.integers(0, VOCAB, length).astype(np.int32), mask))
+    return made
+
+
+def train_each(rows: Sequence[Sequence[ThdBatch]], **settings) -> list[StepResult]:
+    """Return the result of a step on each of `rows`, from the same weights."""
+    with runtime.start("cpu"):
+        layout = join(ONE, 1)
+        chunks = build_model(ModelConfig(**{**SIZES, **settings}), ONE, vocab_size=VOCAB, device=CPU)
+        still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
+        step = MegatronStep(
+            chunks, optimizer=still, parallel=ONE, layout=layout, device=CPU, vocab_size=VOCAB, decay_steps=9
+        )
+        return [step.train(SimpleNamespace(rows=list(each))) for each in rows]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_further_tokens_train_alike_packed_padded_and_alone(recompute) -> None:
+    sequences = conversations()
+    packed, padded = build_thd_batch(sequences), build_thd_batch(sequences, pad_to_multiple=8)
+    alone = [build_thd_batch([sequence]) for sequence in sequences]
+    expected, *others = train_each([alone, [packed], [padded]], recompute=recompute)
+    # Each layer trains what a token of its own conversation that many further has a loss for.
+    masks = [sequence.loss_mask[:-1] for sequence in sequences]
+    assert expected.mtp_tokens == sum(int(mask[further:].sum()) for mask in masks for further in (1, 2))
+    assert all(loss > 1 for loss in expected.mtp_losses)
+    for other in others:
+        assert other.mtp_tokens == expected.mtp_tokens
+        np.testing.assert_allclose(other.mtp_losses, expected.mtp_losses, rtol=1e-6)
+        np.testing.assert_allclose(
+            [other.loss, other.grad_norm, other.experts.entropy],
+            [expected.loss, expected.grad_norm, expected.experts.entropy],
+            rtol=1e-6,
+        )
+        assert other.experts.routed_tokens == expected.experts.routed_tokens
+
+
+def test_their_losses_count_by_their_coefficient_and_leave_the_loss_of_the_model_as_it_is() -> None:
+    row = [build_thd_batch(conversations())]
+    (unweighted,), (weighted,) = (train_each([row], mtp_loss=coefficient) for coefficient in (0.0, 0.3))
+    assert unweighted.loss == weighted.loss
+    assert unweighted.mtp_losses == weighted.mtp_losses
+    assert weighted.grad_norm > unweighted.grad_norm * 1.001
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"family": "qwen3_moe", "qk_norm": None}, "family qwen3_moe have no layers that predict further tokens"),
+        ({"lora_rank": 4}, "adapters do not train"),
+        ({"tie_embeddings": True}, "share both the input embedding and the output layer"),
+    ],
+)
+def test_models_that_cannot_predict_further_tokens_are_refused(settings, reason) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ModelConfig(**{**SIZES, **settings})
