@@ -18,17 +18,23 @@ from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, M
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank, and its pipeline stage."""
+    """Bytes on the fullest rank, and its pipeline stage.
+
+    Attributes:
+        fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
+            next.
+    """
 
     stage: int
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    fp8: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.fp8
 
 
 @dataclass(frozen=True)
@@ -294,6 +300,8 @@ def plan_stage_memory(
     state = 8 if item == 4 else 12
     chunks = parallel.virtual_pipeline_parallel_size or 1
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
+    # Neither the embedding nor the output matrix is in 8 bits.
+    words = padded_vocab_size(vocab_size) * model.hidden_size // tp
     adapters = count_adapters(model, parallel, stage=stage)
     trained = adapters if model.lora_rank else weights
     experts = count_experts(model, parallel, stage=stage)
@@ -324,6 +332,7 @@ def plan_stage_memory(
         gradients=(2 if parallel.gradient_dtype == "bfloat16" else 4) * trained,
         optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
         activations=math.ceil(kept * max_tokens_per_rank),
+        fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
     )
 
 

@@ -109,7 +109,8 @@ class LayoutSearch:
         return (
             f"no layout fits: the smallest needs {memory.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} "
             f"usable ({memory.weights / gib:,.1f} weights + {memory.gradients / gib:,.1f} gradients + "
-            f"{memory.optimizer / gib:,.1f} optimizer + {memory.activations / gib:,.1f} activations)"
+            f"{memory.optimizer / gib:,.1f} optimizer + {memory.activations / gib:,.1f} activations"
+            + (f" + {memory.fp8 / gib:,.1f} weights in 8 bits)" if memory.fp8 else ")")
         )
 
 

@@ -25,7 +25,7 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
     for one in done:
         assert one.layers == model.num_layers // stages
         assert one.microbatches == 2 * stages
-        assert one.sharded_tensors > 8 * one.layers
+        assert one.sharded_tensors >= 6 * one.layers
         assert one.found["weights"] == one.planned["weights"]
         assert one.found["gradients"] == one.planned["gradients"]
         # The distributed optimizer pads its buffers, and cuts them where weights do not end.
@@ -92,6 +92,6 @@ def test_every_experiment_s_ranks_train_a_step(name) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_a_step_on_many_ranks(name, world_size) -> None:
     parity = compose_config("parity", ParityConfig)
-    experts = parity.kinds["qwen3_moe"].split() if "ep" in name else []
+    experts = parity.kinds["qwen3_moe"].split() if "ep" in name or "etp" in name else []
     config = compose_config("sft", SftConfig, [*parity.sft, *experts, f"parallel={name}"])
     check(rehearse(config.model, config.parallel, world_size=world_size), config.model, config.parallel, world_size)

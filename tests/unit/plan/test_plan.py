@@ -198,6 +198,14 @@ def test_transformer_engine_keeps_each_tensor_once_in_the_model_s_dtype() -> Non
     assert not kernels_on_gpu(model_of(dtype="float32"), two).engine  # which lacks attention for padded rows
 
 
+def test_products_in_8_bits_keep_two_copies_of_the_layers_weights() -> None:
+    config = compose_config("sft", SftConfig, ["experiment=llama3_8b_fp8_1node"])
+    planned = plan_run(to_plain(config), packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
+    half = count_weights(config.model, config.parallel, stage=0, vocab_size=128256)
+    assert planned.memory.fp8 == 2 * (half - 128256 * 4096)
+    assert planned.without_engine is None
+
+
 def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     settings = to_plain(compose_config("sft", SftConfig, ["experiment=llama3_8b_1node"]))
     planned = plan_run(settings, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))

@@ -94,12 +94,14 @@ def test_a_pipeline_waits_for_its_first_microbatch() -> None:
     assert parts["pipeline"] == pytest.approx(busy / 4 + output + 2 * 4000 * 8 * 4 / 1e5)
 
 
-def test_gradients_overlap_the_last_microbatch_and_weights_overlap_nothing() -> None:
+def test_gradients_overlap_the_last_microbatch_and_weights_the_first() -> None:
     split = seconds(ParallelConfig(distributed_optimizer=True), ranks=4)
-    assert split["data"] == pytest.approx(4 * 1000 * 3 / 4 / 1e5)
+    assert split["data"] == 0  # of weights too
+    apart = seconds(ParallelConfig(distributed_optimizer=True, overlap_weights=False), ranks=4)
+    assert apart["data"] == pytest.approx(4 * 1000 * 3 / 4 / 1e5)
     assert split["optimizer"] == pytest.approx(30 * 1000 / 4 / 1e6)
     assert seconds(ranks=4)["data"] == 0  # all of it overlaps the backward pass
-    alone = {"distributed_optimizer": True, "overlap_gradients": False}
+    alone = {"distributed_optimizer": True, "overlap_gradients": False, "overlap_weights": False}
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         found = seconds(ParallelConfig(gradient_dtype=dtype, **alone), ranks=4)["data"]
         assert found == pytest.approx((size + 4) * 1000 * 3 / 4 / 1e5)
@@ -113,6 +115,13 @@ def test_a_device_waits_between_kernels_and_for_a_host_that_is_slower_than_it() 
     fast, slow = (seconds(machine=replace(MACHINE, launch_s=share * busy / kernels)) for share in (0.99, 1.5))
     assert fast["launches"] == 0
     assert slow["launches"] == pytest.approx(busy / 2)
+
+
+def test_products_of_layers_are_faster_in_8_bits_and_the_output_matrix_is_not() -> None:
+    fast = seconds(model=ModelConfig(**{**vars(MODEL), "fp8": "tensorwise"}), machine=replace(MACHINE, fp8_speedup=2.0))
+    slow = seconds()["matrix products"]
+    share = 2 * 1024 / LINEAR
+    assert fast["matrix products"] == pytest.approx(slow * ((1 - share) / 2 + share))
 
 
 def test_small_messages_cost_as_much_as_their_number() -> None:
