@@ -178,11 +178,12 @@ class Lease:
         """True where another process has taken the lease over."""
         return self._lost is not None
 
-    def acquire(self, *, wait: bool = False) -> bytes:
+    def acquire(self, *, wait: bool = False, log: Callable[[str], None] = lambda line: None) -> bytes:
         """Take the lease; return what an interrupted owner left in it.
 
         Args:
             wait: until the other owner releases it, however long that takes.
+            log: called with a line that names the owner when the wait begins.
 
         Raises:
             FormatError: another process holds it.
@@ -201,6 +202,8 @@ class Lease:
                 if expected != seen:
                     if seen and owner and not wait:
                         raise self._refused(owner)
+                    if owner and not seen and not _is_dead(owner):
+                        log(f"waits for {_name(owner)}: {self.where}")
                     seen, until = expected, time.monotonic() + LEASE_S
                 is_free = not owner or _is_dead(owner) or time.monotonic() >= until
             if is_free:
@@ -270,9 +273,7 @@ class Lease:
                 self._put()
 
     def _refused(self, owner: dict[str, Any]) -> FormatError:
-        self.holder = "a process that has left no name"
-        if owner:
-            self.holder = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+        self.holder = _name(owner)
         return FormatError(
             f"another process is writing here: {self.holder}",
             where=self.where,
@@ -281,10 +282,10 @@ class Lease:
 
 
 @contextlib.contextmanager
-def leased(store: ClaimStore, name: str) -> Iterator[None]:
-    """Hold a lease for a block, after waiting for its owner."""
+def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Hold a lease for a block, after waiting for its owner, which `log` names."""
     lease = Lease(store, name)
-    lease.acquire(wait=True)
+    lease.acquire(wait=True, log=log)
     try:
         yield
     finally:
@@ -304,6 +305,13 @@ def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
     except ValueError:
         return {}, b""
     return (owner if isinstance(owner, dict) and "token" in owner else {}), body
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "a process that has left no name"
+    host = str(owner.get("host")).partition(" ")[0]
+    return f"process {owner.get('pid')} on {host}, since {owner.get('since')}"
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:

@@ -145,8 +145,8 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
     assert {name for name in names if name.endswith("description.txt")} <= built(proxy)
 
 
-def test_a_builder_waits_for_another_and_finds_what_it_has_made(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: Any, job: Any
+def test_a_builder_waits_for_another_and_names_it(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: Any
 ) -> None:
     corpus = write_corpus(tmp_path / "one", 80, seed=1)
     shared = settings(corpus, path_to_cache=place)
@@ -168,6 +168,7 @@ def test_a_builder_waits_for_another_and_finds_what_it_has_made(
     for thread in threads:
         thread.join()
     assert order == ["one begins", "one ends", "two begins", "two ends"]
+    assert f"building indices: waits for process {os.getpid()} on" in capsys.readouterr().out
     for name in ("fast_cache_load", "defer_npy_index_mmap"):
         with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
             replace(shared, **{name: True})

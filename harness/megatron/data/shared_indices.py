@@ -45,7 +45,7 @@ class SharedIndices:
             with self._fetching():
                 yield
             return
-        with leased(self._store, _BUILDING):
+        with leased(self._store, _BUILDING, log=lambda line: print(f"building indices: {line}", flush=True)):
             with self._fetching() as remote:
                 yield
             self._upload(remote)
