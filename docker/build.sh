@@ -3,7 +3,8 @@
 #
 #   docker/build.sh [--tag NAME] [--base IMAGE] [--sqsh FILE] [-- BUILD ARGUMENT...]
 #
-# --base replaces BASE_IMAGE of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis.
+# --base replaces BASE_IMAGE and BASE_DIGEST of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis,
+# and FILE.sha256 beside it.
 # ENGINE chooses one of docker, podman and buildah if several are installed.
 set -euo pipefail
 from=$PWD
@@ -20,7 +21,7 @@ while (($#)); do
       [[ $# -ge 2 ]] || { echo "build.sh: $1 needs a value" >&2; exit 2; }
       case $1 in
         --tag) tag=$2 ;;
-        --base) BASE_IMAGE=$2 ;;
+        --base) BASE_IMAGE=$2 BASE_DIGEST= ;;
         --sqsh) [[ $2 == /* ]] && sqsh=$2 || sqsh=$from/$2 ;;
       esac
       shift 2
@@ -31,7 +32,7 @@ while (($#)); do
       break
       ;;
     -h | --help)
-      sed -n '2,7s/^# \{0,1\}//p' "$0"
+      sed -n '2,8s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
     *)
@@ -40,6 +41,13 @@ while (($#)); do
       ;;
   esac
 done
+
+# Engines refuse a name with a tag and a digest. A colon before a slash is that of a port.
+if [[ -n $BASE_DIGEST ]]; then
+  [[ $BASE_DIGEST =~ ^sha256:[0-9a-f]{64}$ ]] || { echo "build.sh: BASE_DIGEST is $BASE_DIGEST" >&2; exit 2; }
+  [[ ${BASE_IMAGE##*/} != *:* ]] || BASE_IMAGE=${BASE_IMAGE%:*}
+  BASE_IMAGE=$BASE_IMAGE@$BASE_DIGEST
+fi
 
 engine=${ENGINE:-}
 if [[ -z $engine ]]; then
@@ -84,7 +92,11 @@ if [[ -n $sqsh && ! -d $(dirname "$sqsh") ]]; then
 fi
 
 "${build[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --tag "$tag" --file docker/Dockerfile "${extra[@]}" .
-echo "built $tag on $BASE_IMAGE"
+case $engine in
+  buildah) size=$(buildah images --format '{{.Size}}' "$tag") ;;
+  *) size=$("$engine" image inspect --format '{{.Size}}' "$tag" | numfmt --to=si --suffix=B) ;;
+esac
+echo "built $tag on $BASE_IMAGE, $size"
 
 if [[ -n $sqsh ]]; then
   case $engine in
@@ -92,5 +104,7 @@ if [[ -n $sqsh ]]; then
     podman) source_uri="podman://$tag" ;;
   esac
   enroot import --output "$sqsh" "$source_uri"
+  # With it, jobs that copy the image to their nodes need not read it twice (cluster.local_dir).
+  (cd "$(dirname "$sqsh")" && sha256sum "$(basename "$sqsh")" >"$(basename "$sqsh").sha256")
   echo "wrote $sqsh"
 fi

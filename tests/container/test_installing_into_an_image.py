@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -134,6 +135,49 @@ def test_the_torch_and_the_constraints_of_the_base_are_kept(image: Image) -> Non
     assert versions["trainer"] == "1.5", "a newer version would need another torch"
     assert "to be added: reader>=2 trainer>=1 plotter" in done.stdout
     assert image.install("--extras", "report").stdout.strip().endswith("to be added:")
+
+
+def test_pins_that_the_base_contradicts_give_way(image: Image) -> None:
+    """`helper` of the base is older than the one that the pinned version needs."""
+    make_wheel(image.folder / "wheels", "reader", "3.0", "helper>=2")
+    image.write("reader==3.0\nplotter==1.0\n", PROJECT)
+    done = image.install("--extras", "report")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the base contradicts the pins of reader: without them" in done.stdout
+    versions = image.versions()
+    assert (versions["helper"], versions["reader"], versions["plotter"]) == ("1.0", "2.1", "1.0")
+
+
+def test_an_archive_of_a_locked_version_must_have_its_hash(image: Image) -> None:
+    hashes, wheel = image.folder / "install" / "hashes.txt", image.folder / "wheels" / "reader-2.1-py3-none-any.whl"
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    hashes.write_text(f"reader==2.1 --hash=sha256:{'0' * 64}\n")
+    done = image.install("--extras", "train")
+    assert done.returncode != 0
+    assert f"the archive of reader==2.1 has another hash than in hashes.txt: {right}" in done.stderr
+    assert "reader" not in image.versions()
+    hashes.write_text(f"reader==2.1 --hash=sha256:{'0' * 64} --hash=sha256:{right}\n")
+    done = image.install("--extras", "train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not in hashes.txt, with the hash of the index: trainer==1.5" in done.stdout
+    assert image.install("--sbom", str(image.folder / "sbom.json")).returncode == 0
+    listed = {part["name"]: part for part in json.loads((image.folder / "sbom.json").read_text())["components"]}
+    assert listed["reader"]["hashes"] == [{"alg": "SHA-256", "content": right}]
+    assert listed["torch"]["version"] == "2.9.0a0+nv26.6"
+
+
+def test_the_locked_hashes_are_those_of_the_pinned_versions() -> None:
+    pins = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    environment = {"python_version": "3.12"}
+    pinned = {
+        f"{pin.name}{pin.specifier}"
+        for pin in map(Requirement, filter(None, pins))
+        if not pin.marker or pin.marker.evaluate(environment)
+    }
+    locked = [line.split()[0] for line in (DOCKER / "hashes.txt").read_text().splitlines() if line[0] != "#"]
+    names = {pin.partition("==")[0] for pin in pinned}
+    assert [pin for pin in locked if pin.partition("==")[0] in names and pin not in pinned] == []
+    assert {"numpy", "pyarrow", "tokenizers", "megatron-core"} <= {pin.partition("==")[0] for pin in locked}
 
 
 def test_a_dependency_that_needs_another_torch_is_refused(image: Image) -> None:
