@@ -26,7 +26,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
-from harness.launch import become_rank_of_slurm
+from harness.launch import become_rank_of_slurm, bind_rank
 from harness.mistakes import KnownSettings
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.settings import CONFIGS, nearest_name, render_settings
@@ -286,6 +286,7 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
                 if options.show:
                     print(render_settings(config), end="")
                     return
+                bind_rank()
                 code = main(config)
                 if code:
                     sys.exit(code)

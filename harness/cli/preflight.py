@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import bounded, check_numbers
+from harness.checks import LONGEST_S, bounded, check_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
 from harness.launch import PreflightConfig
@@ -176,6 +176,23 @@ def probe(
     run_checks(checks, node=place.node, timeout_s=timeout_s)
     # A thread that hangs in the kernel would keep the interpreter from ending.
     os._exit(0)
+
+
+@preflight_app.command(cls=class_of(ProbeSettings))
+def copy(
+    context: typer.Context,
+    local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
+) -> None:
+    """Copy datasets and weights to the disk of this node, as far as they are not there; prints JSON lines."""
+    from harness.launch import place_in_slurm
+    from harness.launch.preflight import copy_checks, run_checks
+
+    settings: ProbeSettings = context.obj
+    paths = [path for path in (*settings.data.path, settings.model.init_from) if path and "://" not in path]
+    checks = copy_checks(paths, local_dir, timeout_s=settings.cluster.preflight.timeout_s)
+    # Each ends by itself where nothing moves; the whole takes as long as it takes.
+    run_checks(checks, node=place_in_slurm().node, timeout_s=LONGEST_S)
+    os._exit(0)  # a thread that hangs in the kernel would keep the interpreter from ending
 
 
 @preflight_app.command(cls=class_of(JudgeSettings, {"--nodes": 0, "--gpus": "cluster.gpus_per_node"}))

@@ -7,6 +7,7 @@ the checks that the script runs on every node. Read `script` first: the texts in
 
 from __future__ import annotations
 
+from harness.launch.binding import bind_rank
 from harness.launch.cluster import ClusterConfig, PreflightConfig, SubmitConfig
 from harness.launch.detect import detect_cluster
 from harness.launch.local import STORE_FD, start_ranks
@@ -23,6 +24,7 @@ __all__ = [
     "QueuedJob",
     "SubmitConfig",
     "become_rank_of_slurm",
+    "bind_rank",
     "cancel_jobs",
     "check_arguments",
     "detect_cluster",

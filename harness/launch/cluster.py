@@ -82,12 +82,17 @@ class ClusterConfig:
         mounts: `SOURCE:TARGET[:flags]` of the container; they must include the run's folder and the datasets.
         container_name: unpack the image once per node and job, into a container with a name, instead of once per step;
             where Pyxis keeps such containers to the job (`container_scope=job`).
+        local_dir: folder on the nodes' own disks, such as `/scratch/me`. Each node copies image, datasets and weights
+            there before the first step, once and with their hashes, and the ranks read the copies. What an earlier job
+            has copied is kept, so that the same data is copied once; the site or its users remove it. Pairs of a corpus
+            and data in buckets are read where they are. Empty to read everything where it is.
         container_writable: let the job write to the file system of the container, which is lost with it.
         mpi: `--mpi` of srun, such as `none` or `pmix` where the site's default fails; empty for the default.
         workdir: folder to run in; empty for the folder of `harness submit`, or the project's folder in a container.
         setup: shell lines that run before everything else, such as `module load`.
         env: environment variables of every rank.
-        cpu_bind: `--cpu-bind` of srun, such as `cores`; empty for the cluster's default.
+        cpu_bind: `--cpu-bind` of srun, such as `cores`; empty for the cluster's default. With torchrun, any but `none`
+            binds each rank to its share of the cores of its GPU's NUMA node.
         master_addr: address of the first node as the other nodes reach it; `%N` is replaced by its name.
         signal_lead_s: seconds before the time limit at which the ranks are asked to checkpoint; more than one step and
             one checkpoint take.
@@ -120,6 +125,7 @@ class ClusterConfig:
     image: str = ""
     mounts: list[str] = field(default_factory=list)
     container_name: bool = False
+    local_dir: str = ""
     container_writable: bool = False
     mpi: str = ""
     workdir: str = ""
@@ -157,6 +163,13 @@ class ClusterConfig:
             )
         require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")
         require_choice(self.successor, SUCCESSORS, setting="cluster.successor")
+        check_directive(self.local_dir, "cluster.local_dir")
+        if self.local_dir and (not self.local_dir.startswith("/") or not self.local_dir.strip("/")):
+            raise ConfigError(
+                f"{self.local_dir!r} is not a folder of its own",
+                where="cluster.local_dir",
+                fix="name one by its full path, such as /scratch/NAME",
+            )
         for option in self.sbatch:
             check_directive(option, "cluster.sbatch")
             if not option.startswith("--"):

@@ -26,6 +26,8 @@ _SITES = {
 _FIRMWARE = Path("/sys/class/dmi/id")
 # Features of nodes that sites name their fabric by.
 _ROCE = re.compile(r"(^|[,_-])(roce|spectrum)", re.IGNORECASE)
+# Google's blueprints name partitions and features by the machine.
+_GOOGLE = (("gcp_a3mega", re.compile(r"a3-?mega")), ("gcp_a3high", re.compile(r"a3-?high|\ba3\b")))
 _GB200 = re.compile(r"gb[23]00", re.IGNORECASE)
 
 
@@ -118,6 +120,8 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
         site = ""
     elif _GB200.search(f"{nodes.gpu},{nodes.features}"):
         site = "gb200"
+    elif site == "gcp_a3ultra":
+        site = next((name for name, kind in _GOOGLE if kind.search(f"{nodes.name},{nodes.features}")), site)
     elif not site and _ROCE.search(nodes.features):
         site = "roce"
     lines = [

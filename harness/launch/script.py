@@ -64,6 +64,14 @@ preflight() {
     "${harness[@]}" preflight reduce cluster.preflight.timeout_s=@timeout@ >"$answers.reduce" 2>"$answers.reduce.srun"
   judge "$answers.reduce" tasks_per_node=@tasks@ @rates@
 }
+preflight
+case $? in
+  0) ;;
+  3) @failed@ ;;
+  *) echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1 ;;
+esac"""
+
+JUDGE = """\
 # Where the first node hangs too, the names of the nodes without an answer are all that can be reported.
 judge() {
   local code
@@ -77,13 +85,69 @@ judge() {
     grep -q "node.: .${node}[^-.a-z0-9]" "$1" || echo "preflight: $node: no answer from the node"
   done
   return 1
+}"""
+
+COPY_IMAGE = """\
+# Once per node: a part that an earlier attempt copied is continued, and the whole must have the hash of the original.
+copy_image='
+  stamp=$(stat -L -c %s-%Y "$1") && mkdir -p "${2%/*}" && exec 9>"$2.lock" && flock 9 || exit 1
+  [[ ! -s $2 || $(cat "$2.copied" 2>/dev/null) != "$stamp" ]] || exit 0
+  rm -f "$2.copied" "$2"
+  for old in "$2".*.partial; do [[ $old == "$2.$stamp.partial" ]] || rm -f "$old"; done
+  for try in 1 2; do
+    tail -c "+$(($(stat -c %s "$2.$stamp.partial" 2>/dev/null || echo 0) + 1))" "$1" >>"$2.$stamp.partial" || exit 1
+    [[ $(sha256sum <"$2.$stamp.partial") != "$3  -" ]] || break
+    rm "$2.$stamp.partial"
+    [[ $try == 1 ]] || { echo "the copy of $1 has another hash than the original" >&2; exit 1; }
+  done
+  mv "$2.$stamp.partial" "$2" && echo "$stamp" >"$2.copied"'
+# Where one node cannot have the image on its disk, all read it where it is.
+image=@image@
+image_hash=$(cut -d ' ' -f 1 "$image.sha256" 2>/dev/null) || image_hash=$(sha256sum <"$image" | cut -d ' ' -f 1)
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --label \\
+  bash -c "$copy_image" copy "$image" "@local@$image" "$image_hash" &
+copying=$!
+while kill -0 "$copying" 2>/dev/null; do wait "$copying"; done
+if wait "$copying"; then
+  image=@local@$image
+else
+  echo "not every node could copy the image to @local@: it is read from $image"
+fi
+container+=(--container-image="$image")
+on_first_node+=(--container-image="$image")
+on_each_node+=(--container-image="$image")
+on_each_rank+=(--container-image="$image")"""
+
+# Containers mount it.
+MAKE_LOCAL_DIR = (
+    'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 mkdir -p @local@'
+)
+
+COPY = """\
+# Copy the data to the nodes that train, before the first step and where another node takes part.
+copy_data() {
+  local answers=$logs/copies-$SLURM_JOB_ID.jsonl nodes
+  nodes=@nodes@
+  [[ $nodes != "$copied_to" ]] || return 0
+  rm -f "$answers.failed"
+  "${on_each_node[@]}"@train_on@ --label --kill-on-bad-exit=0 \\
+    "${harness[@]}" preflight copy @local@@needed@ cluster.preflight.timeout_s=@timeout@ \\
+    >"$answers" 2>"$answers.srun" &
+  copying=$!
+  while kill -0 "$copying" 2>/dev/null; do wait "$copying"; done
+  judge "$answers" && copied_to=$nodes
 }
-preflight
-case $? in
-  0) ;;
-  3) @failed@ ;;
-  *) echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1 ;;
-esac"""
+copy_to_nodes() {
+  while :; do
+    copy_data
+    case $? in
+      0) return ;;
+      3) @failed@ ;;
+      *) echo "copies: job $SLURM_JOB_ID does not start" >&2; end_run 1 ;;
+    esac
+  done
+}
+copied_to=''"""
 
 CONTROLLER = """\
 # Slurm's controller may be away for minutes: ask again, at longer intervals, until it accepts or refuses the request.
@@ -336,7 +400,7 @@ ENDING = """\
 # A failed run starts again here first, which costs seconds; then through Slurm, perhaps on other nodes.
 restarted=0
 while :; do
-  run_ranks
+@copy@  run_ranks
   code=$?
   if ((code == 0)); then
     echo "finished: $run_dir"
@@ -383,6 +447,7 @@ class Job:
         workdir: absolute path of the folder to run in.
         python: interpreter of the job.
         data: datasets that every node must be able to read; empty checks none.
+        copied: those of them that each node copies to its own disk where `cluster.local_dir` is set.
         weights: folder of the initial weights, if any.
         live: folders of live chunks.
         code: digest that the code on the nodes must have; empty for any that is the same on all.
@@ -396,6 +461,7 @@ class Job:
     workdir: str
     python: str
     data: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     weights: str | None = None
     live: tuple[str, ...] = ()
     code: str = ""
@@ -423,6 +489,8 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     own = {"nodes": job.nodes, "ranks": cluster.ranks_per_node}
     train_on, replace = (' "${train_on[@]}"', "  replace_failed\n") if cluster.spares else ("", "")
     restarts = max(cluster.restarts, cluster.spares)
+    copied = cluster.local_dir and (job.copied or job.weights)
+    copy = "  copy_to_nodes\n" if copied else ""
     of = f" of {restarts}" if restarts else ""  # a run that leaves a slow node starts again anyway
     sections = [
         [
@@ -442,6 +510,9 @@ def render(job: Job, cluster: ClusterConfig) -> str:
             f"harness=({shlex.join(harness)})",
             "# resume=auto: the first attempt finds no checkpoint; later ones resume from the newest complete one.",
             f"program=({shlex.join(_program(job, cluster))})",
+            *([f"export HARNESS_LOCAL_DIR={cluster.local_dir}"] if cluster.local_dir else []),
+            # srun binds the ranks that it starts.
+            *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and _binds(cluster) else []),
         ],
         _steps(job, cluster),
         [CONTROLLER],
@@ -449,11 +520,26 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [_fill(RENDEZVOUS, master_addr=address)],
         [forwarding(cluster)],
         [_fill(SPARES, **own, master_addr=address)] if cluster.spares else [],
+        [_fill(COPY_IMAGE if copies_image(cluster) else MAKE_LOCAL_DIR, image=cluster.image, local=cluster.local_dir)]
+        if cluster.local_dir and cluster.image
+        else [],
         [] if cluster.successor == "none" else ["submit_successor &"],
+        [_fill(JUDGE, limit=f"{cluster.preflight.timeout_s + 5:g}")] if cluster.preflight.enabled or copied else [],
         [_preflight(job, cluster)] if cluster.preflight.enabled else [],
         ["[[ ${train_on[*]:-} ]] || choose_nodes || run_again"] if cluster.spares else [],
+        [_copies(job, cluster, train_on)] if copied else [],
         [_fill(SRUN_RANKS if cluster.launcher == "srun" else TORCHRUN_RANKS, train_on=train_on)],
-        [_fill(ENDING, max_same=cluster.max_same_failures, restarts=restarts, limit=limit, replace=replace, of=of)],
+        [
+            _fill(
+                ENDING,
+                max_same=cluster.max_same_failures,
+                restarts=restarts,
+                limit=limit,
+                replace=replace,
+                of=of,
+                copy=copy,
+            )
+        ],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
 
@@ -463,6 +549,15 @@ def forwarding(cluster: ClusterConfig) -> str:
     dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # of one that a refused requeue needs
     spare = 'choose_nodes "$slow"; then\n    here=true\n  elif ' if cluster.spares else ""
     return _fill(FORWARDING, exclude=shlex.quote(cluster.exclude), dependency=dependency, spare=spare)
+
+
+def _binds(cluster: ClusterConfig) -> bool:
+    return cluster.cpu_bind not in ("", "no", "none")
+
+
+def copies_image(cluster: ClusterConfig) -> bool:
+    """Return whether nodes copy the image: not one of a registry, which Enroot keeps itself."""
+    return bool(cluster.local_dir) and cluster.image.startswith("/")
 
 
 def _fill(text: str, **values: object) -> str:
@@ -518,8 +613,10 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     ranks, cpus = cluster.ranks_per_node, cluster.cpus_per_rank
     container = ""
     if cluster.image:
-        options = [f"--container-image={cluster.image}", f"--container-workdir={job.workdir}"]
-        options += [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
+        options = [] if copies_image(cluster) else [f"--container-image={cluster.image}"]
+        options += [f"--container-workdir={job.workdir}"]
+        local = [f"{cluster.local_dir}:{cluster.local_dir}"] if cluster.local_dir else []
+        options += [f"--container-mounts={','.join([*cluster.mounts, *local])}"] if cluster.mounts or local else []
         names = ",".join(["MASTER_ADDR", "MASTER_PORT", *cluster.env])
         options += ["--no-container-mount-home", f"--container-env={names}"]
         options += ["--container-writable"] if cluster.container_writable else []
@@ -552,8 +649,7 @@ def _list(paths: Sequence[str]) -> str:
 
 def _preflight(job: Job, cluster: ClusterConfig) -> str:
     limits = cluster.preflight
-    needed = [f"data.path={_list(job.data)}"] if job.data else []
-    needed += [f"model.init_from={job.weights}"] if job.weights else []
+    needed = _needed(job.data, job.weights)
     needed += [f"data.live.path={_list(job.live)}"] if job.live else []
     of_hosts = ("min_shm_mib", "min_disk_gib", "max_clock_offset_s", "min_inodes", "min_read_mib_s")
     of_links = ("min_node_gb_s", "min_pair_gb_s", "min_all_gb_s", "min_gemm_tflops")
@@ -565,14 +661,9 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
     rates = [f"cluster.preflight.{name}={getattr(limits, name)}" for name in of_links]
     tasks = cluster.ranks_per_node if cluster.gpus_per_node else 1
     every, spares = job.nodes + cluster.spares, bool(cluster.spares)
-    file = '"$logs/preflight-$SLURM_JOB_ID.jsonl.failed"'
-    does_not_start = 'echo "preflight: job $SLURM_JOB_ID does not start" >&2; end_run 1'
     return _fill(
         PREFLIGHT,
-        failed=(f"choose_nodes {file} || {{ " if spares else "")
-        + (f"leave_out {file} && run_again; " if limits.exclude_failed else "")
-        + does_not_start
-        + ("; }" if spares else ""),
+        failed=_without_failed(cluster, "preflight"),
         # Spare nodes too; srun takes the last of two equal options.
         all_nodes=f" --nodes={every} --ntasks={every}" if spares else "",
         all_tasks=f" --nodes={every} --ntasks={every * tasks}" if spares else "",
@@ -585,4 +676,29 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         expected=shlex.join(expected),
         # With GPUs, every GPU takes part, over the links that training uses.
         reduce_step="on_each_rank" if cluster.gpus_per_node else "on_each_node",
+    )
+
+
+def _needed(data: Sequence[str], weights: str | None) -> list[str]:
+    return ([f"data.path={_list(data)}"] if data else []) + ([f"model.init_from={weights}"] if weights else [])
+
+
+def _without_failed(cluster: ClusterConfig, step: str) -> str:
+    """Return what the script does where nodes that it can do without have failed in a step before the first one."""
+    file = f'"$logs/{step}-$SLURM_JOB_ID.jsonl.failed"'
+    requeue = f"leave_out {file} && run_again; " if cluster.preflight.exclude_failed else ""
+    otherwise = f'{requeue}echo "{step}: job $SLURM_JOB_ID does not start" >&2; end_run 1'
+    return f"choose_nodes {file} || {{ {otherwise}; }}" if cluster.spares else otherwise
+
+
+def _copies(job: Job, cluster: ClusterConfig, train_on: str) -> str:
+    names = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)'
+    return _fill(
+        COPY,
+        nodes='$(IFS=, && echo "${train_nodes[*]}")' if cluster.spares else names,
+        train_on=train_on,
+        local=cluster.local_dir,
+        needed="".join(f" {shlex.quote(setting)}" for setting in _needed(job.copied, job.weights)),
+        timeout=f"{cluster.preflight.timeout_s:g}",
+        failed=_without_failed(cluster, "copies"),
     )

@@ -91,6 +91,8 @@ def plan_job(
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=dataset_paths(settings),
+        # Megatron's indices of a corpus have the paths of its pairs in them.
+        copied=() if "blend_per_split" in settings["data"] else (*dataset_paths(settings), *_evaluation(settings)),
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
@@ -127,6 +129,10 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     paths = [source["path"] for source in data["blend"]] or ([] if live_paths(settings) else [data["path"]])
     paths += [data["validation_path"]] if data["validation_path"] else []
     return tuple(paths)
+
+
+def _evaluation(settings: dict[str, Any]) -> list[str]:
+    return list((settings["data"].get("evaluation") or {}).values())
 
 
 def refuse_second_job(run_dir: Path) -> None:

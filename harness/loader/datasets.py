@@ -20,7 +20,7 @@ from harness.formats import PackReader, Provenance, holds_dataset, holds_manifes
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import is_uri, join_path
+from harness.storage import is_uri, join_path, local_copy
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -308,13 +308,13 @@ class RunData:
 
 
 def open_datasets(config: DataConfig) -> RunData:
-    """Open the datasets of a run.
+    """Open the datasets of a run, in their copies on this node where there are any.
 
     Raises:
         FormatError: a dataset is missing or damaged.
         ConfigError: training and validation sets, the sources of a blend, or the required tokenizer do not match.
     """
-    opened = [open_train(path) for path in [source.path for source in config.blend] or [config.path]]
+    opened = [open_train(local_copy(path)) for path in [source.path for source in config.blend] or [config.path]]
     trains = [train for train, _ in opened]
     blend = None
     if config.blend:
@@ -327,7 +327,7 @@ def open_datasets(config: DataConfig) -> RunData:
     train = JoinedReader(trains) if blend is not None else trains[0]
     besides = [beside for _, beside in opened if beside is not None]
     if config.validation_path is not None:
-        besides = [config.validation_path]
+        besides = [local_copy(config.validation_path)]
     validations = [open_dataset(path) for path in besides]
     evaluation = _open_evaluation(config)
     for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
@@ -361,7 +361,7 @@ def open_live(config: DataConfig) -> LiveData:
     if name:
         settings, mask_of = as_prepared(settings, name)
     tokenizer = ChatTokenizer(settings, name) if name else None
-    validation = open_dataset(config.validation_path) if config.validation_path is not None else None
+    validation = open_dataset(local_copy(config.validation_path)) if config.validation_path is not None else None
     evaluation = _open_evaluation(config)
     for reader in (validation, *evaluation.values()):
         if reader is not None and name:
@@ -372,7 +372,8 @@ def open_live(config: DataConfig) -> LiveData:
 def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
     """Open the named validation sets; of a folder with several splits, its `validation`."""
     opened = {}
-    for name, path in config.evaluation.items():
+    for name, original in config.evaluation.items():
+        path = local_copy(original)
         inner = join_path(path, "validation")
         opened[name] = open_dataset(inner if _is_folder(inner) and not holds_manifest(path) else path)
     return opened

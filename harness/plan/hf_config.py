@@ -10,6 +10,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.plan.families import FAMILIES, MISSING, Family, Refuse
 from harness.plan.model import ModelConfig
+from harness.storage import local_copy
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -205,9 +206,9 @@ def _yarn(model: ModelConfig) -> dict[str, Any]:
 
 
 def find_weights(init_from: str) -> Path:
-    """Return the folder of `init_from`: itself, or the local copy of a model of the hub, downloaded if necessary."""
+    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
     if Path(init_from).is_dir():
-        return Path(init_from)
+        return Path(local_copy(init_from))
     try:
         from huggingface_hub import snapshot_download
 

@@ -5,6 +5,7 @@
     name_bus_errors()                 a mapped file that became unreadable is named
     AtomicFile(path)                   a file that exists under its name only once it is complete
     Marker(path)                       the lock of a writer, which outlives it if it is killed
+    copy_to_node(path, local_dir)      a folder copied to this node's disk, and local_copy(path), which finds it
     write_checksums(folder, files)     sizes and hashes of a checkpoint or an export, and a hash of themselves
 
 Read `folders` first: the interface that readers and writers of datasets use.
@@ -39,6 +40,7 @@ from harness.storage.files import (
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
+from harness.storage.local_copies import LocalCopy, copy_to_node, local_copy
 from harness.storage.mapped import bus_error_at, name_bus_errors
 from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact, relative_path, resolve_path
@@ -54,6 +56,7 @@ __all__ = [
     "Lease",
     "ListedObject",
     "LocalCache",
+    "LocalCopy",
     "LocalFolder",
     "Marker",
     "NpyStream",
@@ -63,6 +66,7 @@ __all__ = [
     "Stamp",
     "StoredFile",
     "bus_error_at",
+    "copy_to_node",
     "digest_files",
     "digest_of",
     "file_digest",
@@ -75,6 +79,7 @@ __all__ = [
     "list_hash_problems",
     "list_objects",
     "list_size_problems",
+    "local_copy",
     "map_npy",
     "name_bus_errors",
     "natural_key",

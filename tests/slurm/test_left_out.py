@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from ..distributed.conftest import launcher, read_metrics, run_command
 from .cluster import Cluster
-from .conftest import started
+from .conftest import SETTINGS, started
 from .test_preflight import mounted
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -36,6 +38,37 @@ def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_
     assert "preflight: node1" not in job.log
     assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]"), job.log
     assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 permission: ")
+
+
+def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_copy_the_data(
+    submit, slurm, data, tmp_path
+):
+    python, closed, local = tmp_path / "python", tmp_path / "closed", tmp_path / "local"
+    for path in (python, closed):
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    closed.chmod(0o644)
+    local.mkdir()
+    with ExitStack() as mounts:
+        mounts.enter_context(mounted(slurm, "node2", closed, python))
+        for node in slurm.nodes:
+            mounts.enter_context(mounted(slurm, node, "tmpfs", local, "-t", "tmpfs"))
+        settings = ("cluster.spares=1", f"cluster.python={python}", f"cluster.local_dir={local}")
+        job = submit("trainer.steps=3", ONE_RANK, *settings)
+        assert job.wait() == "COMPLETED", job.log
+        copies = {node: slurm.on(node, "find", local, "-name", "*.copied").strip() for node in slurm.nodes}
+    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("0", "node[1-3]")
+    assert f"preflight: node2: permission: {python}: Permission denied" in job.log
+    assert "training on node1 node3, spare:" in job.log
+    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 permission: ")
+    assert copies == {"node1": f"{local}{data}.copied", "node2": "", "node3": f"{local}{data}.copied"}
+    assert f"preflight: 2 nodes, copy of {data}: " in job.log
+    assert f"{local}{data}/train" in (job.run_dir / "report.md").read_text()
+    folder = tmp_path / "undisturbed"
+    program = [*launcher(2), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, "trainer.steps=3"]
+    code, output = run_command(program)
+    assert code == 0, output
+    assert job.losses == [line["loss"] for line in read_metrics(folder)]
 
 
 def test_a_node_with_a_slow_network_is_named_with_its_rate(submit, slurm):

@@ -24,6 +24,7 @@ _SAME_EVERYWHERE = {
 }
 
 
+COPY_OF = "copy of "
 # Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
 _NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce")
 # A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
@@ -276,7 +277,7 @@ def _least(rates: Iterable[float], limit: float) -> float:
 def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]:
     """Yield the nodes whose facts differ from those of most nodes, or of the first node where there is a tie."""
     for check in dict.fromkeys(check for of_node in facts.values() for check in of_node):
-        if check not in _SAME_EVERYWHERE and not check.startswith(("dataset ", "weights ", "live chunks ")):
+        if check not in _SAME_EVERYWHERE and not check.startswith(("dataset ", "weights ", "live chunks ", COPY_OF)):
             continue
         compared = {node: _comparable(of_node[check]) for node, of_node in facts.items() if check in of_node}
         for key in dict.fromkeys(key for values in compared.values() for key in values):
@@ -309,6 +310,10 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
         parts += [f"{name} {versions[name]}" for name in ("python", "torch", "megatron-core")]
         offsets_s = [abs(of_node.get("first node", {}).get("offset_s", 0.0)) for of_node in nodes]
         parts += [f"clocks within {max(offsets_s) * 1e3:.1f} ms"]
+    for check, copied in facts.items():
+        if check.startswith(COPY_OF):
+            took_s = max(of_node.get(check, {}).get("took_s", 0.0) for of_node in nodes)
+            parts += [f"{check}: {copied['bytes'] / 2**30:.3g} GiB in {copied['files']:,} files, after {took_s:.0f} s"]
     if "all-reduce" in facts:
         reduced = facts["all-reduce"]
         parts += [f"all-reduce by {reduced['backend']} over {reduced['ranks']} ranks in {reduced['seconds_s']:.1f} s"]

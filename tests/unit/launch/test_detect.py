@@ -75,11 +75,15 @@ def test_a_cloud_is_known_by_its_firmware(tmp_path, files, site):
         ("rdma", "", ("NCCL_IB_TC", "104")),
         ("mixed", "azure_ndv5", ("NCCL_MNNVL_ENABLE", "2")),  # its GPUs are not those of that file
         ("cpu", "aws_p5", ("OMP_NUM_THREADS", "1")),
+        ("hopper", "gcp_a3ultra", ("NCCL_NET", "gIB")),
+        ("a3mega", "gcp_a3ultra", ("NCCL_NET", "FasTrak")),
+        ("a3", "gcp_a3ultra", ("NCCL_NET", "GPUDirectTCPX_v7")),
         ("hopper", "", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
     ],
 )
 def test_the_fabric_is_that_of_the_site_and_the_nodes_are_those_of_the_partition(tmp_path, partition, site, variable):
     more = "rdma|1:00:00|4|112|2063000|gpu:h100:8|h100,roce\n"
+    more += "a3mega|1:00:00|4|208|1800000|gpu:h100:8|(null)\na3|1:00:00|4|208|1800000|gpu:h100:8|(null)\n"
     text = propose_cluster(read_partitions(SINFO + more), partition, site=site)
     cluster = composed(text, tmp_path)
     assert cluster.env[variable[0]] == variable[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig, SubmitConfig, time_limit_s
-from harness.launch.script import RENDEZVOUS, Job, render
+from harness.launch.script import COPY_IMAGE, RENDEZVOUS, Job, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
 JOB = Job(
@@ -27,6 +28,7 @@ JOB = Job(
     workdir="/shared/harness",
     python="/shared/venv/bin/python",
     data=("/shared/data/sft",),
+    copied=("/shared/data/sft",),
 )
 CASES = {
     "srun": ["cluster=h100_ib", "cluster.account=research", "cluster.successor=afterany"],
@@ -36,6 +38,7 @@ CASES = {
         *("cluster=h100_pyxis", "cluster.spares=2", "cluster.mpi=none"),
         *("cluster.container_name=true", "cluster.container_writable=true"),
     ],
+    "srun_local": ["cluster=h100_pyxis", "cluster.spares=1", "cluster.local_dir=/scratch/me"],
     "torchrun_cpu": ["cluster=local_cpu", "cluster.launcher=torchrun", "cluster.preflight.enabled=false"],
 }
 
@@ -118,6 +121,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
         ("cluster.sbatch=[-t1]", "'-t1' is not an option"),
         ("cluster.mounts=[/a:/b]", "there are mounts but no image"),
         ("cluster.container_name=true", "container_name is set, and there is no image"),
+        ("cluster.local_dir=scratch", "'scratch' is not a folder of its own"),
         ("cluster.mpi='pmix; rm'", "sbatch would misread"),
         ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
         ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
@@ -154,6 +158,36 @@ def test_a_port_on_which_another_process_listens_is_skipped():
     free = int(run_bash(PORT, SLURM_JOB_ID="77").stdout)
     with socket.create_server(("127.0.0.1", free)):
         assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free
+
+
+IMAGE_COPY = COPY_IMAGE.partition("copy_image='")[2].partition("'\n")[0]
+
+
+def copy_image(image: Path, target: Path, digest: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", IMAGE_COPY, "copy", str(image), str(target), digest]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_an_image_is_copied_once_continued_and_refused_with_another_hash(tmp_path):
+    """The part of the script that runs on every node."""
+    image, target = tmp_path / "images" / "x.sqsh", tmp_path / "local" / "images" / "x.sqsh"
+    image.parent.mkdir()
+    image.write_bytes(os.urandom(300_000))
+    digest, stamp = hashlib.sha256(image.read_bytes()).hexdigest(), f"300000-{int(image.stat().st_mtime)}"
+    partial = target.with_name(f"x.sqsh.{stamp}.partial")
+    target.parent.mkdir(parents=True)
+    partial.write_bytes(image.read_bytes()[:100_000])
+    target.with_name("x.sqsh.1-2.partial").write_bytes(b"of an older image")
+    done = copy_image(image, target, digest)
+    assert (done.returncode, done.stderr, target.read_bytes()) == (0, "", image.read_bytes())
+    assert sorted(path.name for path in target.parent.iterdir()) == ["x.sqsh", "x.sqsh.copied", "x.sqsh.lock"]
+    was = target.stat()
+    assert copy_image(image, target, "not read").returncode == 0
+    assert (target.stat().st_ino, target.stat().st_mtime_ns) == (was.st_ino, was.st_mtime_ns)
+    image.write_bytes(b"another image")
+    done = copy_image(image, target, digest)
+    assert (done.returncode, target.exists()) == (1, False)
+    assert "has another hash than the original" in done.stderr
 
 
 # Slurm may signal the first process of a step, or all of them.

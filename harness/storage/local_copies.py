@@ -1,0 +1,236 @@
+"""Copies of folders on a disk of this node, made once before training and read instead of the originals.
+
+The copy of /shared/data/mine is LOCAL/shared/data/mine. LOCAL/shared/data/mine.copied, written last, lists its files
+with size and time of the original and the hash of the copy: without it there is no copy. A copy that was cut off
+continues in the middle of a file; one whose original has changed is brought up to date.
+
+    HARNESS_LOCAL_DIR    the folder LOCAL, for `local_copy`; unset, everything is read where it is
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from harness.errors import HarnessError, os_errors_as
+from harness.storage.files import file_digest
+from harness.storage.folders import write_atomically
+
+_VARIABLE = "HARNESS_LOCAL_DIR"
+_LISTING, _LOCK, _PARTIAL = ".copied", ".lock", ".partial"
+_BLOCK_BYTES = 4 << 20
+# Files copied at once: file systems of clusters answer many requests at once, and one alone is slow.
+_THREADS = 8
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class CopiedFile:
+    """A file of a copy: size and time of change of the original, and the hash of the bytes here."""
+
+    num_bytes: int
+    mtime_ns: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """A whole copy.
+
+    Attributes:
+        path: of the copy.
+        files: by path below it; of a single file, one whose path is empty.
+        new_bytes: of these, bytes that were copied now.
+    """
+
+    path: Path
+    files: dict[str, CopiedFile]
+    new_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """Digest of names and hashes: equal where the content is."""
+        return str(xxhash.xxh3_64_hexdigest("\n".join(f"{n} {f.xxh3}" for n, f in sorted(self.files.items())).encode()))
+
+
+def local_copy(path: str) -> str:
+    """Return where to read a folder or file: in a whole copy on this node, of it or a folder above, or where it is."""
+    root = os.environ.get(_VARIABLE, "")
+    if not root or "://" in path:
+        return path
+    original = Path(os.path.normpath(Path(path).absolute()))
+    for above in (original, *original.parents):
+        if _beside(_copy_of(above, Path(root)), _LISTING).is_file():
+            copy = _copy_of(original, Path(root))
+            return str(copy) if copy.exists() else path
+    return path
+
+
+def copy_to_node(
+    path: str, local_dir: Path, *, known: Mapping[str, str] | None = None, progress: Progress = lambda num_bytes: None
+) -> LocalCopy:
+    """Copy a folder or a file to the disk of this node, as far as that is not done; other processes wait meanwhile.
+
+    Args:
+        path: the original; links in it are followed.
+        local_dir: folder of all copies.
+        known: hashes (xxh3_64) that files below `path` must have, by relative path.
+        progress: called with numbers of bytes, from several threads.
+
+    Raises:
+        HarnessError: the disk is too small or fails, the original cannot be read, or bytes differ from their hash.
+    """
+    original = Path(os.path.normpath(Path(path).absolute()))
+    copy = _copy_of(original, local_dir)
+    fix = "look at the disk and the mount of this node, or set cluster.local_dir to another folder, or to none"
+    with os_errors_as(HarnessError, f"{path} cannot be copied to this node", where=copy, fix=fix):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(copy, _LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return _update(original, copy, dict(known or {}), progress)
+
+
+def _update(original: Path, copy: Path, known: dict[str, str], progress: Progress) -> LocalCopy:
+    listing = _beside(copy, _LISTING)
+    wanted = {name: (original / name).stat() for name in _names(original)}
+    done = {
+        name: file
+        for name, file in _read_listing(listing).items()
+        if name in wanted
+        and (file.num_bytes, file.mtime_ns) == (wanted[name].st_size, wanted[name].st_mtime_ns)
+        and (copy / name).is_file()
+        and (copy / name).stat().st_size == file.num_bytes
+        and known.get(name, file.xxh3) == file.xxh3
+    }
+    missing = [name for name in wanted if name not in done]
+    if missing or len(done) < len(_read_listing(listing)):
+        listing.unlink(missing_ok=True)  # from now on the copy is not whole
+        _remove_others(copy, set(wanted))
+        _check_space(sum(wanted[name].st_size for name in missing) - _partial_bytes(copy), copy)
+        stopped = threading.Event()
+
+        def copy_one(name: str) -> CopiedFile:
+            try:
+                return _copy_file(original / name, copy / name, known.get(name), progress, stopped)
+            except BaseException:
+                stopped.set()
+                raise
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            done |= dict(zip(missing, pool.map(copy_one, missing), strict=True))
+        _remove_others(copy, set(wanted), partials=True)
+        text = json.dumps({name: asdict(done[name]) for name in sorted(done)}, indent=1)
+        write_atomically(listing, f"{text}\n".encode())
+    return LocalCopy(copy, done, sum(wanted[name].st_size for name in missing))
+
+
+def _copy_file(
+    source: Path, target: Path, known: str | None, progress: Progress, stopped: threading.Event
+) -> CopiedFile:
+    """Copy a file, from where an earlier copy of the same version of it stopped; check the bytes on the disk."""
+    state = source.stat()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(target, f".{state.st_size}-{state.st_mtime_ns}{_PARTIAL}")
+    is_resumed = partial.is_file() and 0 < partial.stat().st_size <= state.st_size
+    if not is_resumed:
+        partial.unlink(missing_ok=True)
+    digest = xxhash.xxh3_64()
+    with source.open("rb", buffering=0) as reading, partial.open("ab+", buffering=0) as writing:
+        writing.seek(0)
+        while block := writing.read(_BLOCK_BYTES):
+            digest.update(block)
+            progress(len(block))
+        reading.seek(writing.tell())
+        while block := reading.read(_BLOCK_BYTES):
+            if stopped.is_set():
+                raise HarnessError("stopped after an error with another file", where=str(target))
+            digest.update(block)
+            _write_all(writing.fileno(), block)
+            progress(len(block))
+        os.fsync(writing.fileno())
+        # Not what memory has of it: the disk's own bytes are compared.
+        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = digest.hexdigest()
+    if known not in (None, found) and is_resumed:  # the part that was there is not of this file
+        partial.unlink()
+        return _copy_file(source, target, known, progress, stopped)
+    stored = file_digest(partial)
+    progress(state.st_size)
+    if known not in (None, found) or stored != found or partial.stat().st_size != state.st_size:
+        partial.unlink()
+        where, expected = (source, known) if known not in (None, found) else (target, found)
+        got = found if where == source else stored
+        raise HarnessError(
+            f"{source.name} has the hash {got}, {expected} is expected",
+            where=str(where),
+            fix="`harness verify` checks the original; if it is whole, the disk of this node fails",
+        )
+    partial.replace(target)
+    return CopiedFile(state.st_size, state.st_mtime_ns, found)
+
+
+def _write_all(descriptor: int, block: bytes) -> None:
+    view = memoryview(block)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _names(original: Path) -> list[str]:
+    """Return the files of a folder by relative path; of a single file an empty one."""
+    if original.is_file():
+        return [""]
+    names = [str(path.relative_to(original)) for path in sorted(original.rglob("*")) if path.is_file()]
+    if not names:
+        raise FileNotFoundError(2, "there are no files", str(original))
+    return names
+
+
+def _check_space(num_bytes: int, copy: Path) -> None:
+    free = shutil.disk_usage(copy.parent).free
+    if num_bytes > free:
+        raise HarnessError(
+            f"{num_bytes / 2**30:,.1f} GiB are to be copied, and {free / 2**30:,.1f} GiB are free",
+            where=str(copy),
+            fix="remove copies that no run needs from cluster.local_dir, or set it to a larger disk, or to none",
+        )
+
+
+def _remove_others(copy: Path, names: set[str], *, partials: bool = False) -> None:
+    """Remove what the original does not have, and in the end also parts of its earlier versions."""
+    for path in list(copy.rglob("*")) if copy.is_dir() else []:
+        is_kept = str(path.relative_to(copy)) in names or (path.name.endswith(_PARTIAL) and not partials)
+        if path.is_file() and not is_kept:
+            path.unlink()
+
+
+def _partial_bytes(copy: Path) -> int:
+    return sum(path.stat().st_size for path in copy.rglob(f"*{_PARTIAL}"))
+
+
+def _read_listing(listing: Path) -> dict[str, CopiedFile]:
+    try:
+        return {name: CopiedFile(**facts) for name, facts in json.loads(listing.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _copy_of(original: Path, local_dir: Path) -> Path:
+    return local_dir / original.relative_to("/")
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix) if path.name else path / suffix

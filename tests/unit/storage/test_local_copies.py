@@ -1,0 +1,154 @@
+"""Copies of data on the disk of a node: made once, continued, checked, and read in place of the originals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.launch.preflight.copies import copy_checks, known_hashes
+from harness.loader import DataConfig, open_datasets
+from harness.plan.hf_config import find_weights
+from harness.storage import copy_to_node, file_digest, local_copy
+from recipes.parity import make_dataset
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared" / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "inner" / "weights").write_bytes(bytes(range(256)) * 4096)
+    return folder
+
+
+def partial_of(original: Path, copy: Path) -> Path:
+    state = original.stat()
+    return copy.with_name(f"{copy.name}.{state.st_size}-{state.st_mtime_ns}.partial")
+
+
+def test_a_copy_has_all_files_and_a_second_one_copies_nothing(original, tmp_path):
+    local = tmp_path / "local"
+    made = copy_to_node(str(original), local)
+    assert made.path == local / original.relative_to("/")
+    assert (made.path / "inner" / "weights").read_bytes() == (original / "inner" / "weights").read_bytes()
+    assert (made.new_bytes, made.num_bytes) == (2 + (1 << 20), 2 + (1 << 20))
+    again = copy_to_node(str(original), local)
+    assert (again.new_bytes, again.digest) == (0, made.digest)
+
+
+def test_a_changed_original_is_copied_again_and_removed_files_are_removed(original, tmp_path):
+    made = copy_to_node(str(original), tmp_path / "local")
+    (original / "config.json").unlink()
+    (original / "inner" / "weights").write_bytes(b"new")
+    again = copy_to_node(str(original), tmp_path / "local")
+    assert (again.new_bytes, sorted(again.files)) == (3, ["inner/weights"])
+    assert not (made.path / "config.json").exists()
+
+
+def test_a_killed_copy_continues_in_the_middle_of_a_file(original, tmp_path):
+    """The process is killed once half a file is there; the first half is then not read again from the original."""
+    weights = original / "inner" / "weights"
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom harness.storage import local_copies\n"
+        "local_copies._BLOCK_BYTES, done = 1 << 16, []\n"
+        "def progress(num_bytes):\n    done.append(num_bytes)\n"
+        "    sum(done) > 1 << 19 and os.kill(os.getpid(), 9)\n"
+        "local_copies.copy_to_node(sys.argv[1], Path(sys.argv[2]), progress=progress)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(original), str(tmp_path / "local")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert local_copy(str(original)) == str(original)
+    copy = tmp_path / "local" / original.relative_to("/")
+    partial = partial_of(weights, copy / "inner" / "weights")
+    half = partial.stat().st_size
+    assert 1 << 18 < half < 1 << 20
+    state = weights.stat()
+    weights.write_bytes(b"x" * half + weights.read_bytes()[half:])  # what must not be read
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    made = copy_to_node(str(original), tmp_path / "local")
+    assert (made.path / "inner" / "weights").read_bytes() == bytes(range(256)) * 4096
+    assert not list(copy.rglob("*.partial"))
+
+
+def test_a_part_of_other_bytes_is_copied_again_where_the_hash_is_known(original, tmp_path):
+    weights, local = original / "inner" / "weights", tmp_path / "local"
+    copy = local / original.relative_to("/")
+    partial = partial_of(weights, copy / "inner" / "weights")
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"y" * 5000)
+    made = copy_to_node(str(original), local, known={"inner/weights": file_digest(weights)})
+    assert file_digest(made.path / "inner" / "weights") == file_digest(weights)
+
+
+def test_bytes_with_another_hash_than_is_written_down_are_refused(original, tmp_path):
+    with pytest.raises(HarnessError, match=r"weights has the hash \w+, 0123 is expected"):
+        copy_to_node(str(original), tmp_path / "local", known={"inner/weights": "0123"})
+    assert not list((tmp_path / "local").rglob("*.copied"))
+
+
+def test_what_a_disk_cannot_hold_is_refused_before_it_is_copied(original, tmp_path):
+    with (original / "large").open("wb") as file:
+        file.truncate(1 << 43)  # none of its bytes is stored
+    with pytest.raises(HarnessError, match=r"8,192.0 GiB are to be copied, and \S+ GiB are free"):
+        copy_to_node(str(original), tmp_path / "local")
+
+
+def test_an_original_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(HarnessError, match="cannot be copied to this node: there are no files"):
+        copy_to_node(str(tmp_path / "none"), tmp_path / "local")
+
+
+def test_datasets_and_weights_are_read_in_their_copies(tmp_path, original, monkeypatch):
+    data, local = make_dataset(tmp_path / "data"), tmp_path / "local"
+    before = open_datasets(DataConfig(path=str(data))).train
+    assert any(name.startswith("train/") for name in known_hashes(str(data)))
+    for path in (data, original):
+        copy_to_node(str(path), local, known=known_hashes(str(path)))
+    monkeypatch.setenv("HARNESS_LOCAL_DIR", str(local))
+    after = open_datasets(DataConfig(path=str(data), validation_path=str(data / "validation")))
+    assert Path(after.train.path) == local / (data / "train").relative_to("/")
+    assert Path(after.validation.path) == local / (data / "validation").relative_to("/")
+    assert after.train.fingerprint == before.fingerprint
+    assert after.train[0].input_ids.tolist() == before[0].input_ids.tolist()
+    assert find_weights(str(original)) == local / original.relative_to("/")
+    # A copy that was never finished is not read.
+    (local / data.relative_to("/")).with_name(f"{data.name}.copied").unlink()
+    assert Path(open_datasets(DataConfig(path=str(data))).train.path) == data / "train"
+
+
+def test_a_damaged_original_is_named_by_the_check_of_its_node(tmp_path):
+    data = make_dataset(tmp_path / "data")
+    shard = max((data / "train").iterdir(), key=lambda path: path.stat().st_size)
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    ((name, check),) = copy_checks([str(data)], tmp_path / "local", timeout_s=30).items()
+    assert name == f"copy of {data}"
+    with pytest.raises(HarnessError, match=rf"{shard.name} has the hash") as error:
+        check()
+    assert "harness verify" in error.value.fix
+
+
+def test_a_disk_that_does_not_answer_is_reported(tmp_path, original, monkeypatch):
+    """A named pipe without a writer blocks whoever opens it, as a dead mount does."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr("harness.launch.preflight.copies.copy_to_node", lambda *_, **__: pipe.read_bytes())
+    ((_, check),) = copy_checks([str(original)], tmp_path / "local", timeout_s=0.3).items()
+    with pytest.raises(HarnessError, match=r"no byte came for 0.3 s"):
+        check()
+    with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "wb"):  # ends the thread
+        pass
+
+
+def test_the_listing_of_a_copy_is_readable(original, tmp_path):
+    made = copy_to_node(str(original), tmp_path / "local")
+    listed = json.loads(made.path.with_name("model.copied").read_text())
+    assert listed["config.json"]["xxh3"] == file_digest(original / "config.json")
