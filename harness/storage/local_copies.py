@@ -157,7 +157,9 @@ def _copy_file(
         reading.seek(writing.tell())
         while block := reading.read(_BLOCK_BYTES):
             if stopped.is_set():
-                raise HarnessError("stopped after an error with another file", where=str(target))
+                raise HarnessError(
+                    "stopped after an error with another file", where=str(target), fix="look at the error of that one"
+                )
             digest.update(block)
             _write_all(writing.fileno(), block)
             progress(len(block))

@@ -37,7 +37,8 @@ def _copying(path: str, local_dir: Path, timeout_s: float) -> Callable[[], dict[
             except HarnessError as error:
                 results.append(error)
             except Exception as error:
-                results.append(HarnessError(f"{type(error).__name__}: {error}", where=path))
+                what = f"{type(error).__name__}: {error}"
+                results.append(HarnessError(what, where=path, fix="copy it by hand on this node to see more"))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
