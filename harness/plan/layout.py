@@ -22,6 +22,8 @@ class ParallelConfig:
         expert_parallel_size: ranks that share the experts of each layer; they are tensor-, context- and data-parallel
             ranks too.
         expert_tensor_parallel_size: ranks that share each expert.
+        expert_dispatcher: how tokens reach the experts of other ranks: `alltoall`, `allgather` (every rank gets all
+            tokens, in rows of one length: static_rows) or `flex` (the kernels of DeepEP, on GPUs that have it).
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
@@ -40,6 +42,7 @@ class ParallelConfig:
     context_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
+    expert_dispatcher: str = "alltoall"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
@@ -57,6 +60,21 @@ class ParallelConfig:
                 f"virtual_pipeline_parallel_size is {chunks} with {self.pipeline_parallel_size} pipeline stages",
                 where="parallel.virtual_pipeline_parallel_size",
                 fix="2 or more chunks on 2 or more stages, or null",
+            )
+        dispatchers = ("alltoall", "allgather", "flex")
+        require_choice(self.expert_dispatcher, dispatchers, setting="parallel.expert_dispatcher")
+        shared = self.expert_parallel_size * self.expert_tensor_parallel_size
+        if self.expert_dispatcher == "allgather" and shared > 1 and not self.static_rows:
+            raise ConfigError(
+                f"{shared} ranks that share experts gather rows of one length only",
+                where="parallel.expert_dispatcher, parallel.static_rows",
+                fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
+            )
+        if self.expert_dispatcher == "flex" and self.tensor_parallel_size * self.expert_parallel_size == 1:
+            raise ConfigError(
+                "no rank has experts for the tokens of others",
+                where="parallel.expert_dispatcher, parallel.expert_parallel_size",
+                fix="parallel.expert_dispatcher=alltoall, or parallel.expert_parallel_size=2 or more",
             )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(

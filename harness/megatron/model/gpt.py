@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         mtp_loss_scaling_factor=model.mtp_loss,
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         variable_seq_lengths=pipelined and not parallel.static_rows,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=_dispatcher(parallel, device) if model.num_experts else "alltoall",
         # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
         # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
         overlap_p2p_comm=interleaved,
@@ -162,6 +163,18 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         config.yarn_mscale, config.yarn_mscale_all_dim = model.rope_mscale, model.rope_mscale_all_dim
         config.yarn_correction_range_round_to_int = FAMILIES[model.family].yarn_truncates
     return config
+
+
+def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
+    """Return Megatron's name of the dispatcher of tokens to experts; raise ConfigError for one that cannot run here."""
+    if parallel.expert_dispatcher != "flex":
+        return parallel.expert_dispatcher
+    reason = "DeepEP's kernels need GPUs" if device.type != "cuda" else ""
+    if not reason and find_spec("deep_ep") is None:
+        reason = "the package deep_ep, with DeepEP's kernels, is not installed"
+    if reason:
+        raise ConfigError(reason, where="parallel.expert_dispatcher=flex", fix="parallel.expert_dispatcher=alltoall")
+    return "flex"
 
 
 def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:

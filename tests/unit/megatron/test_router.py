@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from harness.errors import ConfigError
 from harness.megatron.job import join, runtime
-from harness.megatron.model.gpt import build_model
+from harness.megatron.model.gpt import build_model, transformer_config
 from harness.megatron.model.router import routers
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
@@ -76,6 +78,15 @@ def test_a_router_moves_unless_it_is_frozen(settings, moving) -> None:
     before, after, _ = train_a_step(**settings)
     changed = {name.split()[1] for name in before if not torch.equal(before[name], after[name])}
     assert changed == moving
+
+
+def test_a_dispatcher_without_its_kernels_is_refused() -> None:
+    layout = ParallelConfig(expert_parallel_size=2, expert_dispatcher="flex")
+    with pytest.raises(ConfigError, match="DeepEP's kernels need GPUs"):
+        transformer_config(ModelConfig(**SIZES), layout, CPU)
+    if find_spec("deep_ep") is None:
+        with pytest.raises(ConfigError, match="deep_ep, with DeepEP's kernels, is not installed"):
+            transformer_config(ModelConfig(**SIZES), layout, torch.device("cuda"))
 
 
 def test_scores_and_biases_are_float32_in_a_bfloat16_model() -> None:

@@ -15,6 +15,12 @@ from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size is 2 with 1 pipeline stages"),
         ({"sequence_parallel": True}, "has one rank"),
+        ({"expert_dispatcher": "deepep"}, "expert_dispatcher"),
+        (
+            {"expert_dispatcher": "allgather", "expert_parallel_size": 2},
+            "2 ranks that share experts gather rows of one",
+        ),
+        ({"expert_dispatcher": "flex"}, "no rank has experts for the tokens of others"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
