@@ -10,7 +10,7 @@ PREPARE ?= data=pack_1k
 # Where the environment forbids bytecode files, every process of a test would compile this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup setup-ray sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench clean
+.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 # For engine=ray: its nightly tests, and the one of slurm/prepare.sbatch.
 setup-ray: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+
+# For msc:// in tests/s3. Megatron reads every indexed dataset through the client once it is there.
+setup-msc: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[msc]'
 
 prepare: setup
 	$(BIN)/python -m recipes.prepare $(PREPARE)
