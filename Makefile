@@ -74,13 +74,15 @@ test-integrations: setup
 	$(BIN)/python -m pytest -n 0 -m nightly tests/integrations
 
 # Builds the image on a stand-in for NVIDIA's base image and runs the main job in it. Needs root and the Debian packages
-# buildah podman runc mmdebstrap; about five minutes.
+# buildah podman runc mmdebstrap, which are installed, and the environment of `make test-versions`. Some minutes.
 test-container: setup
+	.ci/need buildah buildah podman runc mmdebstrap
 	$(BIN)/python -m pytest -n 0 -m container tests/container
 
 # Starts a Slurm cluster of two nodes on this machine and runs jobs on it. Needs root and the Debian packages slurm-wlm
-# munge iproute2; twelve minutes or less.
+# munge iproute2, which are installed; twelve minutes or less.
 test-slurm: setup-ray
+	.ci/need slurmctld slurm-wlm munge iproute2
 	$(BIN)/python -m pytest -n 0 -m 'slurm and not nightly' tests/slurm
 
 lint: setup
