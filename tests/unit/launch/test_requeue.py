@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.launch.cluster import ClusterConfig
-from harness.launch.script import CLAIM, CONTROLLER, SPARES, forwarding
+from harness.launch.script import forwarding, part
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 RUNNING = "JobId=42 JobName=sft JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1"
@@ -67,8 +67,8 @@ def script(tmp_path: Path):
         (tmp_path / "answers").write_text(json.dumps(answers))
         # Waits take no time here.
         start = f"set -uo pipefail\nexport SCRIPT=$$\nrun_dir={tmp_path}/run logs={tmp_path}/logs\nsleep() {{ :; }}"
-        spares = SPARES.replace("@nodes@", "2").replace("@ranks@", "4").replace("@master_addr@", "$first_node-ib")
-        text = "\n".join([start, CONTROLLER, forwarding(cluster or ClusterConfig()), spares, commands])
+        spares = part("spares", nodes=2, ranks=4, master_addr="$first_node-ib")
+        text = "\n".join([start, part("controller"), forwarding(cluster or ClusterConfig()), spares, commands])
         done = subprocess.run(
             ["bash", "-c", text],
             env={
@@ -181,7 +181,7 @@ def test_one_job_at_a_time_has_the_run(script, tmp_path, owner, answer, claims):
     path = tmp_path / "run" / "_job"
     if owner:
         path.write_text(f"{owner}\n")
-    ended = script(CLAIM, show=answer or [RUNNING])
+    ended = script(part("claim"), show=answer or [RUNNING])
     assert (ended.code, path.read_text().strip()) == ((0, "42") if claims else (2, "41"))
     assert claims or "job 42 ends without touching it" in ended.printed
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["_job"]
@@ -200,7 +200,7 @@ def test_one_job_at_a_time_has_the_run(script, tmp_path, owner, answer, claims):
 def test_a_successor_continues_only_a_run_that_its_predecessor_could_not_end(script, tmp_path, owner, state, continues):
     if owner:
         (tmp_path / "run" / "_job").write_text(f"{owner}\n")
-    text = f"HARNESS_PREDECESSOR=41\n{CLAIM}\necho continues"
+    text = f"HARNESS_PREDECESSOR=41\n{part('claim')}\necho continues"
     ended = script(text, show=[RUNNING.replace("RUNNING", state)])
     assert ("continues" in ended.printed, ended.code) == (continues, 0)
     assert continues or "nothing is left for its successor" in ended.printed

@@ -16,7 +16,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig, SubmitConfig, time_limit_s
-from harness.launch.script import COPY_IMAGE, RENDEZVOUS, Job, render
+from harness.launch.script import Job, part, render
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
 JOB = Job(
@@ -133,7 +133,7 @@ def test_a_wrong_setting_of_a_cluster_is_refused(override, message):
         cluster_of("cluster=h100_ib", override)
 
 
-PORT = RENDEZVOUS.partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
+PORT = part("rendezvous").partition("first_node=")[0] + 'choose_port && echo "$MASTER_PORT"\n'
 
 
 def test_a_job_takes_the_port_of_its_id_and_ids_that_share_it_take_others_while_it_runs():
@@ -160,7 +160,7 @@ def test_a_port_on_which_another_process_listens_is_skipped():
         assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free
 
 
-IMAGE_COPY = COPY_IMAGE.partition("copy_image='")[2].partition("'\n")[0]
+IMAGE_COPY = part("copy_image").partition("copy_image='")[2].partition("'\n")[0]
 
 
 def copy_image(image: Path, target: Path, digest: str) -> subprocess.CompletedProcess[str]:
