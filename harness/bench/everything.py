@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Section:
         about: the sides of the comparison.
         peers: packages whose code is the other side.
         shares_data: whether other sections use the same data, which is then made once.
+        needs_gpu: a machine without nvidia-smi has nothing to measure.
     """
 
     title: str
@@ -53,6 +55,7 @@ class Section:
     about: str
     peers: tuple[str, ...] = ()
     shares_data: bool = False
+    needs_gpu: bool = False
 
 
 def _part(title: str, part: str, about: str, *peers: str) -> Section:
@@ -156,6 +159,14 @@ SECTIONS = (
         "Saving with the hashes of all files against saving without, and their check at resume against loading.",
         ("megatron-core",),
     ),
+    Section(
+        "GPUs",
+        ("gpu",),
+        "Attention against a plain reference, layouts against one rank, our step against a bare Megatron loop, packed "
+        "chats against dense sequences, and checkpoints, on the GPUs of this machine.",
+        ("megatron-core", "transformer-engine"),
+        needs_gpu=True,
+    ),
 )
 
 
@@ -191,11 +202,15 @@ def _measurement(
     def measure(progress: Progress) -> BenchReport:
         progress(f"{section.title}: {command}")
         data = ["--dir", str(folder), "--keep"] if section.shares_data else []
-        try:
-            report = _measure([*arguments, *data, "--json"])
-        except HarnessError as error:
-            failed.append(section.title)
-            report = BenchReport(section.arguments[0], {}, notes=[f"this could not be measured: {error.what}"])
+        report = BenchReport(section.arguments[0], {})
+        if section.needs_gpu and shutil.which("nvidia-smi") is None:
+            report.notes.append("not measured: this machine has no nvidia-smi, and so no GPU")
+        else:
+            try:
+                report = _measure([*arguments, *data, "--json"])
+            except HarnessError as error:
+                failed.append(section.title)
+                report.notes.append(f"this could not be measured: {error.what}")
         report.command, report.title, report.about = command, section.title, section.about
         if section.peers:
             versions = list_versions()

@@ -115,6 +115,19 @@ def test_sections_are_benches_that_exist_and_have_their_own_titles():
     assert {section.arguments[0] for section in SECTIONS} == set(BENCHES) - {"all"}
 
 
+def test_a_section_about_gpus_is_left_out_by_name_where_there_is_none(monkeypatch, tmp_path):
+    section = next(section for section in SECTIONS if section.needs_gpu)
+    monkeypatch.setattr(everything, "SECTIONS", [section])
+    monkeypatch.setattr(everything.shutil, "which", lambda name: None)
+    failed: list[str] = []
+    (measure,) = bench_everything(tmp_path, quick=True, failed=failed)
+    report = measure(lambda text: None)
+    assert not failed
+    assert not report.figures
+    assert "## GPUs" in (page := render_benchmarks([report]))
+    assert "no nvidia-smi" in page
+
+
 def test_mapped_arrow_holds_the_same_packs(tmp_path):
     pytest.importorskip("datasets", reason="pip install datasets")
     packs = list(make_packs(5, 32))
