@@ -16,7 +16,7 @@ from .commands import Command, contents
 
 _NAMED = re.compile(r"^(rank \d+: )?\w+Error: \S.*\n  where: \S", re.MULTILINE)
 # Torch's C++ code does not pass the system's reason on.
-_TORCHS = "cannot be written: the disk is full or failing"
+_TORCHS = "the disk is full or failing"
 
 
 @dataclass(frozen=True)

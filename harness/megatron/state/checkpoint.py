@@ -14,6 +14,7 @@ older ones are removed only then.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -48,6 +49,10 @@ from harness.train import (
 )
 
 T = TypeVar("T")
+# What torch's C++ code says of a write that failed; it hides the system's reason.
+_TORCHS = re.compile(
+    r"basic_ios::clear: (iostream error)|\[enforce fail at inline_container\.cc:\d+\] \. (unexpected pos \d+ vs \d+)"
+)
 
 
 def _models(step: MegatronStep) -> dict[str, Any]:
@@ -310,10 +315,7 @@ class CheckpointWriter:
 
     def _failed(self, why: object) -> CheckpointError:
         assert self._writing is not None
-        # Torch's C++ code knows no more than that.
-        reason = _reason(why).replace(
-            "basic_ios::clear: iostream error", "the disk is full or failing (iostream error)"
-        )
+        reason = _reason(why)
         # Megatron's words for a process that left no result.
         reason = reason.replace("results_queue should not be empty", "the process that writes it was killed")
         fix = "make room or name another disk with runs= or run_dir=; the checkpoints before it are whole"
@@ -330,7 +332,8 @@ def _reason(why: object) -> str:
     """Return one line: the system's reason and the file, or the first line of what a library raised."""
     if isinstance(why, OSError) and why.strerror:
         return f"{why.strerror}, {why.filename}" if why.filename else why.strerror
-    return (str(why).splitlines() or [type(why).__name__])[0]
+    line = (str(why).splitlines() or [type(why).__name__])[0]
+    return _TORCHS.sub(lambda found: f"the disk is full or failing ({found[1] or found[2]})", line)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -122,6 +126,33 @@ def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over_by_name(tmp
     unreadable.append(older / "run.json")
     with pytest.raises(LoaderError, match="weights cannot be read"):
         find_newest(tmp_path)
+
+
+class FullAfter(io.RawIOBase):
+    """A file on a disk that has room for so many writes."""
+
+    def __init__(self, writes: int) -> None:
+        self._left = writes
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object, /) -> int:
+        self._left -= 1
+        if self._left == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), [("/dev/full", "iostream error"), (FullAfter(1), r"unexpected pos \d+ vs \d+")]
+)
+def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.save(torch.zeros(100), place)
+    worker = f"Worker failure: {caught.value}"  # as Megatron passes it on
+    reason = rf"Worker failure: the disk is full or failing \({words}\)"
+    assert re.fullmatch(reason, checkpoints._reason(worker))
 
 
 def test_a_killed_writer_process_is_an_error_and_no_wait_without_end() -> None:
