@@ -62,21 +62,26 @@ def image(packages: str) -> Iterator[str]:
     base = base_name()
     if base not in run("buildah", "images", "--format", "{{.Name}}:{{.Tag}}").stdout.split():
         run(HERE / "base.sh", base, Path(packages.partition(":")[0]).parents[2] / "bin" / "python")
-    built = build(base, packages)
+    # Without the layers of an earlier build, whose installation is not printed again.
+    built = build(base, packages, "--no-cache")
     assert re.search(rf"built {TAG} on {base}, [\d.]+ .B", built), built
     assert "the base contradicts the pins of tokenizers, transformers: without them" in built
     assert "loss_of_one_step" in built
+    first = run("buildah", "images", "--quiet", TAG).stdout.strip()
     yield TAG
+    # A test may have built it again, which leaves the first one without a name.
     run("buildah", "rmi", "--force", TAG)
+    run("buildah", "rmi", "--force", first, check=False)
 
 
 def base_name() -> str:
     return f"{BASE}:{hashlib.sha256((HERE / 'base.sh').read_bytes()).hexdigest()[:12]}"
 
 
-def build(base: str, packages: str) -> str:
+def build(base: str, packages: str, *options: str) -> str:
     """Build the image, and return what is printed."""
-    done = run("docker/build.sh", "--base", base, "--tag", TAG, "--", *BUILD, f"--volume={packages}", ENGINE="buildah")
+    passed_on = [*BUILD, f"--volume={packages}", *options]
+    done = run("docker/build.sh", "--base", base, "--tag", TAG, "--", *passed_on, ENGINE="buildah")
     return done.stdout + done.stderr
 
 
