@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,140 +17,220 @@ from harness.errors import HarnessError
 # Xid errors after which a GPU has to be reset or replaced (NVIDIA's "GPU Deployment and Management" and "Xid errors"):
 # uncorrectable memory, GSP, NVLink and lost GPUs. Others may be an application's own mistake.
 _FATAL_XIDS = {46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}
-_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+),? *(.*)")
+# With the parts of a GPU under MIG after its address; without "PCI:" from drivers before 340.
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)[^)]*\): (\d+),? *(.*)")
 _DRAIN = "drain the node: the GPU has to be reset or replaced"
 _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+# What nvidia-smi prints in place of any value of a GPU that does not answer, in brackets in tables. The last two stand
+# for a fan or a sensor that fails, too.
+_LOST_GPU = re.compile(r"GPU requires reset|GPU is lost", re.IGNORECASE)
+NO_ANSWER = re.compile(rf"\[?({_LOST_GPU.pattern}|Unknown Error|ERR!)\]?", re.IGNORECASE)
+# Its exit code where it prints everything, and a warning about the GPU's infoROM, which training does not need.
+WARNED = 14
+_END = "</nvidia_smi_log>"
+# Each is "Yes" on a GPU that needs what the message says; other words are for GPUs and drivers that do not have it.
+_STATES = {
+    "remapped_rows/remapped_row_failure": "a row of its memory could not be remapped",
+    "remapped_rows/remapped_row_pending": "a row of its memory is remapped only after a reset",
+    "retired_pages/pending_retirement": "a page of its memory is retired only after a reset",
+    "retired_pages/pending_blacklist": "a page of its memory is retired only after a reset",
+    "ecc_errors/aggregate/sram_threshold_exceeded": "its SRAM has more errors than the threshold for replacement",
+    "ecc_errors/channel_repair_pending": "a channel of its memory is repaired only after a reset",
+    "ecc_errors/tpc_repair_pending": "a part of its processors is repaired only after a reset",
+    "ecc_errors/unrepairable_memory": "its memory cannot be repaired",
+    "gpu_reset_status/reset_required": "the driver asks for a reset",
+    "gpu_reset_status/drain_and_reset_recommended": "the driver asks to drain the node and reset the GPU",
+}
 _READ_BYTES = 64 << 20
 # Fewer bytes than that measure the opening of a file.
 _LEAST_READ_BYTES = 4 << 20
 
 
 def parse_gpu_states(text: str) -> list[dict[str, Any]]:
-    """Return the faults of each GPU in the output of `nvidia-smi -q -x`: a list of messages per GPU.
+    """Return address, driver's recovery action and faults of each GPU in the output of `nvidia-smi -q -x`.
+
+    Understands drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
 
     Raises:
         HarnessError: it is not XML.
     """
     try:
-        root = ElementTree.fromstring(text)
+        root = ElementTree.fromstring(text[: text.find(_END) + len(_END)] if _END in text else text)
     except ElementTree.ParseError as error:
-        raise HarnessError(f"nvidia-smi -q -x is not XML: {error}", where="nvidia-smi", fix=_DRAIN) from None
+        raise HarnessError(
+            f"nvidia-smi -q -x is not XML: {error}: {text.strip()[:200]}", where="nvidia-smi", fix=_DRAIN
+        ) from None
     return [
-        {"bus": gpu.get("id", ""), "uuid": gpu.findtext("uuid", ""), "faults": _gpu_faults(gpu)}
+        {
+            "bus": gpu.get("id", ""),
+            "uuid": gpu.findtext("uuid", ""),
+            "action": _text_of(gpu, "gpu_recovery_action"),
+            "faults": _gpu_faults(gpu),
+        }
         for gpu in root.iter("gpu")
     ]
 
 
+def _text_of(gpu: ElementTree.Element, path: str) -> str:
+    """Return a value; empty for one that the GPU or the driver does not have."""
+    text = gpu.findtext(path, "").strip()
+    return "" if text in ("N/A", "Not Supported", "Requested functionality has been deprecated") else text
+
+
 def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
-    faults = []
-    for kind in ("volatile", "aggregate"):
-        for entry in gpu.iterfind(f"ecc_errors/{kind}/*"):
-            # Errors of earlier days were repaired by a reset; one that is volatile was not.
-            if (
-                kind == "volatile"
-                and "uncorrectable" in entry.tag
-                and (entry.text or "").strip() not in ("0", "N/A", "")
-            ):
-                faults.append(
-                    f"{(entry.text or '').strip()} uncorrectable ECC errors since the last reset ({entry.tag})"
-                )
-            if entry.tag == "sram_threshold_exceeded" and (entry.text or "").strip() == "Yes":
-                faults.append("its SRAM has more errors than the threshold for replacement")
-    if gpu.findtext("remapped_rows/remapped_row_failure", "No").strip() == "Yes":
-        faults.append("a row of its memory could not be remapped")
-    if gpu.findtext("remapped_rows/remapped_row_pending", "No").strip() == "Yes":
-        faults.append("a row of its memory is remapped only after a reset")
-    if gpu.findtext("retired_pages/pending_retirement", "No").strip() == "Yes":
-        faults.append("a page of its memory is retired only after a reset")
-    action = gpu.findtext("gpu_recovery_action", "None").strip()
-    if action not in ("None", "N/A", ""):
+    texts = [text.strip() for text in gpu.itertext()]
+    words = [text for text in texts if _LOST_GPU.fullmatch(text)]
+    words += [text for text in [_text_of(gpu, "fb_memory_usage/used")] if NO_ANSWER.fullmatch(text)]
+    faults = [f"it does not answer: nvidia-smi prints {word!r}" for word in dict.fromkeys(words)]
+    # Those of earlier days (aggregate) were repaired by a reset; one that is volatile was not.
+    for entry in gpu.iterfind("ecc_errors/volatile/*"):
+        count = _text_of(entry, "total" if entry.tag == "double_bit" else ".")
+        if ("uncorrectable" in entry.tag or entry.tag == "double_bit") and count.isdecimal() and int(count):
+            faults.append(f"{count} uncorrectable ECC errors since the last reset ({entry.tag})")
+    faults += dict.fromkeys(message for path, message in _STATES.items() if _text_of(gpu, path) == "Yes")
+    if (action := _text_of(gpu, "gpu_recovery_action")) not in ("", "None") and not NO_ANSWER.fullmatch(action):
         faults.append(f"the driver asks for recovery: {action}")
     for group in ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_"):
         faults += [
             f"its clocks are lowered: {name.replace('_', ' ')}"
             for name in _SLOWED
-            if gpu.findtext(group + name, "Not Active").strip() == "Active"
+            if _text_of(gpu, group + name) == "Active"
         ]
-    generation = gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width", "").strip()
-    widest = gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width", "").strip()
-    if generation and widest and "N/A" not in (generation, widest) and generation != widest:
-        faults.append(f"its PCIe link has {generation} lanes of {widest}")
-    if gpu.findtext("fabric/state", "N/A").strip() not in ("N/A", "Completed"):
-        faults.append(f"NVSwitch's fabric is {gpu.findtext('fabric/state', '').strip()}")
-    return faults
+    lanes, most = (
+        _text_of(gpu, f"pci/pci_gpu_link_info/link_widths/{name}_link_width").removesuffix("x")
+        for name in ("current", "max")
+    )
+    # Not where the GPU is linked to its processor by NVLink instead (Grace).
+    if lanes.isdecimal() and most.isdecimal() and lanes != most and _text_of(gpu, "c2c_mode") != "Enabled":
+        faults.append(f"its PCIe link has {lanes} lanes of {most}")
+    return faults + list(_fabric_faults(gpu))
+
+
+def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
+    """Yield what is wrong with the GPU's place among the NVSwitches; nothing for GPUs without them."""
+    state, status = _text_of(gpu, "fabric/state"), _text_of(gpu, "fabric/status")
+    if state in ("Not Started", "In Progress"):
+        yield f"NVSwitch's fabric is {state}"
+    elif state == "Completed" and status not in ("", "Success"):
+        yield f"NVSwitch's fabric has ended with {status!r}"
+    if _text_of(gpu, "fabric/health/bandwidth") == "Degraded":
+        yield "NVSwitch's fabric has less than its bandwidth"
+    if _text_of(gpu, "fabric/health/route_unhealthy") == "True":
+        yield "a route of NVSwitch's fabric is unhealthy"
+    elif _text_of(gpu, "fabric/health/summary") == "Unhealthy":
+        yield "NVSwitch's fabric is unhealthy"
 
 
 def read_gpu_states() -> dict[str, Any]:
-    """Return the GPUs with faults, by what `nvidia-smi -q -x`, the kernel's log and DCGM know.
+    """Check the GPUs by what `nvidia-smi -q -x`, the kernel's log and DCGM know.
+
+    Returns:
+        `notes`, where there are any: what is worth knowing and no fault.
 
     Raises:
         HarnessError: with all faults of the node's GPUs.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
-    found = _output("nvidia-smi", "-q", "-x")
-    faults = [
-        f"GPU {number} ({gpu['bus']}): {fault}"
-        for number, gpu in enumerate(parse_gpu_states(found) if found else [])
-        for fault in gpu["faults"]
-    ]
-    faults += parse_xids(_output("dmesg") or "")
-    faults += parse_dcgm(_output("dcgmi", "health", "--group", "0", "--check") or "")
+    printed, code = _output("nvidia-smi", "-q", "-x")
+    if code not in (0, WARNED) and _END not in printed:
+        raise HarnessError(
+            f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}", where="nvidia-smi", fix=_DRAIN
+        )
+    notes = [line.strip() for line in printed.partition(_END)[2].splitlines() if line.strip()]
+    gpus = parse_gpu_states(printed)
+    faults = [f"GPU {number} ({gpu['bus']}): {fault}" for number, gpu in enumerate(gpus) for fault in gpu["faults"]]
+    if code not in (0, WARNED) and not faults:
+        faults.append(f"nvidia-smi -q -x ends with code {code}")
+    log, code = _output("dmesg")
+    notes += [] if code == 0 else ["the kernel's log is closed to this user: it was not searched for Xid errors"]
+    # The log has also what a reset has repaired since; newer drivers know whether there is anything left to do.
+    is_well = {_address(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
+    for bus, errors in parse_xids(log).items():
+        if is_well.get(_address(bus), False):
+            notes += [f"{error} (before its last reset: the driver asks for no action)" for error in errors]
+        else:
+            faults += errors
+    report, code = _output("dcgmi", "health", "--group", "0", "--check")
+    faults += parse_dcgm(report)
+    if code not in (0, None) and "Health Monitor Report" not in report:
+        notes.append(f"dcgmi health: {report.strip()[:120] or f'code {code}'}")
     if faults:
         raise HarnessError("; ".join(faults), where="nvidia-smi -q -x, dmesg, dcgmi health", fix=_DRAIN)
-    return {}
+    return {"notes": notes} if notes else {}
 
 
-def parse_xids(log: str) -> list[str]:
-    """Return the errors in the kernel's log after which a GPU has to be reset, one per GPU and Xid."""
-    found = {
-        (match[1], match[2]): f"Xid {match[2]} of GPU {match[1]}: {match[3].strip()[:120]}"
-        for match in _XID.finditer(log)
-        if int(match[2]) in _FATAL_XIDS
-    }
-    return list(found.values())
+def _address(bus: str) -> str:
+    """Return the address of a GPU as the kernel's log has it; that of nvidia-smi has a longer domain and a function."""
+    return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
+
+
+def parse_xids(log: str) -> dict[str, list[str]]:
+    """Return by GPU the errors in the kernel's log after which it has to be reset, one per Xid."""
+    found: dict[str, dict[str, str]] = {}
+    for bus, number, text in _XID.findall(log):
+        if int(number) in _FATAL_XIDS:
+            found.setdefault(bus, {})[number] = f"Xid {number} of GPU {bus}: {text.strip()[:120]}"
+    return {bus: list(errors.values()) for bus, errors in found.items()}
 
 
 def parse_dcgm(text: str) -> list[str]:
     """Return the failures that `dcgmi health --check` reports; warnings and a node without DCGM report none."""
-    if re.search(r"Overall Health\s*\|\s*Failure", text) is None:
+    if re.search(r"Overall Health\s*[|:]\s*Failure", text) is None:
         return []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
     details = " ".join(row[-1] for row in rows if len(row) > 1 and not row[-1].startswith(("Health", "Failure")))
     return [f"DCGM reports a failure: {details[:300]}"]
 
 
-def _output(*command: str) -> str | None:
+def _output(*command: str) -> tuple[str, int | None]:
+    """Return what a command prints, and its exit code; nothing and None where it is not installed."""
     if shutil.which(command[0]) is None:
-        return None
+        return "", None
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout or done.stderr, done.returncode
 
 
 def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
     """Return the number of active InfiniBand or RoCE ports and their rates, of those that NCCL_IB_HCA names.
 
+    NCCL takes names such as `mlx5` as the beginning of names, and then the ports that are active: those have to be as
+    many on all nodes, which `judge` compares.
+
     Raises:
-        HarnessError: a port that it names is not active, or missing.
+        HarnessError: a port that it names in full is not active, or missing; or none is active of those that it names.
     """
     named = os.environ.get("NCCL_IB_HCA", "")
-    wanted = [name.partition(":")[0] for name in named.lstrip("=").split(",") if name and not named.startswith("^")]
-    present = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     is_exact = named.startswith("=")
-    missing = [
-        name for name in wanted if not any(port == name if is_exact else port.startswith(name) for port in present)
+    names = [name for name in named.lstrip("=").split(",") if name] if not named.startswith("^") else []
+    wanted = [(name, number) for name, _, number in (text.partition(":") for text in names)]
+    ports = [
+        (path.name, port.name)
+        for path in sorted(root.iterdir() if root.is_dir() else ())
+        for port in sorted((path / "ports").iterdir() if (path / "ports").is_dir() else ())
     ]
-    faults = [f"{name} is missing" for name in missing]
-    rates: list[str] = []
-    for device in present:
-        if wanted and not any(device == name if is_exact else device.startswith(name) for name in wanted):
+
+    def matches(port: tuple[str, str], want: tuple[str, str], *, in_full: bool) -> bool:
+        is_named = port[0] == want[0] if in_full else port[0].startswith(want[0])
+        return is_named and want[1] in ("", port[1])
+
+    faults, rates = [], []
+    for want in wanted:
+        if not any(matches(port, want, in_full=is_exact) for port in ports):
+            faults.append(f"{':'.join(filter(None, want))} is missing")
+    down: list[str] = []
+    for port in ports:
+        if wanted and not any(matches(port, want, in_full=is_exact) for want in wanted):
             continue
-        for port in sorted((root / device / "ports").iterdir()):
-            state = _text(port / "state").partition(": ")[2]
-            if state == "ACTIVE":
-                rates.append(_text(port / "rate"))
-            elif wanted:
-                faults.append(f"port {port.name} of {device} is {state or 'unknown'} ({_text(port / 'phys_state')})")
+        folder = root / port[0] / "ports" / port[1]
+        state = _text(folder / "state").partition(": ")[2]
+        if state == "ACTIVE":
+            rates.append(_text(folder / "rate"))
+            continue
+        message = f"port {port[1]} of {port[0]} is {state or 'unknown'} ({_text(folder / 'phys_state')})"
+        is_in_full = any(matches(port, want, in_full=True) for want in wanted)
+        (faults if is_in_full else down).append(message)
+    faults += down if wanted and not rates else []
     if faults:
         raise HarnessError(
             "; ".join(faults),

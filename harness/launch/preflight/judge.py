@@ -106,7 +106,7 @@ def judge_nodes(
     srun: Iterable[str] = (),
     tasks_per_node: int = 1,
 ) -> tuple[list[Fault], str]:
-    """Return the faults, causes before the timeouts that they may have caused, and a line about the healthy nodes.
+    """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 
     Args:
         lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
@@ -134,7 +134,8 @@ def judge_nodes(
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
     faults += [fault for node in present for fault in answers[node].timeouts]
-    return faults, _summary([answers[node].facts for node in present])
+    of_nodes = {node: answers[node].facts for node in present}
+    return faults, "\n".join([_summary(list(of_nodes.values())), *_notes(of_nodes)])
 
 
 def _read(lines: Iterable[str]) -> dict[str, _Answers]:
@@ -299,6 +300,17 @@ def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
         kinds = sorted(gpu["name"] for gpu in facts["gpus"])
         return {"number of GPUs": len(kinds), "kind of GPU": ", ".join(dict.fromkeys(kinds)), "driver": facts["driver"]}
     return {key: value for key, value in facts.items() if not key.endswith("_s")}
+
+
+def _notes(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[str]:
+    """Yield what is worth knowing about nodes and no fault, once for all nodes that have it in common."""
+    having: dict[str, list[str]] = {}
+    for node, of_node in facts.items():
+        for note in of_node.get("gpu health", {}).get("notes", []):
+            having.setdefault(note, []).append(node)
+    for note, nodes in having.items():
+        others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        yield f"  note: {nodes[0]}{others}: {note}"
 
 
 def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:

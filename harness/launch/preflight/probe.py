@@ -26,7 +26,14 @@ import xxhash
 import harness
 from harness.errors import HarnessError, os_errors_as
 from harness.indexed import BIN, IDX, MappedIndex, with_suffix
-from harness.launch.preflight.hardware import read_gpu_states, read_inodes, read_ports, read_rate
+from harness.launch.preflight.hardware import (
+    NO_ANSWER,
+    WARNED,
+    read_gpu_states,
+    read_inodes,
+    read_ports,
+    read_rate,
+)
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
@@ -125,7 +132,13 @@ def _version(package: str) -> str:
 
 
 def read_gpus() -> Facts:
-    """Return the GPUs and the driver that nvidia-smi reports; no GPUs where there is no nvidia-smi."""
+    """Return the GPUs and the driver that nvidia-smi reports; no GPUs where there is no nvidia-smi.
+
+    GPUs that share the memory of the node do not report how much of it is in use.
+
+    Raises:
+        HarnessError: nvidia-smi fails, or a GPU does not answer.
+    """
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": "none"}
     done = subprocess.run(
@@ -134,8 +147,9 @@ def read_gpus() -> Facts:
         text=True,
         check=False,
     )
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode != 0 or any(len(row) != 3 for row in rows):
+    lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("WARNING:")]
+    rows = [[word.strip() for word in line.split(",")] for line in lines]
+    if done.returncode not in (0, WARNED) or any(len(row) != 3 or NO_ANSWER.fullmatch(row[2]) for row in rows):
         raise HarnessError(
             f"nvidia-smi ends with code {done.returncode}: {(done.stdout + done.stderr).strip()[:300]}",
             where=socket.gethostname(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from harness.launch.preflight.hardware import (
     parse_dcgm,
     parse_gpu_states,
     parse_xids,
+    read_gpu_states,
     read_inodes,
     read_ports,
     read_rate,
@@ -89,90 +92,237 @@ def test_nodes_that_srun_stopped_for_a_neighbor_are_not_blamed():
     assert [fault.node for fault in judge_nodes(answers, NODES, Limits())[0]] == ["node2", "node3"]
 
 
-# As `nvidia-smi -q -x` of driver 550 prints an H100, cut to what is read.
-GPU = """<?xml version="1.0" ?>
-<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log>
-  <driver_version>550.54.15</driver_version>
-  <gpu id="00000000:1B:00.0">
-    <product_name>NVIDIA H100 80GB HBM3</product_name>
-    <uuid>GPU-7c1b</uuid>
-    <pci><pci_gpu_link_info>
-      <pcie_gen><max_link_gen>5</max_link_gen><current_link_gen>5</current_link_gen></pcie_gen>
-      <link_widths><max_link_width>16x</max_link_width><current_link_width>16x</current_link_width></link_widths>
-    </pci_gpu_link_info></pci>
-    <fabric><state>Completed</state><status>Success</status></fabric>
-    <gpu_recovery_action>None</gpu_recovery_action>
-    <clocks_event_reasons>
-      <clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
-      <clocks_event_reason_hw_slowdown>Not Active</clocks_event_reason_hw_slowdown>
-      <clocks_event_reason_hw_thermal_slowdown>Not Active</clocks_event_reason_hw_thermal_slowdown>
-    </clocks_event_reasons>
-    <ecc_errors>
-      <volatile>
-        <sram_correctable>0</sram_correctable>
-        <sram_uncorrectable_parity>0</sram_uncorrectable_parity>
-        <dram_correctable>7</dram_correctable>
-        <dram_uncorrectable>0</dram_uncorrectable>
-      </volatile>
-      <aggregate>
-        <dram_uncorrectable>2</dram_uncorrectable>
-        <sram_threshold_exceeded>No</sram_threshold_exceeded>
-      </aggregate>
-    </ecc_errors>
-    <remapped_rows>
-      <remapped_row_corr>0</remapped_row_corr>
-      <remapped_row_unc>1</remapped_row_unc>
-      <remapped_row_pending>No</remapped_row_pending>
-      <remapped_row_failure>No</remapped_row_failure>
-    </remapped_rows>
-  </gpu>
-</nvidia_smi_log>
-"""
+def gpu_xml(driver: str, *, bus: str = "00000000:1B:00.0", **sections: str) -> str:
+    """Return what `nvidia-smi -q -x` prints of one GPU: elements by name, with their own text or elements."""
+    inner = "".join(f"<{name}>{text}</{name}>" for name, text in sections.items())
+    return (
+        '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device.dtd">\n<nvidia_smi_log>\n'
+        f"<timestamp>Mon Nov 23 09:00:00 2026</timestamp><driver_version>{driver}</driver_version>"
+        f'<attached_gpus>1</attached_gpus><gpu id="{bus}">{inner}</gpu>\n</nvidia_smi_log>\n'
+    )
+
+
+def elements(names: str, value: str) -> str:
+    return "".join(f"<{name}>{value}</{name}>" for name in names.split())
+
+
+def clocks(kind: str) -> str:
+    """Return the reasons for which clocks are lowered; an idle GPU has one."""
+    prefix = f"{kind}_reason_"
+    reasons = ["hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sync_boost", "sw_thermal_slowdown"]
+    idle = f"<{prefix}gpu_idle>Active</{prefix}gpu_idle>"
+    return idle + elements(" ".join(prefix + reason for reason in reasons), "Not Active")
+
+
+def link(current: str, most: str = "16x", generation: str = "1") -> str:
+    """Return the PCIe link; an idle GPU lowers its generation."""
+    widths = f"<max_link_width>{most}</max_link_width><current_link_width>{current}</current_link_width>"
+    speed = f"<max_link_gen>5</max_link_gen><current_link_gen>{generation}</current_link_gen>"
+    return f"<pci_gpu_link_info><pcie_gen>{speed}</pcie_gen><link_widths>{widths}</link_widths></pci_gpu_link_info>"
+
+
+PLACES = "device_memory register_file l1_cache l2_cache texture_memory texture_shm cbu total"
+NO_ROWS = "<retired_count>N/A</retired_count><retired_pagelist>N/A</retired_pagelist>"
+ROWS = "<remapped_row_corr>0</remapped_row_corr><remapped_row_unc>1</remapped_row_unc>" + elements(
+    "remapped_row_pending remapped_row_failure", "No"
+)
+GONE = "Requested functionality has been deprecated"
+PAGES = f"<double_bit_retirement>{NO_ROWS}</double_bit_retirement>"
+SRAM = "sram_correctable sram_uncorrectable_parity sram_uncorrectable_secded dram_correctable dram_uncorrectable"
+# Names and values as drivers of these generations print them for healthy GPUs, which are idle.
+GENERATIONS = {
+    "V100, 418": gpu_xml(
+        "418.87.00",
+        clocks_throttle_reasons=clocks("clocks_throttle"),
+        fb_memory_usage="<total>32510 MiB</total><used>0 MiB</used>",
+        ecc_errors=f"<volatile><single_bit>{elements(PLACES, '4')}</single_bit>"
+        f"<double_bit>{elements(PLACES, '0')}</double_bit></volatile>"
+        f"<aggregate><double_bit>{elements(PLACES, '1')}</double_bit></aggregate>",
+        retired_pages="<pending_blacklist>No</pending_blacklist><pending_retirement>No</pending_retirement>",
+        pci=link("16x", generation="3"),
+    ),
+    "A100 with MIG, 535": gpu_xml(
+        "535.54.03",
+        mig_devices="<mig_device><index>0</index><ecc_error_count><volatile_count><sram_uncorrectable>0"
+        "</sram_uncorrectable></volatile_count></ecc_error_count></mig_device>",
+        gpu_reset_status=elements("reset_required drain_and_reset_recommended", "No"),
+        clocks_event_reasons=clocks("clocks_event"),
+        fb_memory_usage="<total>81920 MiB</total><reserved>869 MiB</reserved><used>50 MiB</used>",
+        utilization="<gpu_util>N/A</gpu_util>",
+        ecc_errors=f"<volatile>{elements('sram_uncorrectable dram_uncorrectable', '0')}</volatile>",
+        retired_pages=f"{PAGES}{elements('pending_blacklist pending_retirement', 'N/A')}",
+        remapped_rows="N/A",
+        pci=link("16x"),
+        fabric=elements("state status", "N/A"),
+    ),
+    "H100, 550": gpu_xml(
+        "550.54.15",
+        gpu_reset_status="<reset_required>No</reset_required><drain_and_reset_recommended>N/A"
+        "</drain_and_reset_recommended>",
+        clocks_event_reasons=clocks("clocks_event"),
+        fb_memory_usage="<used>1 MiB</used>",
+        ecc_errors=f"<volatile>{elements(SRAM, '0')}</volatile><aggregate>{elements(SRAM, '2')}"
+        "<sram_threshold_exceeded>No</sram_threshold_exceeded></aggregate>",
+        remapped_rows=ROWS,
+        pci=link("16x"),
+        fabric="<state>Completed</state><status>Success</status>",
+    ),
+    "B200, 575": gpu_xml(
+        "575.51.02",
+        display_mode=GONE,
+        gpu_reset_status=elements("reset_required drain_and_reset_recommended", GONE),
+        gpu_recovery_action="None",
+        c2c_mode="Disabled",
+        clocks_event_reasons=clocks("clocks_event"),
+        clocks_event_reasons_counters="<clocks_event_reasons_counters_sw_power_cap>254 us"
+        "</clocks_event_reasons_counters_sw_power_cap>",
+        fb_memory_usage="<used>0 MiB</used>",
+        ecc_errors=f"<volatile>{elements(SRAM, '0')}</volatile>"
+        f"{elements('channel_repair_pending tpc_repair_pending', 'No')}<unrepairable_memory>N/A</unrepairable_memory>",
+        remapped_rows=ROWS,
+        pci=link("16x"),
+        voltage=f"<graphics_volt>{GONE}</graphics_volt>",
+        fabric="<state>Completed</state><status>Success</status><health><summary>Healthy</summary>"
+        "<bandwidth>Full</bandwidth><route_unhealthy>False</route_unhealthy></health>",
+    ),
+    "GB200, 590": gpu_xml(
+        "590.44.01",
+        bus="00000008:01:00.0",
+        gpu_recovery_action="None",
+        c2c_mode="Enabled",
+        fb_memory_usage="<used>N/A</used>",
+        ecc_errors=f"<volatile>{elements(SRAM, GONE)}</volatile>",
+        remapped_rows=ROWS,
+        pci=link("1x"),
+        fabric="<state>Completed</state><status>Success</status>",
+    ),
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_healthy_gpu_of_any_generation_has_no_faults(generation):
+    (state,) = parse_gpu_states(GENERATIONS[generation])
+    assert state["faults"] == []
+    assert state["action"] == ("None" if generation.startswith(("B200", "GB200")) else "")
+    # What the tool prints about a damaged infoROM follows the document.
+    (state,) = parse_gpu_states(f"{GENERATIONS[generation]}WARNING: infoROM is corrupted at gpu 0000:1B:00.0\n")
+    assert state["faults"] == []
 
 
 @pytest.mark.parametrize(
-    ("healthy", "faulty", "message"),
+    ("generation", "healthy", "faulty", "message"),
     [
-        ("", "", None),
         (
+            "H100, 550",
             "<dram_uncorrectable>0<",
             "<dram_uncorrectable>3<",
             "3 uncorrectable ECC errors since the last reset (dram_uncorrectable)",
         ),
-        ("exceeded>No<", "exceeded>Yes<", "its SRAM has more errors than the threshold for replacement"),
-        ("failure>No<", "failure>Yes<", "a row of its memory could not be remapped"),
-        ("pending>No<", "pending>Yes<", "a row of its memory is remapped only after a reset"),
-        ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "its clocks are lowered: hw thermal slowdown"),
-        ("<current_link_width>16x", "<current_link_width>8x", "its PCIe link has 8x lanes of 16x"),
-        ("<state>Completed", "<state>In Progress", "NVSwitch's fabric is In Progress"),
-        ("action>None", "action>Drain and Reset", "the driver asks for recovery: Drain and Reset"),
+        (
+            "V100, 418",
+            f"<double_bit>{elements(PLACES, '0')}",
+            f"<double_bit>{elements(PLACES, '2')}",
+            "2 uncorrectable ECC errors since the last reset (double_bit)",
+        ),
+        ("V100, 418", "blacklist>No<", "blacklist>Yes<", "a page of its memory is retired only after a reset"),
+        ("V100, 418", "hw_slowdown>Not Active", "hw_slowdown>Active", "its clocks are lowered: hw slowdown"),
+        ("A100 with MIG, 535", "reset_required>No<", "reset_required>Yes<", "the driver asks for a reset"),
+        ("H100, 550", "exceeded>No<", "exceeded>Yes<", "its SRAM has more errors than the threshold for replacement"),
+        ("H100, 550", "failure>No<", "failure>Yes<", "a row of its memory could not be remapped"),
+        ("H100, 550", "pending>No<", "pending>Yes<", "a row of its memory is remapped only after a reset"),
+        (
+            "H100, 550",
+            "hw_thermal_slowdown>Not Active",
+            "hw_thermal_slowdown>Active",
+            "its clocks are lowered: hw thermal slowdown",
+        ),
+        ("H100, 550", "<current_link_width>16x", "<current_link_width>8x", "its PCIe link has 8 lanes of 16"),
+        ("H100, 550", "<state>Completed", "<state>In Progress", "NVSwitch's fabric is In Progress"),
+        ("H100, 550", "<status>Success", "<status>Timeout", "NVSwitch's fabric has ended with 'Timeout'"),
+        ("H100, 550", "<used>1 MiB", "<used>Unknown Error", "it does not answer: nvidia-smi prints 'Unknown Error'"),
+        ("B200, 575", "action>None", "action>Drain and Reset", "the driver asks for recovery: Drain and Reset"),
+        ("B200, 575", "bandwidth>Full", "bandwidth>Degraded", "NVSwitch's fabric has less than its bandwidth"),
+        ("B200, 575", "unhealthy>False", "unhealthy>True", "a route of NVSwitch's fabric is unhealthy"),
+        ("B200, 575", "tpc_repair_pending>No", "tpc_repair_pending>Yes", "a part of its processors is repaired only"),
+        ("B200, 575", f"<display_mode>{GONE}", "<display_mode>GPU requires reset", "it does not answer: nvidia-smi"),
     ],
 )
-def test_faults_of_a_gpu_are_read_from_nvidia_smi(healthy, faulty, message):
-    (state,) = parse_gpu_states(GPU.replace(healthy, faulty))
-    assert state["faults"] == ([message] if message else [])
-    assert state["bus"] == "00000000:1B:00.0"
+def test_faults_of_a_gpu_are_read_from_nvidia_smi(generation, healthy, faulty, message):
+    printed = GENERATIONS[generation]
+    assert healthy in printed
+    (state,) = parse_gpu_states(printed.replace(healthy, faulty))
+    (fault,) = state["faults"]
+    assert fault.startswith(message)
 
 
 def test_output_of_nvidia_smi_that_is_not_xml_is_refused():
-    with pytest.raises(HarnessError, match="is not XML"):
+    with pytest.raises(HarnessError, match=r"is not XML: .*: Unable to determine the device handle"):
         parse_gpu_states("Unable to determine the device handle for GPU0000:1B:00.0: Unknown Error")
+
+
+def tools(folder: Path, monkeypatch: pytest.MonkeyPatch, **outputs: tuple[str, int]) -> None:
+    """Put programs in front of those of the machine, each with what it prints and its exit code."""
+    folder.mkdir(exist_ok=True)
+    for name, (text, code) in outputs.items():
+        (folder / f"{name}.txt").write_text(text)
+        program = folder / name.replace("_", "-")
+        program.write_text(f"#!/bin/sh\ncat '{folder / name}.txt'\nexit {code}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+LOST = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+
+
+def test_what_the_tools_of_a_node_print_and_their_exit_codes_are_read_together(tmp_path, monkeypatch):
+    watches = "Error: Health watches not enabled. Please enable watches. \n"
+    tools(tmp_path, monkeypatch, nvidia_smi=(GENERATIONS["B200, 575"], 0), dmesg=("", 0), dcgmi=(watches, 253))
+    assert read_gpu_states() == {"notes": ["dcgmi health: Error: Health watches not enabled. Please enable watches."]}
+    # An error that the driver considers repaired is no fault; drivers before 560 do not tell.
+    warning = "WARNING: infoROM is corrupted at gpu 0000:1B:00.0\n"
+    tools(tmp_path, monkeypatch, nvidia_smi=(GENERATIONS["B200, 575"] + warning, 14), dmesg=(LOST, 0), dcgmi=("", 0))
+    assert [note[:40] for note in read_gpu_states()["notes"]] == [
+        warning[:40],
+        "Xid 79 of GPU 0000:1b:00: pid='<unknown>",
+    ]
+    tools(tmp_path, monkeypatch, nvidia_smi=(GENERATIONS["H100, 550"], 0))
+    with pytest.raises(HarnessError, match=r"Xid 79 of GPU 0000:1b:00: .*GPU has fallen off the bus"):
+        read_gpu_states()
+    tools(tmp_path, monkeypatch, dmesg=("", 1))
+    assert "closed to this user" in read_gpu_states()["notes"][0]
+    tools(tmp_path, monkeypatch, nvidia_smi=("Unable to determine the device handle for GPU0: GPU is lost.\n", 15))
+    with pytest.raises(HarnessError, match="nvidia-smi -q -x ends with code 15: Unable to determine"):
+        read_gpu_states()
+
+
+def test_notes_are_printed_once_for_all_nodes_that_have_them():
+    notes = {"notes": ["the kernel's log is closed to this user"]}
+    lines = [json.dumps({"node": node, "check": "gpu health", "facts": notes}) for node in NODES]
+    faults, summary = judge_nodes(lines, NODES, Limits())
+    assert faults == []
+    assert summary.splitlines()[1:] == ["  note: node1 and 2 more: the kernel's log is closed to this user"]
 
 
 def test_errors_after_which_a_gpu_has_to_be_reset_are_read_from_the_kernels_log():
     log = (
         "[ 99.1] NVRM: Xid (PCI:0000:1b:00): 31, pid=77, name=python, MMU Fault\n"
-        "[100.2] NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
-        "[100.3] NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+        f"[100.2] {LOST}[100.3] {LOST}"
+        "Nov 23 09:00:00 gpu7 kernel: NVRM: Xid (PCI:0000:3b:00 GPU-I:05 GPU-CI:00): 95, pid=7194, Uncontained: LTC\n"
+        "[101.0] NVRM: Xid (0000:5e:00): 48, An uncorrectable double bit error (DBE) has been detected on GPU.\n"
     )
-    (found,) = parse_xids(log)
-    assert found.startswith("Xid 79 of GPU 0000:1b:00: ")
-    assert found.endswith("GPU has fallen off the bus.")
+    found = parse_xids(log)
+    assert {bus: [error.partition(" of ")[0] for error in errors] for bus, errors in found.items()} == {
+        "0000:1b:00": ["Xid 79"],
+        "0000:3b:00": ["Xid 95"],
+        "0000:5e:00": ["Xid 48"],
+    }
+    assert found["0000:1b:00"][0].endswith("GPU has fallen off the bus.")
 
 
-def test_a_failure_that_dcgm_reports_is_read_and_a_warning_is_not():
-    table = """+---------------------------+----------------------------------------------------------+
+@pytest.mark.parametrize(
+    "table",
+    [
+        """+---------------------------+----------------------------------------------------------+
 | Health Monitor Report                                                                |
 +===========================+==========================================================+
 | Overall Health            | {0}                                                      |
@@ -182,7 +332,18 @@ def test_a_failure_that_dcgm_reports_is_read_and_a_warning_is_not():
 |       -> NVLink system    | {0}                                                      |
 |                           | Detected 16 NvLink errors on GPU 0's NVLink 3            |
 +---------------------------+----------------------------------------------------------+
-"""
+""",
+        """Health Monitor Report
++------------------+---------------------------------------------------------+
+| Overall Health:    {0}                                                     |
++==================+=========================================================+
+| 0                | {0}                                                     |
+|                  | Detected 16 NvLink errors on GPU 0's NVLink 3           |
++------------------+---------------------------------------------------------+
+""",
+    ],
+)
+def test_a_failure_that_dcgm_reports_is_read_and_a_warning_is_not(table):
     (failure,) = parse_dcgm(table.format("Failure"))
     assert "Detected 16 NvLink errors on GPU 0's NVLink 3" in failure
     assert parse_dcgm(table.format("Warning")) == parse_dcgm("") == []
@@ -205,6 +366,26 @@ def test_ports_that_nccl_is_to_use_have_to_be_active(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_IB_HCA", "=mlx5_0,mlx5_2,mlx5_9")
     with pytest.raises(HarnessError, match=r"mlx5_9 is missing; port 1 of mlx5_2 is DOWN \(3: Disabled\)"):
         read_ports(root)
+    # The beginning of names, as NCCL takes them: those that are active.
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    assert read_ports(root)["active ports"] == 2
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_2")
+    with pytest.raises(HarnessError, match="port 1 of mlx5_2 is DOWN"):
+        read_ports(root)
+    # The second port of an adapter that is named by its first one has no cable.
+    port = root / "mlx5_0" / "ports" / "2"
+    port.mkdir()
+    (port / "state").write_text("1: DOWN\n")
+    for name, fault in (
+        ("=mlx5_0:1", None),
+        ("=mlx5_0", "port 2 of mlx5_0 is DOWN"),
+        ("=mlx5_0:3", "mlx5_0:3 is missing"),
+    ):
+        monkeypatch.setenv("NCCL_IB_HCA", name)
+        with pytest.raises(HarnessError, match=fault) if fault else nullcontext():
+            assert read_ports(root)["active ports"] == 1
+    monkeypatch.setenv("NCCL_IB_HCA", "^mlx5_0")
+    assert read_ports(root)["active ports"] == 2
     monkeypatch.delenv("NCCL_IB_HCA")
     assert read_ports(root) == {"active ports": 2, "rates": "400 Gb/sec (4X NDR)"}
     assert read_ports(tmp_path / "none") == {}

@@ -233,6 +233,13 @@ def test_gpus_and_their_failures_are_read_from_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     used = [gpu["used_mib"] for gpu in read_gpus()["gpus"]]
     assert (used, read_gpus()["driver"]) == ([4, 51234], "570.124.06")
+    # A GPU that shares the node's memory, and a warning after which everything works.
+    warning = "WARNING: infoROM is corrupted at gpu 0009:01:00.0"
+    program.write_text(f"#!/bin/sh\necho 'NVIDIA GB200, 590.44.01, [N/A]'\necho '{warning}'\nexit 14\n")
+    assert read_gpus() == {"gpus": [{"name": "NVIDIA GB200", "used_mib": 0}], "driver": "590.44.01"}
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 570.124.06, [GPU requires reset]'\n")
+    with pytest.raises(HarnessError, match="requires reset"):
+        read_gpus()
     program.write_text("#!/bin/sh\necho 'Unable to determine the device handle for GPU0000:1B:00.0'\nexit 15\n")
     with pytest.raises(HarnessError, match="nvidia-smi ends with code 15: Unable to determine"):
         read_gpus()
