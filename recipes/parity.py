@@ -237,15 +237,13 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
     ]
     across = config.tolerances
     plans = {
-        "formats": CheckPlan(IDENTICAL, same_layout=True),
-        "workers": CheckPlan(IDENTICAL, same_layout=True),
-        "schedules": CheckPlan(across, same_layout=False),
-        "layouts": CheckPlan(across, same_layout=False, from_checkpoint=True, shares_processes=True),
-        "experts": CheckPlan(_EXPERTS, same_layout=False, from_checkpoint=True, shares_processes=True),
-        "isolation": CheckPlan(
-            IDENTICAL, same_layout=True, shares_processes=True, program=ISOLATION, has_reference=False
-        ),
-        "versions": CheckPlan(across, same_layout=True),
+        "formats": CheckPlan(IDENTICAL),
+        "workers": CheckPlan(IDENTICAL),
+        "schedules": CheckPlan(across),
+        "layouts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
+        "experts": CheckPlan(_EXPERTS, from_checkpoint=True, shares_processes=True),
+        "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
+        "versions": CheckPlan(across),
     }
     for check in config.checks:
         if check == "integrations":  # no runs of `recipes.sft`

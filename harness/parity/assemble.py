@@ -49,9 +49,11 @@ def cell_result(
             if finished[cell.reference].reason:
                 reason = f"its reference, {cell.reference}, failed"
             else:
-                expected = recorded_run(known[cell.reference].run_folder(folder))
-                tolerances = on_device(cell.plan.tolerances, device, num_ranks=cell.case.ranks)
-                checks = compare_runs(expected, recorded, tolerances, same_layout=cell.plan.same_layout)
+                reference = known[cell.reference]
+                expected = recorded_run(reference.run_folder(folder))
+                num_ranks = max(cell.case.ranks, reference.case.ranks)
+                tolerances = on_device(cell.plan.tolerances, device, num_ranks=num_ranks)
+                checks = compare_runs(expected, recorded, tolerances, same_layout=cell.layout == reference.layout)
     except FormatError as error:
         steps, checks, reason = [], [], f"{error.what} ({error.where})"
     status = status_of(reason, checks)

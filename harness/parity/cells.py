@@ -87,7 +87,6 @@ class CheckPlan:
 
     Attributes:
         tolerances: of the cells against the reference.
-        same_layout: the cells schedule onto the same ranks as the reference.
         from_checkpoint: all cells start from one checkpoint. Where ranks draw their own part of the weights, equal
             seeds give other weights on another layout.
         shares_processes: cells of one number of ranks run one after another in the same processes, because starting
@@ -97,14 +96,13 @@ class CheckPlan:
     """
 
     tolerances: Tolerances
-    same_layout: bool
     from_checkpoint: bool = False
     shares_processes: bool = False
     program: Program = TRAINING
     has_reference: bool = True
 
 
-_ALONE = CheckPlan(IDENTICAL, same_layout=True)
+_ALONE = CheckPlan(IDENTICAL)
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,11 @@ class Cell:
     start: str | None = None
     is_reported: bool = True
     plan: CheckPlan = _ALONE
+
+    @property
+    def layout(self) -> tuple[int, tuple[str, ...]]:
+        """Return the ranks and settings that place sequences in rows: cells of equal layouts have equal rows."""
+        return self.case.ranks, tuple(text for text in self.settings if text.startswith(("parallel", "schedule")))
 
     @property
     def overrides(self) -> list[str]:

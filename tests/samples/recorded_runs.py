@@ -20,20 +20,29 @@ def write_run(
     *,
     steps: int = 4,
     seed: int = 0,
+    ranks: int = 1,
     change: Callable[[StepMetrics], StepMetrics] = lambda metrics: metrics,
 ) -> Path:
-    """Write a run of `steps` steps on `data / "train"`; `change` edits the metrics of each step."""
+    """Write a run of `steps` steps of `ranks` ranks on `data / "train"`; `change` edits the metrics of each step."""
     loading = LoaderConfig(global_batch_size=6, num_workers=0, seed=seed)
-    loader = Loader(open_dataset(data / "train"), loading, schedule=ScheduleConfig("dp_balanced", 512), num_steps=steps)
+    schedule = ScheduleConfig("dp_balanced", 512)
+    loaders = [
+        Loader(open_dataset(data / "train"), loading, schedule=schedule, num_steps=steps, dp_rank=rank, dp_size=ranks)
+        for rank in range(ranks)
+    ]
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
         f"data: {{path: '{data}', validation_path: null}}\ntrainer: {{device: cpu}}\nrun_dir: {folder}\n"
     )
     digests = DigestWriter(folder)
     lines = []
-    for number, batch in enumerate(loader, start=1):
-        own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
-        digests.write(merge_ranks(number, batch, [own]))
+    for number, batches in enumerate(zip(*loaders, strict=True), start=1):
+        batch = batches[0]
+        rows = [
+            rank_rows(one, process=rank, dp_rank=rank, is_first_stage=True, is_last_stage=True)
+            for rank, one in enumerate(batches)
+        ]
+        digests.write(merge_ranks(number, batch, rows))
         metrics = StepMetrics(
             step=number,
             epoch=batch.epoch,
@@ -42,7 +51,7 @@ def write_run(
             learning_rate=1e-3,
             grad_norm=1.5,
             tokens=batch.num_tokens,
-            trained_tokens=sum(row.num_trained_tokens for row in batch.rows),
+            trained_tokens=sum(row.num_trained_tokens for one in batches for row in one.rows),
             tokens_per_s=1000.0 * number,
             fill=batch.imbalance.fill,
             num_microbatches=batch.num_microbatches,

@@ -149,7 +149,7 @@ def cells(cases: list[str], *, max_ranks: int = 8, from_checkpoint: bool = False
     return plan_check(
         "layouts",
         cases,
-        CheckPlan(Tolerances(), same_layout=False, from_checkpoint=from_checkpoint),
+        CheckPlan(Tolerances(), from_checkpoint=from_checkpoint),
         settings=["trainer.device=cpu"],
         datasets={"": "made", "npy": "old"},
         pythons={"": "python"},

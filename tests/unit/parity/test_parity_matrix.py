@@ -11,9 +11,12 @@ import pytest
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import FORMATS
+from harness.parity.assemble import cell_result
 from harness.parity.cells import Cell, parse_case
 from harness.parity.running import Finished, fingerprints, run_cells
 from recipes.parity import ParityConfig, device_of, make_dataset, plan
+
+from ...samples.recorded_runs import write_run
 
 
 def config(*overrides: str) -> ParityConfig:
@@ -86,6 +89,33 @@ def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     assert " -m recipes.isolation " in cells[0].command(tmp_path, None)
     alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, tmp_path, "cpu")
     assert [cell.name for cell in alone] == ["isolation: 2x cp2"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "change", "status"),
+    [
+        (1, 0.0, "same"),
+        (2, 0.0, "same"),  # balanced over two ranks: the same sequences in other rows
+        (2, 3.5e-8, "same"),
+        (2, 3.5e-5, "different"),
+        (1, 3.5e-8, "different"),
+    ],
+)
+def test_a_case_on_more_ranks_than_its_reference_has_the_tolerance_of_layouts_and_rows_of_its_own(
+    tmp_path, ranks, change, status
+) -> None:
+    data = make_dataset(tmp_path / "data")
+    cases = config(
+        f'formats=["1 format=npy","{ranks} format=memmap"]', 'datasets=["npy=a","memmap=b"]', f"dataset={data}"
+    )
+    (one, other), _ = plan(cases, data, tmp_path, "cpu")
+    write_run(one.run_folder(tmp_path), data)
+    write_run(other.run_folder(tmp_path), data, ranks=ranks, change=lambda step: replace(step, loss=step.loss + change))
+    known = {cell.name: cell for cell in (one, other)}
+    finished = {name: Finished("", "", 1.0, None) for name in known}
+    result = cell_result(other, finished, folder=tmp_path, known=known, device="cpu")
+    assert result.status == status, result.checks
+    assert ("placement" in [check.name for check in result.checks]) == (ranks == 1)
 
 
 @pytest.fixture
