@@ -26,9 +26,8 @@ from harness.errors import HarnessError
 from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
-from harness.megatron.model import build_model
 from harness.megatron.state import CheckpointWriter, find_damage, load_checkpoint
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
 
@@ -168,15 +167,7 @@ def make_step(
         vocab_size=_VOCABULARY,
         dtype=dtype,
     )
-    step = MegatronStep(
-        build_model(model, parallel, vocab_size=_VOCABULARY, device=device),
-        optimizer=OptimizerConfig(),
-        parallel=parallel,
-        layout=layout,
-        device=device,
-        vocab_size=_VOCABULARY,
-        decay_steps=1000,
-    )
+    step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY)
     # A step without gradients: an optimizer that has made none has no state to save.
     for chunk in step.chunks:
         chunk.zero_grad_buffer()

@@ -28,8 +28,8 @@ from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime
-from harness.megatron.model import RowSelfAttention, build_model
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig, sequence_cost
+from harness.megatron.model import RowSelfAttention
+from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.records import SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.thd import ThdBatch, build_thd_batch
@@ -111,15 +111,7 @@ def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress)
             vocab_size=VOCABULARY,
             dtype="bfloat16" if on_gpu else "float32",
         )
-        step = MegatronStep(
-            build_model(model, parallel, vocab_size=VOCABULARY, device=job.device),
-            optimizer=OptimizerConfig(),
-            parallel=parallel,
-            layout=layout,
-            device=job.device,
-            vocab_size=VOCABULARY,
-            decay_steps=1000,
-        )
+        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=VOCABULARY)
 
         def make() -> Loader:
             return Loader(
@@ -372,15 +364,7 @@ def bench_kernels(settings: KernelsSettings, workspace: Workspace, progress: Pro
                 num_query_groups=settings.hidden // 64,
                 vocab_size=_FEW_TOKENS,
             )
-            step = MegatronStep(
-                build_model(model, parallel, vocab_size=_FEW_TOKENS, device=job.device),
-                optimizer=OptimizerConfig(),
-                parallel=parallel,
-                layout=layout,
-                device=job.device,
-                vocab_size=_FEW_TOKENS,
-                decay_steps=1000,
-            )
+            step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=_FEW_TOKENS)
             for layer in step.chunks[0].module.decoder.layers:
                 layer.self_attention.core_attention = _OneKernel()
             return step

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,8 +21,15 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
-from harness.megatron.model import expert_metrics, predicted_losses, reset_predictions, routers, weigh_tokens
-from harness.plan import OptimizerConfig, ParallelConfig, fp8_row_multiple
+from harness.megatron.model import (
+    build_model,
+    expert_metrics,
+    predicted_losses,
+    reset_predictions,
+    routers,
+    weigh_tokens,
+)
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, fp8_row_multiple
 from harness.thd import ThdBatch, pad_row
 from harness.train import Evaluation, StepResult
 
@@ -112,6 +120,37 @@ class MegatronStep:
         self.num_layers: int = self.config.num_layers + self.mtp_layers
         self._forward_backward = get_forward_backward_func()
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def build(
+        cls,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        layout: RankLayout,
+        *,
+        device: torch.device,
+        vocab_size: int,
+        optimizer: OptimizerConfig | None = None,
+        decay_steps: int | None = None,
+        pad_rows_to: int | None = None,
+        fill: Callable[[list[GPTModel]], None] | None = None,
+    ) -> MegatronStep:
+        """Build this rank's chunks of a model, and its optimizer: by the settings' defaults where none is given.
+
+        Args:
+            layout: from `join`, which comes first.
+            fill: replaces the random weights, before the optimizer copies them.
+        """
+        return cls(
+            build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill),
+            optimizer=optimizer or OptimizerConfig(),
+            parallel=parallel,
+            layout=layout,
+            device=device,
+            vocab_size=vocab_size,
+            decay_steps=decay_steps,
+            pad_rows_to=pad_rows_to,
+        )
 
     def train(self, batch: RankBatch) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""

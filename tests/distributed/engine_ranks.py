@@ -18,9 +18,8 @@ import transformer_engine.pytorch as engine  # noqa: E402
 from harness.loader import LoaderState  # noqa: E402
 from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import join, runtime  # noqa: E402
-from harness.megatron.model import build_model  # noqa: E402
 from harness.megatron.state import CheckpointWriter, load_checkpoint  # noqa: E402
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig  # noqa: E402
+from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 from harness.train import Progress  # noqa: E402
 
 from .checkpoint_ranks import forget, tensors_of  # noqa: E402
@@ -56,15 +55,8 @@ def main(folder: Path, tp_size: int, families: list[str]) -> None:
         layout = join(parallel, job.world_size)
 
         def make(model: ModelConfig, attention: str) -> MegatronStep:
-            step = MegatronStep(
-                build_model(replace(model, attention=attention), parallel, vocab_size=300, device=job.device),
-                optimizer=OptimizerConfig(),
-                parallel=parallel,
-                layout=layout,
-                device=job.device,
-                vocab_size=300,
-                decay_steps=10,
-            )
+            model = replace(model, attention=attention)
+            step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=300)
             for chunk in step.chunks:
                 chunk.zero_grad_buffer()
             step.optimizer.step()

@@ -104,14 +104,13 @@ def _train(
     """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
     parallel_state.destroy_model_parallel()
     layout = join(parallel, job.world_size)
-    step = MegatronStep(
-        build_model(model, parallel, vocab_size=_VOCABULARY, device=job.device),
-        optimizer=OptimizerConfig(warmup_steps=1),
-        parallel=parallel,
-        layout=layout,
+    step = MegatronStep.build(
+        model,
+        parallel,
+        layout,
         device=job.device,
         vocab_size=_VOCABULARY,
-        decay_steps=100,
+        optimizer=OptimizerConfig(warmup_steps=1),
         pad_rows_to=2 * _PACK if parallel.static_rows else None,
     )
     if saves:

@@ -17,9 +17,8 @@ from harness.bench.step import bare_step
 from harness.loader import LoaderState
 from harness.megatron import MegatronStep, to_device
 from harness.megatron.job import join, runtime
-from harness.megatron.model import build_model
 from harness.megatron.state import CheckpointWriter
-from harness.plan import OptimizerConfig, ParallelConfig
+from harness.plan import ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
 from harness.train import Progress as RunPosition
@@ -40,15 +39,7 @@ def measure_checkpoint(place: Place) -> BenchReport:
         # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
         model = shape_of("1b", sizes, job.device)
         model = replace(model, num_layers=model.num_layers // 2)
-        step = MegatronStep(
-            build_model(model, parallel, vocab_size=vocabulary, device=job.device),
-            optimizer=OptimizerConfig(),
-            parallel=parallel,
-            layout=layout,
-            device=job.device,
-            vocab_size=vocabulary,
-            decay_steps=1000,
-        )
+        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
         ids = np.arange(sizes.row + 1, dtype=np.int32) % vocabulary
         row = build_thd_batch([SequenceView(ids, np.r_[np.ones(sizes.row, np.uint8), [0]])])
         rows = [to_device(row, job.device)] * sizes.rows

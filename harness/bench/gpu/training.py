@@ -21,8 +21,8 @@ from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, on_rank_0, runtime
-from harness.megatron.model import build_model, engine_layers, slow_parts
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_memory, sequence_cost
+from harness.megatron.model import engine_layers, slow_parts
+from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, build_thd_batch
 from harness.train import StepRecord
@@ -131,16 +131,7 @@ def _build(
         f"{'Transformer Engine' if has_engine else 'PyTorch'}"
     )
     report.notes += slow_parts(model, parallel, job.device, has_engine=has_engine)
-    step = MegatronStep(
-        build_model(model, parallel, vocab_size=vocabulary, device=job.device),
-        optimizer=OptimizerConfig(),
-        parallel=parallel,
-        layout=layout,
-        device=job.device,
-        vocab_size=vocabulary,
-        decay_steps=1000,
-    )
-    return model, step
+    return model, MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
 
 
 def measure_packed(place: Place) -> BenchReport:

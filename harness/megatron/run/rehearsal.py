@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.megatron.job import join, runtime
-from harness.megatron.model import build_model
 from harness.megatron.state import count_sharded_tensors
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_stage_memory
+from harness.plan import ModelConfig, ParallelConfig, plan_stage_memory
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
 
@@ -101,24 +100,17 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
 def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, world_size: int) -> RankRehearsal:
     with runtime.alone(rank, world_size) as job:
         layout = join(parallel, world_size)
-        chunks = build_model(model, parallel, vocab_size=_VOCABULARY, device=job.device)
         tokens = 2 * parallel.pad_to_multiple
-        step = MegatronStep(
-            chunks,
-            optimizer=OptimizerConfig(),
-            parallel=parallel,
-            layout=layout,
-            device=job.device,
-            vocab_size=_VOCABULARY,
-            decay_steps=10,
-            pad_rows_to=_SEQUENCES * tokens if parallel.static_rows else None,
+        padded = _SEQUENCES * tokens if parallel.static_rows else None
+        step = MegatronStep.build(
+            model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded
         )
         ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY
         mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
         row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=parallel.pad_to_multiple)
         microbatches = 2 * parallel.pipeline_parallel_size
         step.train_rows([row] * microbatches)
-        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
         trained = [weight for weight in weights if weight.requires_grad]
         memory = plan_stage_memory(
             model,
@@ -131,7 +123,7 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
         return RankRehearsal(
             rank=rank,
             place={"tp": layout.tp_rank, "cp": layout.cp_rank, "dp": layout.dp_rank, "pp": layout.pp_rank},
-            layers=sum(len(chunk.module.decoder.layers) for chunk in chunks),
+            layers=sum(len(chunk.module.decoder.layers) for chunk in step.chunks),
             microbatches=microbatches,
             sharded_tensors=count_sharded_tensors(step),
             found={

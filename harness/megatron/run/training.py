@@ -23,7 +23,7 @@ from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
-from harness.megatron.model import build_model, check_same_adapters, engine_layers, slow_parts
+from harness.megatron.model import check_same_adapters, engine_layers, slow_parts
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint
@@ -227,15 +227,16 @@ def _open_run(
     together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
     # A checkpoint has the weights that the pretrained ones became.
     fill = task.pretrained.filler(layout) if task.pretrained is not None and newest is None else None
-    step = MegatronStep(
-        build_model(config.model, config.parallel, vocab_size=task.vocab_size, device=ranks.device, fill=fill),
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        layout=layout,
+    step = MegatronStep.build(
+        config.model,
+        config.parallel,
+        layout,
         device=ranks.device,
         vocab_size=task.vocab_size,
+        optimizer=config.optimizer,
         decay_steps=trainer.steps,
         pad_rows_to=task.pad_rows_to,
+        fill=fill,
     )
     if newest is not None:
         watchdog.at(first_step, "loading the checkpoint")

@@ -13,8 +13,8 @@ from harness.errors import ConfigError
 from harness.megatron import MegatronStep
 from harness.megatron.job import join
 from harness.megatron.job.runtime import start
-from harness.megatron.model import build_model, gpt
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, fp8_row_multiple
+from harness.megatron.model import gpt
+from harness.plan import ModelConfig, ParallelConfig, fp8_row_multiple
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.schedule import ScheduleConfig
@@ -92,15 +92,7 @@ def test_rows_are_padded_before_they_reach_the_model_and_the_loss_stays(monkeypa
     row = build_thd_batch([SequenceView(ids, np.r_[np.ones(10, np.uint8), [0]])] * 2)
     with start("cpu") as job:
         layout = join(ParallelConfig(), 1)
-        step = MegatronStep(
-            build_model(model, ParallelConfig(), vocab_size=64, device=job.device),
-            optimizer=OptimizerConfig(),
-            parallel=ParallelConfig(),
-            layout=layout,
-            device=job.device,
-            vocab_size=64,
-            decay_steps=10,
-        )
+        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=64)
 
         def loss(rows: Any, chunk: Any) -> Any:
             output, report = step.forward_row(rows, chunk)

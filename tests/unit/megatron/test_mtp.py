@@ -11,7 +11,6 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.job import join, runtime
-from harness.megatron.model.gpt import build_model
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
@@ -52,11 +51,9 @@ def train_each(rows: Sequence[Sequence[ThdBatch]], **settings) -> list[StepResul
     """Return the result of a step on each of `rows`, from the same weights."""
     with runtime.start("cpu"):
         layout = join(ONE, 1)
-        chunks = build_model(ModelConfig(**{**SIZES, **settings}), ONE, vocab_size=VOCAB, device=CPU)
+        model = ModelConfig(**{**SIZES, **settings})
         still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
-        step = MegatronStep(
-            chunks, optimizer=still, parallel=ONE, layout=layout, device=CPU, vocab_size=VOCAB, decay_steps=9
-        )
+        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
         return [step.train(SimpleNamespace(rows=list(each))) for each in rows]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.job import join, runtime
-from harness.megatron.model.gpt import build_model, transformer_config
+from harness.megatron.model.gpt import transformer_config
 from harness.megatron.model.router import routers
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
@@ -36,25 +36,16 @@ def train_a_step(**settings) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     """Return the routers' weights, biases included, before and after a step, and the dtypes of scores and biases."""
     with runtime.start("cpu"):
         layout = join(ONE, 1)
-        chunks = build_model(ModelConfig(**{**SIZES, **settings}), ONE, vocab_size=VOCAB, device=CPU)
-        optimizer = OptimizerConfig(lr=0.01, warmup_steps=0)
-        step = MegatronStep(
-            chunks,
-            optimizer=optimizer,
-            parallel=ONE,
-            layout=layout,
-            device=CPU,
-            vocab_size=VOCAB,
-            decay_steps=9,
-        )
+        model, optimizer = ModelConfig(**{**SIZES, **settings}), OptimizerConfig(lr=0.01, warmup_steps=0)
+        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=optimizer)
 
         def state() -> dict[str, torch.Tensor]:
-            found = list(routers(chunks))
+            found = list(routers(step.chunks))
             values = {f"{number} weight": router.weight for number, router in enumerate(found)}
             values |= {f"{number} bias": router.expert_bias for number, router in enumerate(found)}
             return {name: value.detach().clone() for name, value in values.items()}
 
-        before, one = state(), next(routers(chunks))
+        before, one = state(), next(routers(step.chunks))
         scores = one.gating(torch.zeros(3, 1, 32, dtype=one.weight.dtype))
         dtypes = [scores.dtype, one.expert_bias.dtype]
         ids = np.arange(65, dtype=np.int32) * 7 % VOCAB

@@ -14,13 +14,12 @@ from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import join, runtime
-from harness.megatron.model.gpt import build_model
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, kernels_on_gpu, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
 from harness.plan.run_plan import AssumedPacks, plan_run
-from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
+from harness.plan.settings import PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
 from harness.settings import to_plain
@@ -89,17 +88,8 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
     planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS, kernels=kernels)
     with runtime.start("cpu"):
         layout = join(ONE, 1)
-        chunks = build_model(model, ONE, vocab_size=VOCAB, device=CPU)
-        step = MegatronStep(
-            chunks,
-            optimizer=OptimizerConfig(),
-            parallel=ONE,
-            layout=layout,
-            device=CPU,
-            vocab_size=VOCAB,
-            decay_steps=9,
-        )
-        parameters = list(chunks[0].parameters())
+        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB)
+        parameters = list(step.chunks[0].parameters())
         assert planned.weights == sum(one.numel() * one.element_size() for one in parameters)
         trained = [one for one in parameters if one.requires_grad]
         assert planned.gradients == sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained)
@@ -118,11 +108,11 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
             build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU, mtp_layers=model.mtp_layers
         )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses = run_row(chunks[0], row)
+            losses = run_row(step.chunks[0], row)
         found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         if model.recompute == "full":  # the one layer that is computed again comes in the backward pass
             found += TOKENS * layer_activation_bytes(model_of(**{**settings, "recompute": "none"}), ONE)
-            found += TOKENS * 2 * model.head_size * next(chunks[0].parameters()).element_size()  # cosine and sine
+            found += TOKENS * 2 * model.head_size * next(step.chunks[0].parameters()).element_size()  # cosine and sine
         assert planned.activations == pytest.approx(found, rel=0.01)
 
         losses.sum().backward()
