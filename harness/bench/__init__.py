@@ -53,7 +53,7 @@ class Bench:
 BENCHES = {
     "all": Bench(
         "everything:bench_everything",
-        "every bench in a process of its own, and BENCHMARKS.md from them; takes half an hour",
+        "every bench in a process of its own, and BENCHMARKS.md from them; takes 45 minutes",
     ),
     "formats": Bench("formats:bench_formats", "read, open and write each format, against plain numpy arrays"),
     "pack": Bench("packing:bench_packing", "plan packs of 13 million sequences, against plain best fit and trl"),
@@ -77,7 +77,7 @@ BENCHES = {
         "integrations:bench_integrations",
         "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",
     ),
-    "soak": Bench("soaking:bench_soak", "memory, files and threads of a loader with workers, pass after pass"),
+    "soak": Bench("soaking:bench_soak", "memory, files and threads of a loader with workers, over 20 minutes"),
     "step": Bench(
         "step:bench_step", "the training loop against Megatron's bare step, and the wait for data", uses_megatron=True
     ),

@@ -27,7 +27,7 @@ class SoakSettings:
         formats: formats of the dataset; each is soaked in a process of its own.
         workers: worker processes of the loader.
         global_batch: packs of a global batch.
-        seconds: of each format; passes are counted until it is over, at least 12.
+        seconds: of each format, 20 minutes in all; passes are counted until it is over, at least 12.
     """
 
     packs: int = bounded(1024, lowest=1)
@@ -35,7 +35,7 @@ class SoakSettings:
     formats: tuple[str, ...] = tuple(FORMATS)
     workers: int = bounded(4, highest=1024)
     global_batch: int = bounded(32, lowest=1)
-    seconds: float = bounded(15.0, highest=86_400)
+    seconds: float = bounded(200.0, highest=86_400)
 
     def __post_init__(self) -> None:
         for name in self.formats:
