@@ -9,6 +9,13 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
+# Numbers of ranks that DeepEP is tuned for, each with the tokens that a channel has room for from a rank over NVLink
+# and from a node over RDMA: the larger of its two tables (`deep_ep/buffer.py`), in whole messages.
+DEEPEP_RANKS = {
+    **{2: (256, 132), 4: (256, 132), 8: (256, 132), 16: (288, 140), 24: (288, 140), 32: (288, 140)},
+    **{64: (288, 140), 128: (560, 132), 144: (720, 132), 160: (720, 132)},
+}
+
 
 @dataclass
 class ParallelConfig:
@@ -70,11 +77,15 @@ class ParallelConfig:
                 where="parallel.expert_dispatcher, parallel.static_rows",
                 fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
             )
-        if self.expert_dispatcher == "flex" and self.tensor_parallel_size * self.expert_parallel_size == 1:
+        if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
+            ranks = ", ".join(map(str, DEEPEP_RANKS))
             raise ConfigError(
-                "no rank has experts for the tokens of others",
+                "no rank has experts for the tokens of others"
+                if shared == 1
+                else f"DeepEP divides experts over {ranks} ranks, and here they are on {shared} (expert "
+                f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})",
                 where="parallel.expert_dispatcher, parallel.expert_parallel_size",
-                fix="parallel.expert_dispatcher=alltoall, or parallel.expert_parallel_size=2 or more",
+                fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
             )
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from harness.plan.dispatch import dispatch_bytes
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
 
@@ -23,6 +24,7 @@ class Memory:
     Attributes:
         fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
             next.
+        dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
     """
 
     stage: int
@@ -31,10 +33,11 @@ class Memory:
     optimizer: int
     activations: int
     fp8: int = 0
+    dispatch: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.fp8
+        return self.weights + self.gradients + self.optimizer + self.activations + self.fp8 + self.dispatch
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ class Kernels:
     Attributes:
         engine: layers are those of Transformer Engine.
         swiglu: the gate and its product are one kernel.
+        grouped: the products of a rank's experts are grouped.
     """
 
     engine: bool = False
     swiglu: bool = False
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,11 @@ def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
     """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
     plain = not (model.lora_rank or model.kv_lora_rank or model.has_sinks)
     has_attention = model.number != "float32" or parallel.padding_setting is None
+    engine = model.attention != "torch" and has_attention
     return Kernels(
-        engine=plain and model.attention != "torch" and has_attention,
+        engine=plain and engine,
         swiglu=model.fuse_swiglu != "off",
+        grouped=engine and model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None,
     )
 
 
@@ -333,6 +340,7 @@ def plan_stage_memory(
         optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
         activations=math.ceil(kept * max_tokens_per_rank),
         fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
+        dispatch=dispatch_bytes(model, parallel, tokens=max_tokens_per_rank, is_grouped=kernels.grouped) * any(own),
     )
 
 
@@ -349,8 +357,9 @@ def plan_checkpoint(
     """
     item, state = DTYPE_BYTES[model.number], 8 if model.number == "float32" else 12
     stages = range(parallel.pipeline_parallel_size)
-    one = replace(
-        parallel, tensor_parallel_size=1, expert_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False
+    one = ParallelConfig(
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
     )
     weights = sum(count_weights(model, one, stage=stage, vocab_size=vocab_size) for stage in stages)
     adapters = sum(count_adapters(model, one, stage=stage) for stage in stages)

@@ -32,6 +32,7 @@ _CHOICES = {
     "fuse_swiglu": ("auto", "on", "off"),
     "fuse_cross_entropy": ("auto", "on", "off"),
     "fuse_weight_gradient": ("auto", "on", "off"),
+    "grouped_gemm": ("auto", "on", "off"),
     "router_score": ("softmax", "sigmoid"),
 }
 
@@ -101,6 +102,9 @@ class ModelConfig:
             router_score sigmoid.
         expert_bias_rate: change of the bias of an expert per step, up where it got too few tokens; 0 keeps the bias.
         freeze_router: do not train the router's weights.
+        grouped_gemm: multiply the tokens of all experts of a rank at once, with Transformer Engine; `auto` (where its
+            layers are, without biases and without adapters of experts), `on` (refused elsewhere) or `off` (one expert
+            after another, as on a CPU).
         mtp_layers: layers after the model's own that predict further tokens (multi-token prediction) and are trained
             with it; of weights in `init_from`, all of theirs or none. 0 leaves them out.
         mtp_loss: coefficient of the mean of their losses.
@@ -158,6 +162,7 @@ class ModelConfig:
     expert_bias: bool = False
     expert_bias_rate: float = bounded(0.001, lowest=0, highest=1)
     freeze_router: bool = False
+    grouped_gemm: str = "auto"
     mtp_layers: int = bounded(0, lowest=0, highest=100)
     mtp_loss: float = bounded(0.1, lowest=0, highest=100)
 
@@ -356,6 +361,12 @@ class ModelConfig:
                 where="model.expert_bias",
                 fix="model.router_score=sigmoid, or model.expert_bias=false",
             )
+        if self.grouped_gemm == "on" and (reason := self.why_not_grouped):
+            raise ConfigError(
+                f"the products of experts cannot be grouped: {reason}",
+                where="model.grouped_gemm",
+                fix="model.grouped_gemm=auto, which computes one expert after another",
+            )
         if self.experts_per_token == 1 and self.router_score == "softmax" and self.router_normalize:
             raise ConfigError(
                 "the weight of a token's single expert would always be 1, and the router would not train",
@@ -378,6 +389,17 @@ class ModelConfig:
     def number(self) -> str:
         """The dtype of a weight: for `auto` that of a CPU, as long as no device is chosen."""
         return self.on("cpu").dtype
+
+    @property
+    def why_not_grouped(self) -> str | None:
+        """The reason why experts are computed one after another, on whatever device; None where there is none."""
+        if self.attention == "torch":
+            return "model.attention is torch, and only Transformer Engine has such products"
+        if self.has_biases:
+            return f"experts of the family {self.family} have biases, with which they are not proved"
+        if self.lora_rank and {"linear_fc1", "linear_fc2"} & set(self.lora_targets):
+            return "an adapter stands beside the matrices of one expert"
+        return None
 
     @property
     def expert_size(self) -> int:

@@ -119,6 +119,8 @@ class RunPlan:
             row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
         if memory.fp8:
             row("  weights in 8 bits", f"{memory.fp8 / gib:,.2f} GiB")
+        if memory.dispatch:
+            row("  tokens to experts", f"{memory.dispatch / gib:,.2f} GiB")
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
             verdict = (
@@ -312,7 +314,9 @@ def plan_layout(
         weights=total,
         active_weights=total - idle,
         memory=memory,
-        without_engine=memory_with(replace(kernels, engine=False)) if kernels.engine and model.fp8 == "off" else None,
+        without_engine=memory_with(replace(kernels, engine=False, grouped=False))
+        if kernels.engine and model.fp8 == "off"
+        else None,
         checkpoint=plan_checkpoint(model, parallel, memory, dp_size=dp_size, ranks=ranks, vocab_size=model.vocab_size),
         machine=machine,
         work=work,

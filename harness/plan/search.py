@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ class LayoutSearch:
             f"no layout fits: the smallest needs {memory.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} "
             f"usable ({memory.weights / gib:,.1f} weights + {memory.gradients / gib:,.1f} gradients + "
             f"{memory.optimizer / gib:,.1f} optimizer + {memory.activations / gib:,.1f} activations"
-            + (f" + {memory.fp8 / gib:,.1f} weights in 8 bits)" if memory.fp8 else ")")
+            + (f" + {memory.fp8 / gib:,.1f} weights in 8 bits" if memory.fp8 else "")
+            + (f" + {memory.dispatch / gib:,.1f} tokens to experts)" if memory.dispatch else ")")
         )
 
 
@@ -178,7 +179,8 @@ def search_layouts(
     return LayoutSearch(fitting, smallest, considered)
 
 
-def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) -> Iterator[ParallelConfig]:
+def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) -> list[ParallelConfig]:
+    found: list[ParallelConfig] = []
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for tp, pp, cp in itertools.product(sizes, sizes, sizes):
         if ranks % (tp * pp * cp) or layers % pp:
@@ -186,18 +188,22 @@ def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) ->
         chunks = [None, *(n for n in range(2, layers // pp + 1) if layers // pp % n == 0)] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
-            yield replace(
-                asked,
-                tensor_parallel_size=tp,
-                sequence_parallel=tp > 1,
-                pipeline_parallel_size=pp,
-                virtual_pipeline_parallel_size=vpp,
-                context_parallel_size=cp,
-                expert_parallel_size=ep,
-                expert_tensor_parallel_size=1,
-                distributed_optimizer=True,
-                ranks=ranks,
-            )
+            with suppress(ConfigError):  # of a dispatcher that does not divide experts over so many
+                found.append(
+                    replace(
+                        asked,
+                        tensor_parallel_size=tp,
+                        sequence_parallel=tp > 1,
+                        pipeline_parallel_size=pp,
+                        virtual_pipeline_parallel_size=vpp,
+                        context_parallel_size=cp,
+                        expert_parallel_size=ep,
+                        expert_tensor_parallel_size=1,
+                        distributed_optimizer=True,
+                        ranks=ranks,
+                    )
+                )
+    return found
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int | None, ...]:

@@ -81,6 +81,12 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
             f"models of the family {model.family} have sinks: their attention is PyTorch's, which launches kernels for "
             "every sequence of a row, and with context parallelism gathers keys and values"
         )
+    if (
+        model.num_experts
+        and model.grouped_gemm == "auto"
+        and (reason := model.why_not_grouped or _no_engine(has_engine))
+    ):
+        found.append(f"model.grouped_gemm is auto, and {reason}: experts are computed one after another")
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
@@ -89,6 +95,10 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
     if is_fused and torch.are_deterministic_algorithms_enabled():
         found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")
     return found
+
+
+def _no_engine(has_engine: bool) -> str | None:
+    return None if has_engine else "layers are not Transformer Engine's"
 
 
 def _is_on(choice: str, is_gpu: bool) -> bool:

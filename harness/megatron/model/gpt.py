@@ -259,11 +259,23 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         # Adapters leave the biases of the model that they are for as they are.
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
-        # An adapter stands beside the matrices of one expert, and grouped ones are not proved with biases.
-        "moe_grouped_gemm": engine_layers(model, parallel, device)
-        and not model.has_biases
-        and not (model.lora_rank and {"linear_fc1", "linear_fc2"} & set(model.lora_targets)),
+        "moe_grouped_gemm": _groups_experts(model, parallel, device),
     }
+
+
+def _groups_experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> bool:
+    """Return True if experts are multiplied at once; raise ConfigError if that is requested and cannot be."""
+    if model.grouped_gemm == "off":
+        return False
+    has_engine = engine_layers(model, parallel, device)
+    if model.grouped_gemm == "on" and not has_engine:
+        raise ConfigError(
+            "model.grouped_gemm is on, and layers are PyTorch's: Transformer Engine is not installed, or not on this "
+            "device",
+            where="model.grouped_gemm",
+            fix="model.grouped_gemm=auto, which then computes one expert after another",
+        )
+    return has_engine and model.why_not_grouped is None
 
 
 def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:

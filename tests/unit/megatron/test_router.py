@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.job import join, runtime
+from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import transformer_config
 from harness.megatron.model.router import routers
 from harness.megatron.step import MegatronStep
@@ -78,6 +80,27 @@ def test_a_dispatcher_without_its_kernels_is_refused() -> None:
     if find_spec("deep_ep") is None:
         with pytest.raises(ConfigError, match="deep_ep, with DeepEP's kernels, is not installed"):
             transformer_config(ModelConfig(**SIZES), layout, torch.device("cuda"))
+
+
+def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_they_may_be() -> None:
+    def groups(**settings) -> bool:
+        return bool(transformer_config(ModelConfig(**SIZES, **settings), ONE, CPU).moe_grouped_gemm)
+
+    assert not groups()
+    assert not groups(grouped_gemm="off")
+    with pytest.raises(ConfigError, match="grouped_gemm is on, and layers are PyTorch's"):
+        groups(grouped_gemm="on")
+    for settings, reason in (({"lora_rank": 2}, "stands beside the matrices of one"), ({"attention": "torch"}, "only")):
+        with pytest.raises(ConfigError, match=reason):
+            ModelConfig(**SIZES, **settings, grouped_gemm="on")
+    model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off")
+    gpu = torch.device("cuda")
+    assert slow_parts(model, ONE, gpu, has_engine=True) == []
+    assert slow_parts(replace(model, grouped_gemm="off"), ONE, gpu, has_engine=True) == []
+    (slow,) = slow_parts(replace(model, lora_rank=2), ONE, gpu, has_engine=True)
+    assert slow.startswith("model.grouped_gemm is auto, and an adapter")
+    assert slow.endswith("experts are computed one after another")
+    assert "layers are not Transformer Engine's" in slow_parts(model, ONE, gpu, has_engine=False)[1]
 
 
 def test_scores_and_biases_are_float32_in_a_bfloat16_model() -> None:
