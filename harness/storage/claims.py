@@ -199,6 +199,9 @@ class Lease:
             else:
                 owner, body = _parse(found[0])
                 expected = found[1]
+                if owner.get("token") == token:  # it was written, and the answer lost on its way
+                    etag = expected
+                    break
                 if expected != seen:
                     if seen and owner and not wait:
                         raise self._refused(owner)
@@ -211,7 +214,7 @@ class Lease:
                 if etag is not None:
                     break
                 continue
-            if owner.get("host") == self._owner["host"] and not wait:
+            if owner.get("host") == self._owner["host"] and _was_renewed(owner) and not wait:
                 raise self._refused(owner)
             time.sleep(_LOOK_S)
         self._etag, self._body, self._lost = etag, body, None
@@ -324,6 +327,15 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     except OSError:
         pass
     return False
+
+
+def _was_renewed(owner: dict[str, Any]) -> bool:
+    """Return whether an owner on this machine, whose clock this is, renewed its lease lately.
+
+    Where it did not, its number is that of another process by now: the object is watched, as that of another machine.
+    """
+    renewed = owner.get("renewed")
+    return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < LEASE_S
 
 
 def _host() -> str:

@@ -182,6 +182,41 @@ def test_a_lease_goes_to_one_and_from_a_machine_that_died_after_a_while(store: C
     assert store.get("lease") is None
 
 
+class LosesAnAnswer(ClaimStore):
+    """A store whose first conditional write arrives, and whose answer does not: the repeated request is refused."""
+
+    is_lost = False
+
+    def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
+        etag = super().put(name, data, only_if=only_if)
+        if only_if is None or self.is_lost:
+            return etag
+        self.is_lost = True
+        return None
+
+
+@pytest.mark.usefixtures("shorter_lease")
+def test_a_lease_is_taken_where_the_answer_was_lost_and_where_another_process_has_the_number_of_a_dead_one(
+    store: ClaimStore, place: str
+) -> None:
+    lease = Lease(LosesAnAnswer(ObjectPath.parse(place)), "lease")
+    assert lease.acquire() == b""
+    lease.write(b"left")
+    # A process of this machine died long ago, and this one has its number by now.
+    owner = json.loads((store.get("lease") or (b"", ""))[0].partition(b"\n")[0])
+    assert owner["pid"] == os.getpid()
+    lease.release(remove=True)
+    store.put("lease", json.dumps(owner).encode() + b"\nleft")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(claims, "LEASE_S", 1e6)
+        with pytest.raises(FormatError, match=f"another process is writing here: process {os.getpid()} on "):
+            Lease(store, "lease").acquire()
+    store.put("lease", json.dumps({**owner, "renewed": 1.0}).encode() + b"\nleft")
+    again = Lease(store, "lease")
+    assert again.acquire() == b"left"
+    again.release(remove=True)
+
+
 def test_other_stores_and_wrong_secrets_are_named(store: ClaimStore, place: str, monkeypatch: Any) -> None:
     for path in ("gs://bucket/live", "abfs://box@account.dfs.core.windows.net/live"):
         with pytest.raises(ConfigError, match="has no conditional requests here"):
