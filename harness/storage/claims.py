@@ -80,17 +80,25 @@ class ClaimStore:
         return self._call(get, missing_is_none=True)
 
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
-        """Write an object whole; return its ETag, or None where the condition does not hold.
+        """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
 
         Args:
             data: its bytes, or the file that has them.
             only_if: an ETag that the object must still have; "" if it must not exist; None writes in any case.
         """
+        if only_if is None:
+            return self._put(name, data, {})
         if only_if:
             # Some stores (Ceph before 18) compare the text with the quotes of HTTP, others require them.
-            found = self._put(name, data, {"IfMatch": only_if})
-            return found if found is not None else self._put(name, data, {"IfMatch": f'"{only_if}"'})
-        return self._put(name, data, {} if only_if is None else {"IfNoneMatch": "*"})
+            etag = self._put(name, data, {"IfMatch": only_if}) or self._put(name, data, {"IfMatch": f'"{only_if}"'})
+        else:
+            etag = self._put(name, data, {"IfNoneMatch": "*"})
+        if etag is None:
+            # Where an answer was lost on its way, the request that was sent again finds what the first one wrote.
+            found = self.get(name)
+            if found is not None and found[0] == (data.read_bytes() if isinstance(data, Path) else data):
+                return found[1]
+        return etag
 
     def _put(self, name: str, data: bytes | Path, condition: dict[str, str]) -> str | None:
         def put(client: Any) -> str:
@@ -199,9 +207,6 @@ class Lease:
             else:
                 owner, body = _parse(found[0])
                 expected = found[1]
-                if owner.get("token") == token:  # it was written, and the answer lost on its way
-                    etag = expected
-                    break
                 if expected != seen:
                     if seen and owner and not wait:
                         raise self._refused(owner)
@@ -254,16 +259,11 @@ class Lease:
     def _put(self) -> None:
         if self._lost is not None:
             raise self._lost
-        content = self._content(self._body)
-        etag = self._store.put(self._name, content, only_if=self._etag)
+        etag = self._store.put(self._name, self._content(self._body), only_if=self._etag)
         if etag is None:
-            # An answer that was lost on its way: the object is as it was written.
             found = self._store.get(self._name)
-            if found is None or found[0] != content:
-                owner = _parse(found[0])[0] if found is not None else {}
-                self._lost = self._refused(owner)
-                raise self._lost
-            etag = found[1]
+            self._lost = self._refused(_parse(found[0])[0] if found is not None else {})
+            raise self._lost
         self._etag = etag
 
     def _content(self, body: bytes) -> bytes:
