@@ -25,7 +25,8 @@ class PreflightConfig:
 
     Attributes:
         enabled: check the nodes first; false starts the ranks right away.
-        timeout_s: seconds after which a node that has not answered is reported. With Pyxis, unpacking the image counts.
+        timeout_s: seconds that the checks of a node may take; 20 s later, a node that has not answered at all is
+            reported. With Pyxis, unpacking the image counts.
         min_shm_mib: size in MiB that /dev/shm needs; loader workers pass batches through it.
         min_disk_gib: free space in GiB that the file system of the run's folder needs.
         max_clock_offset_s: largest allowed difference in seconds between a node's clock and that of the first node.

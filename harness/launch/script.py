@@ -270,8 +270,8 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
         tasks=tasks,
         needed="".join(f" {shlex.quote(setting)}" for setting in needed),
         timeout=f"{limits.timeout_s:g}",
-        # srun itself is ended a little later, so that the nodes can report their own timeouts.
-        limit=f"{limits.timeout_s + 5:g}",
+        # srun itself is ended later, so that nodes that start slowly can report their own timeouts.
+        limit=f"{limits.timeout_s + 20:g}",
         expected=shlex.join(expected),
         # With GPUs, every GPU takes part, over the links that training uses.
         reduce_step="on_each_rank" if cluster.gpus_per_node else "on_each_node",

@@ -120,7 +120,7 @@ def kill_after(step: int, arguments: list[str], folder: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     try:
         while len(read_metrics(folder)) < step:
             assert process.poll() is None, "the run ended before it could be killed"

@@ -252,7 +252,7 @@ def test_a_preparation_killed_at_any_moment_and_restarted_gives_the_same_bytes(t
             process.kill()
             process.wait()
         # No worker survives.
-        assert psutil.wait_procs(workers, timeout=20)[1] == []
+        assert psutil.wait_procs(workers, timeout=120)[1] == []
         killed += 1
         before, finished = finished, set(receipts(tmp_path / "d"))
         assert before <= finished

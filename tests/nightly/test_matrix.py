@@ -130,7 +130,7 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
         [sys.executable, "-m", "recipes.parity", *arguments, more], env=environment(), cwd=ROOT, stdout=subprocess.PIPE
     )
     cells = tmp_path / "parity" / "cells"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1200
     running = cells / "formats__memmap" / "run" / "metrics.jsonl"
     while not running.exists():
         assert process.poll() is None
@@ -143,7 +143,7 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
     assert set(before) >= {"formats__npy", "formats__parquet"}
     assert "formats__memmap" not in before
     # Its run ended with it, so that nothing writes there anymore.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while _writers(running):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 PROGRAMS = ("radosgw", "ceph-mon", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-that-nobody-may-see"
-_START_S = 60.0
+_START_S = 240.0
 
 # One of everything, no replicas, and no waiting for peers that will never come.
 _CONF = """
@@ -131,7 +131,7 @@ class Gateway:
 
     def _answers(self, *command: str) -> str:
         try:
-            done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False, timeout=5)
+            done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False, timeout=30)
         except subprocess.TimeoutExpired:
             return ""
         return done.stdout if done.returncode == 0 else ""

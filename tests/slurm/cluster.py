@@ -66,7 +66,7 @@ class Cluster:
         if "slurmctld" in self._daemons:
             self.on("login", "scancel", "--full", "--signal=KILL", "--user=root")
             self.on("login", "scancel", "--user=root")
-            deadline = time.monotonic() + 8
+            deadline = time.monotonic() + 30
             while self.on("login", "squeue", "--noheader").strip() and time.monotonic() < deadline:
                 time.sleep(0.1)
         for name in sorted(self._daemons):  # munged, slurmctld, then the daemons of the nodes
@@ -98,7 +98,7 @@ class Cluster:
         """Start slurmctld with the state that it left; `-c` forgets it."""
         self._daemon("slurmctld", "login", "slurmctld", "-D", *options)
         # A registration is lost if the controller does not answer yet, and is repeated only after seconds.
-        wait_for(lambda: "is UP" in self.on("login", "scontrol", "ping"), "slurmctld", timeout_s=20)
+        wait_for(lambda: "is UP" in self.on("login", "scontrol", "ping"), "slurmctld", timeout_s=120)
 
     def start_slurmd(self, node: str) -> None:
         self._daemon(f"slurmd-{node}", node, "slurmd", "-D", "-N", node)
@@ -107,7 +107,7 @@ class Cluster:
         daemon = self._daemons.pop(name)
         daemon.send_signal(how)
         try:
-            daemon.wait(10)
+            daemon.wait(60)
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
@@ -136,7 +136,7 @@ class Cluster:
             idle = self.on("login", "sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t").split("\n")
             return sorted(line.strip() for line in idle if line.strip()) == [f"{node} idle" for node in self.nodes]
 
-        wait_for(all_idle, "idle nodes", timeout_s=60)
+        wait_for(all_idle, "idle nodes", timeout_s=240)
 
     def _write_settings(self) -> None:
         hosts = ["127.0.0.1 localhost", f"{_NET}.1 login"]
@@ -200,7 +200,7 @@ PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier
             ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", script],
             env=self._environment,
         )
-        wait_for(ready.exists, f"the namespaces of {name}", timeout_s=10)
+        wait_for(ready.exists, f"the namespaces of {name}", timeout_s=60)
 
     def _connect(self) -> None:
         login = self._holders["login"].pid
@@ -224,7 +224,7 @@ PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier
         files = [f"--{name}-file={folder}/{name}" for name in ("key", "pid", "log", "seed")]
         user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
         self._daemon("munged", "login", *user, "munged", "--foreground", f"--socket={folder}/socket", *files)
-        wait_for((folder / "socket").exists, "munged", timeout_s=10)
+        wait_for((folder / "socket").exists, "munged", timeout_s=60)
 
     def _daemon(self, name: str, node: str, *words: str) -> None:
         with (self.root / "log" / f"{name}.out").open("ab") as log:

@@ -85,7 +85,7 @@ class SlurmJob:
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics]
 
-    def wait_for(self, happens: Callable[[], bool], event: str, *, timeout_s: float = 120) -> None:
+    def wait_for(self, happens: Callable[[], bool], event: str, *, timeout_s: float = 480) -> None:
         """Wait until it happens; fail if the job ends before."""
         deadline = time.monotonic() + timeout_s
         while not happens():
@@ -94,7 +94,7 @@ class SlurmJob:
             assert time.monotonic() < deadline, f"no {event} in {timeout_s:g} s, {state}:\n{self.log}"
             time.sleep(0.3)
 
-    def wait(self, *, timeout_s: float = 240) -> str:
+    def wait(self, *, timeout_s: float = 960) -> str:
         """Wait until the job has ended and return its state."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -119,7 +119,7 @@ def submit(slurm: Cluster, data: Path, tmp_path: Path) -> Iterator[Callable[...,
         printed = slurm.on(
             "login",
             *(*HARNESS, "submit", "sft", f"nodes={nodes}", *([f"run_dir={run_dir}"] if run_dir else [])),
-            *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=25", *overrides),
+            *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=100", *overrides),
             check=True,
             cwd=ROOT,
         )

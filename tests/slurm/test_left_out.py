@@ -15,7 +15,7 @@ from .cluster import Cluster
 from .conftest import SETTINGS, started
 from .test_preflight import mounted
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 ONE_RANK = "cluster.ranks_per_node=1"
 
 
@@ -74,7 +74,7 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
 def test_a_node_with_a_slow_network_is_named_with_its_rate(submit, slurm):
     slow = ["rate", "8mbit", "burst", "32kbit", "latency", "400ms"]
     slurm.on("node2", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow, check=True)
-    limits = ("cluster.preflight.min_pair_gb_s=0.005", "cluster.preflight.timeout_s=90")
+    limits = ("cluster.preflight.min_pair_gb_s=0.005", "cluster.preflight.timeout_s=200")
     try:
         job = submit("trainer.steps=2", ONE_RANK, *limits, nodes=3)
         assert job.wait() == "FAILED", job.log

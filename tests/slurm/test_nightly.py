@@ -17,7 +17,7 @@ from harness.parity.result import REPORT_FILE, write_report
 from ..distributed.conftest import ROOT, environment
 from .conftest import SlurmJob
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 TESTS = (
     "tests/nightly/test_matrix.py::test_every_schedule_trains_the_same_on_one_rank_and_on_two",
     "tests/nightly/test_resume_and_baseline.py::test_tonights_run_agrees_with_the_baseline",
@@ -42,7 +42,7 @@ def test_a_night_is_an_array_and_a_report_that_depends_on_it(slurm, tmp_path):
     night = Path(match[2])
     report = SlurmJob(slurm, match[3], night)
     assert report.facts["Dependency"].startswith(f"afterany:{match[1]}")
-    assert report.wait(timeout_s=400) == "COMPLETED", (night / "report.out").read_text()
+    assert report.wait(timeout_s=1600) == "COMPLETED", (night / "report.out").read_text()
     assert "all is well" in (night / "report.out").read_text()
     joined = json.loads((night / "summary" / REPORT_FILE).read_text())
     # Six cells of the schedules and two of the baseline, each job on a node of its own.

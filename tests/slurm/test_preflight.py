@@ -15,7 +15,7 @@ from harness.formats import open_dataset, open_writer
 
 from .cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 ONE_RANK = "cluster.ranks_per_node=1"
 
 
@@ -51,7 +51,7 @@ def test_a_loopback_address_is_refused(refused):
 
 
 def test_the_address_of_another_node_is_refused(refused):
-    log = refused("cluster.master_addr=login", "cluster.preflight.timeout_s=8")
+    log = refused("cluster.master_addr=login", "cluster.preflight.timeout_s=15")
     assert "preflight: node2: first node: the first node does not answer at MASTER_ADDR login (10.79.0.1)" in log
 
 
@@ -100,7 +100,10 @@ def test_folders_that_are_not_shared_are_reported(refused, slurm, tmp_path):
         mounted(slurm, "node2", tmp_path / "own", tmp_path / "streams"),
     ):
         live, weights = tmp_path / "streams" / "live", tmp_path / "weights"
-        log = refused(f"data.live.path={live}", "data.live.pack_size=256", f"model.init_from={weights}")
+        log = refused(
+            *(f"data.live.path={live}", "data.live.pack_size=256", f"model.init_from={weights}"),
+            "cluster.preflight.timeout_s=40",
+        )
     assert "preflight: node2: run folder: the run's folder is not shared" in log
     assert f"preflight: node2: weights {weights}: files is 0, on node1 it is 1" in log
     assert f"preflight: node2: live chunks {live}: folder is missing, on node1 it is there" in log
@@ -112,10 +115,10 @@ def test_a_port_that_was_taken_after_it_was_chosen_is_reported(refused, slurm):
         20000
         + (1 + int(slurm.on("login", "sbatch", "--parsable", "--output=/dev/null", "--wrap=true", check=True))) % 12000
     )
-    listen = f"import socket, time; s = socket.create_server(('10.79.0.11', {port})); time.sleep(100)"
+    listen = f"import socket, time; s = socket.create_server(('10.79.0.11', {port})); time.sleep(1000)"
     holder = subprocess.Popen(slurm.command("node1", "python3", "-c", listen))
     try:
-        log = refused("cluster.preflight.timeout_s=8")
+        log = refused("cluster.preflight.timeout_s=15")
     finally:
         holder.kill()
         holder.wait()
@@ -126,7 +129,7 @@ def test_a_port_that_was_taken_after_it_was_chosen_is_reported(refused, slurm):
 def test_a_node_that_does_not_answer_is_named(refused, slurm, tmp_path, node):
     """Its Python hangs, as on a file system that does not answer."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 300\n")
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
     python.chmod(0o755)
     real = tmp_path / "real" / "python"
     real.parent.mkdir()

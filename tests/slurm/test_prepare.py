@@ -16,7 +16,7 @@ from ..distributed.conftest import ROOT
 from ..integration.test_prepare_shards import command, content, write_source
 from .conftest import SlurmJob
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 def test_preparation_on_two_nodes_writes_the_same_dataset_as_one_machine(slurm, tmp_path):
@@ -35,7 +35,7 @@ def test_preparation_on_two_nodes_writes_the_same_dataset_as_one_machine(slurm, 
         cwd=ROOT,
     )
     job = SlurmJob(slurm, printed.strip(), tmp_path)
-    assert job.wait(timeout_s=300) == "COMPLETED", log.read_text()
+    assert job.wait(timeout_s=1200) == "COMPLETED", log.read_text()
     assert "Ray on 2 nodes" in log.read_text()
     assert content(tmp_path / "d") == content(tmp_path / "whole")
     (ROOT / f"ray-{job.job_id}.log").unlink()

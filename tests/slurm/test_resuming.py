@@ -15,7 +15,7 @@ import pytest
 from ..distributed.conftest import launcher, read_metrics, run_command
 from .conftest import SETTINGS, SlurmJob
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 # Long enough to be disturbed in the middle on any machine.
 LONG = (
     *("trainer.steps=150", "trainer.checkpoint_interval=20"),
@@ -120,7 +120,7 @@ def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit,
     ],
 )
 def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slurm, undisturbed, how, message):
-    job = submit(*LONG, "trainer.timeout_s=25")
+    job = submit(*LONG, "trainer.timeout_s=40")
     wait_for_step(job, 45)
     (rank_1,) = [
         pid

@@ -13,7 +13,7 @@ import pytest
 from .cluster import Cluster
 from .conftest import started
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 # Without the preflight: on a busy machine its measurements differ between nodes.
 ONE_SPARE = ("cluster.ranks_per_node=1", "cluster.spares=1", "cluster.preflight.enabled=false")
 # Python runs this module at its start: on node2 every read of the dataset takes a while.
@@ -23,7 +23,7 @@ if os.environ.get("SLURMD_NODENAME") == "node2" and "recipes.sft" in sys.orig_ar
     sys.path.insert(0, os.getcwd())
     from harness.formats import PackReader
     read = PackReader.read
-    PackReader.read = lambda *arguments: time.sleep(0.5) or read(*arguments)
+    PackReader.read = lambda *arguments: time.sleep(2) or read(*arguments)
 """
 
 

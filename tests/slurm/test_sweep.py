@@ -10,7 +10,7 @@ import pytest
 from ..distributed.conftest import ROOT, read_metrics
 from .conftest import SETTINGS
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 def test_a_sweep_of_two_learning_rates_runs_two_jobs_of_two_ranks(slurm, data, tmp_path):

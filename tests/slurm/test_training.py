@@ -9,7 +9,7 @@ import pytest
 from ..distributed.conftest import ROOT, launcher, read_metrics, run_command
 from .conftest import HARNESS, SETTINGS
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_a_job_takes_the_port_of_its_id_and_ids_that_share_it_take_others_while_
         taken = int(first.stdout.readline())
         others = [int(run_bash(PORT, SLURM_JOB_ID=str(424242 + step)).stdout) for step in (0, 12000, 120000)]
     finally:
-        first.communicate("\n", timeout=10)
+        first.communicate("\n", timeout=60)
     assert 20000 <= taken < 32000
     assert taken not in others
     assert int(run_bash(PORT, SLURM_JOB_ID="424242").stdout) == taken

@@ -246,7 +246,7 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
     # Their stream has no end: they are trained until the steps are done, or the wait for more is too long.
     trained = Trained()
     with pytest.raises(LoaderError, match=r"for chunk_00003 of .*; its producer was never seen"):
-        train(tmp_path, size=1, tokenizer=tokenizer, timeout_s=0.5, require_ready=False, settle_s=0.2, into=trained)
+        train(tmp_path, size=1, tokenizer=tokenizer, timeout_s=2.0, require_ready=False, settle_s=0.2, into=trained)
     assert trained.steps
     with LiveProducer(tmp_path) as producer:
         producer.end()

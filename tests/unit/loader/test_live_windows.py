@@ -183,7 +183,7 @@ def test_a_blend_waits_for_the_folder_that_is_late_and_names_it(tmp_path):
             size=4,
             weights=(1.0, 1.0),
             schedule="dp_balanced",
-            timeout_s=0.3,
+            timeout_s=1.0,
             into=trained,
         )
     assert caught.value.where == str(tmp_path / "late")

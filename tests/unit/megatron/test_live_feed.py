@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> LiveFolder:
 
 
 def feed(folder: LiveFolder, completed: str, state: LoaderState | None = None) -> LiveFeed:
-    config = LiveConfig(path=folder.where, pack_size=128, timeout_s=5.0, completed=completed)
+    config = LiveConfig(path=folder.where, pack_size=128, timeout_s=60.0, completed=completed)
     plan = BatchPlan(RankLayout(), 4, CAPACITY, SequenceCost())
     return LiveFeed(config, plan, tokenizer=None, state=state)
 
