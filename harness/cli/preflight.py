@@ -186,8 +186,10 @@ def copy(
     """Copy datasets and weights to the disk of this node, as far as they are not there; prints JSON lines."""
     from harness.launch import place_in_slurm
     from harness.launch.preflight import copy_checks, run_checks
+    from harness.storage import read_originals
 
     settings: ProbeSettings = context.obj
+    read_originals()
     paths = [path for path in (*settings.data.path, settings.model.init_from) if path and "://" not in path]
     checks = copy_checks(paths, local_dir, timeout_s=settings.cluster.preflight.timeout_s)
     # Each ends by itself where nothing moves; the whole takes as long as it takes.

@@ -40,7 +40,7 @@ from harness.storage.files import (
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
-from harness.storage.local_copies import LocalCopy, copy_to_node, local_copy
+from harness.storage.local_copies import LocalCopy, copy_to_node, local_copy, read_originals
 from harness.storage.mapped import bus_error_at, name_bus_errors
 from harness.storage.ranges import ByteSource, open_source
 from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact, relative_path, resolve_path
@@ -90,6 +90,7 @@ __all__ = [
     "parse_place",
     "read_checksums",
     "read_npy_header",
+    "read_originals",
     "redact",
     "relative_path",
     "resolve_path",

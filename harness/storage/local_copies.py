@@ -80,6 +80,11 @@ def local_copy(path: str) -> str:
     return path
 
 
+def read_originals() -> None:
+    """Read everything where it is from now on, in this process: it makes the copies."""
+    os.environ.pop(_VARIABLE, None)
+
+
 def copy_to_node(
     path: str, local_dir: Path, *, known: Mapping[str, str] | None = None, progress: Progress = lambda num_bytes: None
 ) -> LocalCopy:
@@ -205,7 +210,7 @@ def _check_space(num_bytes: int, copy: Path) -> None:
     free = shutil.disk_usage(copy.parent).free
     if num_bytes > free:
         raise HarnessError(
-            f"{num_bytes / 2**30:,.1f} GiB are to be copied, and {free / 2**30:,.1f} GiB are free",
+            f"{num_bytes / 2**30:,.4g} GiB are to be copied, and {free / 2**30:,.4g} GiB are free",
             where=str(copy),
             fix="remove copies that no run needs from cluster.local_dir, or set it to a larger disk, or to none",
         )

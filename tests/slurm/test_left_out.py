@@ -71,6 +71,27 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
     assert job.losses == [line["loss"] for line in read_metrics(folder)]
 
 
+@pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_node_that_cannot_copy_the_data_is_left_out_with_the_reason(submit, slurm, data, tmp_path, spares):
+    local = tmp_path / "local"
+    local.mkdir()
+    with ExitStack() as mounts:
+        for node in slurm.nodes:
+            size = "size=8k" if node == "node2" else "size=1g"
+            mounts.enter_context(mounted(slurm, node, "tmpfs", local, "-t", "tmpfs", "-o", size))
+        settings = ("cluster.preflight.enabled=false", f"cluster.local_dir={local}", f"cluster.spares={spares}")
+        job = submit("trainer.steps=2", ONE_RANK, *settings)
+        assert job.wait() == "COMPLETED", job.log
+        copies = [node for node in slurm.nodes if slurm.on(node, "find", local, "-name", "*.copied")]
+    assert f"preflight: node2: copy of {data}: " in job.log
+    assert "GiB are free" in job.log
+    assert "preflight: node1" not in job.log
+    assert (job.run_dir / "excluded_nodes").read_text().startswith(f"node2 copy of {data}: ")
+    assert (job.facts["Restarts"], job.facts["NodeList"]) == (("0", "node[1-3]") if spares else ("1", "node[1,3]"))
+    assert copies == ["node1", "node3"]
+    assert [line["step"] for line in job.metrics] == [1, 2]
+
+
 def test_a_node_with_a_slow_network_is_named_with_its_rate(submit, slurm):
     slow = ["rate", "8mbit", "burst", "32kbit", "latency", "400ms"]
     slurm.on("node2", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow, check=True)

@@ -96,7 +96,7 @@ def test_bytes_with_another_hash_than_is_written_down_are_refused(original, tmp_
 def test_what_a_disk_cannot_hold_is_refused_before_it_is_copied(original, tmp_path):
     with (original / "large").open("wb") as file:
         file.truncate(1 << 43)  # none of its bytes is stored
-    with pytest.raises(HarnessError, match=r"8,192.0 GiB are to be copied, and \S+ GiB are free"):
+    with pytest.raises(HarnessError, match=r"8,192 GiB are to be copied, and \S+ GiB are free"):
         copy_to_node(str(original), tmp_path / "local")
 
 
@@ -121,6 +121,23 @@ def test_datasets_and_weights_are_read_in_their_copies(tmp_path, original, monke
     # A copy that was never finished is not read.
     (local / data.relative_to("/")).with_name(f"{data.name}.copied").unlink()
     assert Path(open_datasets(DataConfig(path=str(data))).train.path) == data / "train"
+
+
+def test_a_job_that_reads_copies_copies_only_what_has_changed_since(tmp_path):
+    """As the batch script runs it on each node: with the variable by which the ranks find the copies."""
+    data, local = make_dataset(tmp_path / "data"), tmp_path / "local"
+    ((_, check),) = copy_checks([str(data)], local, timeout_s=30).items()
+    assert check()["new_bytes_s"] > 0
+    manifest = data / "train" / "manifest.json"
+    os.utime(manifest)
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "preflight", "copy", str(local), f"data.path=[{data}]"],
+        env={**os.environ, "HARNESS_LOCAL_DIR": str(local)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["facts"]["new_bytes_s"] == manifest.stat().st_size
 
 
 def test_a_damaged_original_is_named_by_the_check_of_its_node(tmp_path):
