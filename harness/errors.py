@@ -199,7 +199,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
 
 @dataclass(frozen=True)
 class Problem:
-    """One defect of a dataset: what, and where."""
+    """One defect of a dataset: what, where, and its fix where that is more than to make the dataset again."""
 
     what: str
     where: str
+    fix: str = ""

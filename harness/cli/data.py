@@ -220,7 +220,7 @@ def verify(
         for note in notes:
             print(f"note: {note}")
         for problem in problems:
-            print(f"{problem.what}\n  where: {problem.where}")
+            print(f"{problem.what}\n  where: {problem.where}" + (f"\n  fix:   {problem.fix}" if problem.fix else ""))
         counted = f"{num_packs:,} packs, " if check is None else ""
         plural = "s" if len(problems) > 1 else ""
         print(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")

@@ -68,7 +68,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
         if error.what not in known:
-            problems.append(Problem(error.what, error.where))
+            problems.append(Problem(error.what, error.where, error.fix))
         if manifest is None:
             problems += _part_problems(path, progress)
         return problems

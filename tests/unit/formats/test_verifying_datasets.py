@@ -97,7 +97,7 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
 
 
 def test_a_path_without_a_dataset_is_one_problem(tmp_path: Path) -> None:
-    assert verify_dataset(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"))]
+    assert verify_dataset(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"), "check the path")]
     path = write(tmp_path / "a")
     (path / "manifest.json").write_text("{")
     assert len(verify_dataset(path)) == 1
