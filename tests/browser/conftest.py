@@ -12,6 +12,8 @@ import pytest
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Kept for a person to look at; not committed.
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+# A page draws its charts in a second, and on a machine that does much else in a minute.
+PATIENCE_MS = 120_000
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,9 @@ def browser() -> Iterator[Any]:
         pytest.skip(f"none of {', '.join(BROWSERS)}: apt-get install chromium")
     with playwright.sync_playwright() as running:
         # Root, the user of most containers, cannot use the sandbox; the pages are our own.
-        started = running.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        started = running.chromium.launch(
+            executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"], timeout=PATIENCE_MS
+        )
         yield started
         started.close()
 
@@ -37,7 +41,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def open_page(path: Path, **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: problems.append(f"console: {message.text}"))
