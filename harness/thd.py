@@ -30,6 +30,7 @@ class ThdBatch:
         cu_seqlens_padded: int32 [S + 1], running sum of padded tokens: sequence s lies in tokens[c[s]:c[s + 1]].
         max_seqlen: padded tokens of the longest sequence.
         padding_mask: bool [T], True at padding.
+        sources: int64 [S], number of the dataset that each sequence is from; None where nobody asks.
     """
 
     tokens: Int64Array
@@ -40,6 +41,7 @@ class ThdBatch:
     cu_seqlens_padded: Int32Array
     max_seqlen: int
     padding_mask: BoolArray
+    sources: Int64Array | None = None
 
     def __len__(self) -> int:
         """T, padding included."""
@@ -233,6 +235,7 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
         cu_seqlens_padded=np.append(row.cu_seqlens_padded, np.int32(total)),
         max_seqlen=max(row.max_seqlen, missing),
         padding_mask=np.pad(row.padding_mask, (0, missing), constant_values=True),
+        sources=None if row.sources is None else np.append(row.sources, 0),
     )
 
 

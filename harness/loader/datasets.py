@@ -243,6 +243,23 @@ class JoinedReader:
             reader.close()
 
 
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The datasets that a blend's sequences are from.
+
+    Attributes:
+        names: one for each, all different.
+        starts: int64 [datasets], the first sequence of each among those of all.
+    """
+
+    names: tuple[str, ...]
+    starts: Int64Array
+
+    def of(self, sequence_ids: Int64Array) -> Int64Array:
+        """Return the number of each sequence's dataset."""
+        return np.searchsorted(self.starts, sequence_ids, side="right") - 1
+
+
 @dataclass(frozen=True)
 class LiveData:
     """The data of a run on live chunks, as RunData of one on datasets.
@@ -298,6 +315,18 @@ class RunData:
     def sources(self) -> tuple[PackReader, ...]:
         """The datasets of `train`."""
         return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
+
+    @property
+    def named_sources(self) -> Sources | None:
+        """The datasets of a blend by the paths in its settings; None without several."""
+        if self.blend is None or len(self.sources) < 2:
+            return None
+        counts = [reader.sequence_lengths.shape[0] for reader in self.sources]
+        names: list[str] = []
+        for name in self.blend.names:
+            times = sum(known == name or known.startswith(f"{name} (") for known in names)
+            names.append(f"{name} ({times + 1})" if times else name)
+        return Sources(tuple(names), np.cumsum([0, *counts[:-1]]))
 
     def describe(self) -> str:
         """Return one line about the training data."""

@@ -25,6 +25,7 @@ class RowTensors:
         tokens, labels, position_ids: int64 [1, T / cp].
         loss_mask: float32 [1, T / cp].
         padding_mask: bool [1, T / cp], True at padding.
+        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
         packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
             rank's slices of the tokens ahead, for layers that predict these.
     """
@@ -35,6 +36,7 @@ class RowTensors:
     loss_mask: torch.Tensor
     padding_mask: torch.Tensor
     packed_seq_params: PackedSeqParams
+    sources: torch.Tensor | None = None
 
     def all(self) -> list[torch.Tensor]:
         """Return every tensor, those of the boundaries included."""
@@ -120,12 +122,15 @@ def to_device(
         # Moved before they are cut, so that no rank needs a token of another.
         ahead = tokens_ahead(row, distance)
         fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
+    if row.sources is not None:
+        fields.append(np.repeat(row.sources, np.diff(row.cu_seqlens_padded)))
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
         fields = [field[keep] for field in fields]
     tokens, labels, position_ids, loss_mask, padding_mask, counted, *further = (
         _copied(np.ascontiguousarray(field), device).unsqueeze(0) for field in fields
     )
+    sources = None if row.sources is None else further.pop()
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     padded = None if np.array_equal(row.cu_seqlens, row.cu_seqlens_padded) else row.cu_seqlens_padded
     return RowTensors(
@@ -141,6 +146,7 @@ def to_device(
             positions=counted[0],
             ahead=tuple(AheadTensors(*further[at : at + 4]) for at in range(0, len(further), 4)),
         ),
+        sources,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader import RankBatch, RankLayout
+from harness.loader import RankBatch, RankLayout, Sources
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.model import (
     build_model,
@@ -27,6 +28,8 @@ from harness.megatron.model import (
     predicted_losses,
     reset_predictions,
     routers,
+    show_sources,
+    source_loads,
     weigh_tokens,
 )
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, fp8_row_multiple
@@ -59,6 +62,9 @@ class MegatronStep:
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
+
+    Attributes:
+        sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class MegatronStep:
         self.mtp_layers: int = self.config.mtp_num_layers or 0
         self.num_layers: int = self.config.num_layers + self.mtp_layers
         self._forward_backward = get_forward_backward_func()
+        self.sources: Sources | None = None
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -154,7 +161,14 @@ class MegatronStep:
 
     def train(self, batch: RankBatch) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
-        return self.train_rows(batch.rows)
+        if self.sources is None or not self.has_experts:
+            return self.train_rows(batch.rows)
+        rows = []
+        for row, sequences in zip(batch.rows, batch.sequence_ids, strict=True):
+            # A row of zero loss has one sequence, which is nobody's.
+            known = self.sources.of(sequences) if len(sequences) else np.zeros(row.num_sequences, np.int64)
+            rows.append(replace(row, sources=known))
+        return self.train_rows(rows)
 
     def train_rows(self, rows: Sequence[ThdBatch]) -> StepResult:
         """Do what `train` does, with the rows of a batch."""
@@ -174,6 +188,9 @@ class MegatronStep:
         if updated:
             self.scheduler.step(increment=1)
         total, tokens = self._reduce(sums)
+        loads: dict[str, float] = {}
+        if self.sources is not None and self.has_experts:
+            loads = source_loads(self.chunks, self.num_layers, self.sources.names, self.device)
         mtp_losses: tuple[float, ...] = ()
         mtp_tokens = 0
         if self.mtp_layers:
@@ -185,6 +202,7 @@ class MegatronStep:
             learning_rate=learning_rate,
             skipped=not updated,
             experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else None,
+            source_expert_loads=loads,
             mtp_losses=mtp_losses,
             mtp_tokens=mtp_tokens,
         )
@@ -263,6 +281,8 @@ class MegatronStep:
                 where="model.vocab_size",
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
+        if row.sources is not None and self.sources is not None:
+            show_sources(model, row.sources, len(self.sources.names))
         return run_row(model, row), partial(sum_loss, row.loss_mask)
 
     def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:

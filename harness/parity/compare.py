@@ -142,7 +142,12 @@ def _check_further(reference: Sequence[StepMetrics], run: Sequence[StepMetrics],
 
 def _statistics(step: StepMetrics) -> dict[str, float]:
     """Return the statistics of routers over a step, and their loads in the validations after it, by name."""
-    return {**step.experts, **{f"load in {name}": load for name, load in step.evaluation_expert_loads.items()}}
+    of_sources = {f"load of {name}": load for name, load in step.source_expert_loads.items()}
+    return {
+        **step.experts,
+        **of_sources,
+        **{f"load in {name}": load for name, load in step.evaluation_expert_loads.items()},
+    }
 
 
 def _check_column(

@@ -48,6 +48,8 @@ class StepMetrics:
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
+            by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
         mtp_losses, mtp_tokens: mean loss of each layer that predicts further tokens, the nearest first, and the tokens
             that these layers trained together; empty and 0 where there are none.
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
@@ -74,6 +76,7 @@ class StepMetrics:
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    source_expert_loads: dict[str, float] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
     mtp_tokens: int = 0
     evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
@@ -106,6 +109,7 @@ def step_metrics(
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
         experts={} if result.experts is None else asdict(result.experts),
+        source_expert_loads=dict(result.source_expert_loads),
         mtp_losses=list(result.mtp_losses),
         mtp_tokens=result.mtp_tokens,
         evaluation_expert_loads={
@@ -231,7 +235,7 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw the load of the busiest expert over the steps as a PNG: in training, and in each validation set.
+    """Draw the load of the busiest expert over the steps as a PNG, also of each source of a blend and validation set.
 
     Args:
         title: above the plot; a long line is wrapped.
@@ -240,6 +244,9 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
         axes.plot([s.step for s in trained], [s.experts[name] for s in trained], label=label, color=color)
+    for name in dict.fromkeys(name for s in steps for name in s.source_expert_loads):
+        loads = {s.step: s.source_expert_loads[name] for s in steps if name in s.source_expert_loads}
+        axes.plot(list(loads), list(loads.values()), "--", label=f"training, {name}", linewidth=1.0)
     for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
         loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
         axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
@@ -289,6 +296,9 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
         "busiest expert over the mean": f"{first.experts['load']:.3f} at step {first.step}, "
         f"{last.experts['load']:.3f} at step {last.step}, {last.experts['worst_load']:.3f} in the worst layer"
     }
+    if last.source_expert_loads:
+        loads = (f"{name} {load:.3f}" for name, load in last.source_expert_loads.items())
+        rows[f"the same of sources, step {last.step}"] = ", ".join(loads)
     for step in reversed(steps):
         if step.evaluation_expert_loads:
             loads = (f"{name} {load:.3f}" for name, load in step.evaluation_expert_loads.items())

@@ -47,17 +47,28 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line by curve.
 
     Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
-    `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on.
+    `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on,
+    and `experts/data/code/load` of the tokens from `data/code`.
     """
     loads = line.get("evaluation_expert_loads", {})
     of_sets = ("evaluation_losses", "evaluation_expert_loads")
     further = ("mtp_losses", "mtp_tokens")
-    skipped = ("step", "validation_loss", *of_sets, "experts", *further, "rank_compute_s", "stragglers")
+    skipped = (
+        "step",
+        "validation_loss",
+        *of_sets,
+        "experts",
+        "source_expert_loads",
+        *further,
+        "rank_compute_s",
+        "stragglers",
+    )
     losses = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
     values |= {"validation/loss": line["validation_loss"], **losses}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
+    values |= {f"experts/{name}/load": load for name, load in line.get("source_expert_loads", {}).items()}
     values |= {f"validation/{name}/expert_load": load for name, load in loads.items() if name != OWN_VALIDATION}
     values |= {"validation/expert_load": loads.get(OWN_VALIDATION)}
     values |= {"train/slowest_rank_compute_s": max(times)} if (times := line.get("rank_compute_s")) else {}

@@ -34,7 +34,7 @@ STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_bat
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
 # Layouts of two ranks whose rows have padding, by kind of model.
 LAYOUTS = {
-    "qwen3_moe": ("ep2_distributed", "cp2_ep2"),
+    "qwen3_moe": ("ep2_distributed", "cp2_ep2", "pp2"),
     "olmoe": ("tp2_ep2",),
     "deepseek_like": ("tp2_ep2", "tp2_etp2"),
     "gpt_oss_like": ("tp2_ep2", "cp2_ep2"),
@@ -68,8 +68,12 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
         compare(kind, layout, fault): the checks of a run on two ranks against the same run on one.
     """
 
+    # A blend, whose sources have loads of their own; with a pipeline other rows come before a layer is computed again.
+    blend = f"data.blend=[{{path: {dataset}}}, {{path: {dataset / 'validation'}}}]"
+
     def overrides(kind: str, folder: Path, steps: int) -> list[str]:
-        return overrides_of(dataset, folder, *settings_of(kind), f"trainer.steps={steps}")
+        again = f"model.recompute={'full' if kind == 'qwen3_moe' else 'none'}"
+        return overrides_of(dataset, folder, *settings_of(kind), blend, again, f"trainer.steps={steps}")
 
     for kind in {kind for kind, _, _ in wanted}:
         start, one = place / kind / "start", place / kind / "one"
@@ -114,6 +118,9 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     assert all(1.9 < step.experts["bias_tokens"] / step.tokens < 2 for step in steps)
     assert all(0 < step.mtp_tokens <= step.trained_tokens and step.mtp_losses[0] > 1 for step in steps)
     assert all(load > 1 for step in steps for load in step.evaluation_expert_loads.values())
+    sources = {str(dataset), str(dataset / "validation")}
+    assert {name for step in steps for name in step.source_expert_loads} == sources
+    assert all(load > 1 for step in steps for load in step.source_expert_loads.values())
     assert "![load of experts](experts.png)" in (tmp_path / "deepseek_like" / "one" / "report.md").read_text()
 
 

@@ -8,7 +8,7 @@ from harness.megatron.model.gpt import build_chunks, build_model, engine_layers,
 from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.model.mtp import decoder_layers, predicted_losses, reset_predictions
 from harness.megatron.model.rotary import RowSelfAttention
-from harness.megatron.model.router import expert_metrics, routers, weigh_tokens
+from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads, weigh_tokens
 
 __all__ = [
     "RowSelfAttention",
@@ -22,7 +22,9 @@ __all__ = [
     "predicted_losses",
     "reset_predictions",
     "routers",
+    "show_sources",
     "slow_parts",
+    "source_loads",
     "use_transformer_engine",
     "weigh_tokens",
 ]

@@ -34,6 +34,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         token_weight: weight of a real token in the losses, which Megatron divides by the trained tokens of the step.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         sums: of this step, by the names of `_SUMS`.
+        row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
+        source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
     """
 
@@ -48,6 +50,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         """Begin the statistics of a step, or of a validation."""
         self.counts: Any = 0
         self.sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
+        self.row_sources: torch.Tensor | None = None
+        self.source_counts: Any = 0
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **_unused: Any
@@ -81,6 +85,10 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             weights = self._balance(logits, weights, padding)
         if counted or not self.training:
             self._count(logits, chosen, padding)
+        # In the forward pass: where activations are computed again, another row may have come by then.
+        is_forward = torch.is_grad_enabled() != (config.recompute_granularity == "full")
+        if self.row_sources is not None and self.training and is_forward:
+            self._count_sources(self.row_sources, chosen, padding)
         return weights, chosen
 
     def _add_z_loss(self, logits: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -130,6 +138,11 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         if self.shared_experts_ran:
             self.sums["shared_tokens"] += tokens.double()
         self.shared_experts_ran = False
+
+    @torch.no_grad()
+    def _count_sources(self, sources: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
+        real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
+        self.source_counts.index_add_(0, sources, real.to(self.source_counts.dtype))
 
     def note_bias(self) -> None:
         """Record the tokens that the next change of the bias counts, before Megatron makes it and forgets them."""
@@ -225,6 +238,45 @@ def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, trained: float, r
     """Let the routers' losses be means over the real tokens of the step, however few of these are trained."""
     for router in routers(chunks):
         router.token_weight = trained / max(real, 1.0)
+
+
+def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:
+    """Let the routers of a chunk count the tokens of its next row by their dataset.
+
+    Args:
+        sources: int64 [1, T / cp], the dataset of each token.
+        number: of datasets.
+    """
+    for router in routers([chunk]):
+        config = router.config
+        if config.sequence_parallel:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            router.row_sources = sources.chunk(config.tensor_model_parallel_size, dim=1)[rank].reshape(-1)
+        else:
+            router.row_sources = sources.reshape(-1)
+        if isinstance(router.source_counts, int):
+            shape = number, config.num_moe_experts
+            router.source_counts = torch.zeros(shape, dtype=torch.float64, device=sources.device)
+
+
+def source_loads(
+    chunks: Sequence[DistributedDataParallel], num_layers: int, names: Sequence[str], device: torch.device
+) -> dict[str, float]:
+    """Return the load of the busiest expert of each dataset's tokens in the step, as a mean over layers.
+
+    Every rank takes part, before `expert_metrics`. A dataset without a token in the step is left out.
+    """
+    experts = chunks[0].module.config.num_moe_experts
+    table = torch.zeros(num_layers, len(names), experts, dtype=torch.float64, device=device)
+    for router in routers(chunks):
+        table[router.layer] += router.source_counts
+    torch.distributed.all_reduce(table)
+    loads = {}
+    for place, name in enumerate(names):
+        layers = table[:, place][table[:, place].sum(dim=1) > 0]
+        if len(layers):
+            loads[name] = float((layers.max(dim=1).values / layers.mean(dim=1)).mean())
+    return loads
 
 
 def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device) -> ExpertMetrics:

@@ -59,6 +59,7 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
         },
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
+        sources=data.named_sources if isinstance(data, RunData) else None,
         warnings=_warnings(config, data),
     )
 

@@ -19,7 +19,7 @@ import yaml
 
 from harness.checks import memory_bytes
 from harness.errors import CheckpointError, ConfigError, FormatError, HarnessError
-from harness.loader import LoaderState, RankBatch, RankLayout
+from harness.loader import LoaderState, RankBatch, RankLayout, Sources
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
@@ -72,6 +72,7 @@ class Task:
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
         answering: for sample prompts; None where there are none.
+        sources: the datasets of a blend; None without one.
         warnings: about settings and data that do not go together, each by the name of the setting.
     """
 
@@ -82,6 +83,7 @@ class Task:
     data_names: Sequence[str]
     facts: Mapping[str, str]
     answering: Answering | None = None
+    sources: Sources | None = None
     warnings: Sequence[str] = ()
 
 
@@ -238,6 +240,7 @@ def _open_run(
         pad_rows_to=task.pad_rows_to,
         fill=fill,
     )
+    step.sources = task.sources
     if newest is not None:
         watchdog.at(first_step, "loading the checkpoint")
         load_checkpoint(newest, step)

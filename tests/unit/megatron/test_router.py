@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
+from harness.loader import Sources
 from harness.megatron.job import join, runtime
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import transformer_config
@@ -20,7 +21,8 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 from harness.records import SequenceView
-from harness.thd import build_thd_batch
+from harness.thd import build_thd_batch, zero_loss_row
+from harness.train import StepResult
 
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
 SIZES = {
@@ -101,6 +103,33 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     assert slow.startswith("model.grouped_gemm is auto, and an adapter")
     assert slow.endswith("experts are computed one after another")
     assert "layers are not Transformer Engine's" in slow_parts(model, ONE, gpu, has_engine=False)[1]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> None:
+    """Whatever is computed again, and however sources and padding lie in the rows of a step."""
+    lengths = {0: 9, 1: 30, 2: 18, 3: 43}  # of sequences; the first two are of one source
+    views = {
+        number: SequenceView((np.arange(length, dtype=np.int32) * (number + 3)) % VOCAB, np.ones(length, np.uint8))
+        for number, length in lengths.items()
+    }
+
+    def train(rows: list[list[int]], *, sources: Sources | None = None) -> StepResult:
+        model = ModelConfig(**SIZES, recompute=recompute, init_std=0.3)
+        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
+        step.sources = sources
+        made = [
+            build_thd_batch([views[one] for one in row], pad_to_multiple=16) if row else zero_loss_row() for row in rows
+        ]
+        return step.train(SimpleNamespace(rows=made, sequence_ids=[np.asarray(row, np.int64) for row in rows]))
+
+    with runtime.start("cpu"):
+        layout = join(ONE, 1)
+        both = train([[2, 0], [1, 3], []], sources=Sources(("a", "b", "none"), np.asarray([0, 2, 4])))
+        alone = {"a": train([[0, 1]]), "b": train([[3], [2]])}
+    assert both.source_expert_loads == pytest.approx({name: one.experts.load for name, one in alone.items()}, rel=1e-12)
+    assert both.source_expert_loads["a"] != pytest.approx(both.source_expert_loads["b"], rel=0.01)
+    assert alone["a"].source_expert_loads == {}
 
 
 def test_scores_and_biases_are_float32_in_a_bfloat16_model() -> None:

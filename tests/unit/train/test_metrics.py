@@ -69,20 +69,24 @@ def test_validation_curves_are_a_group_of_their_own(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 1.5)]
 
 
-def test_the_load_of_experts_is_drawn_and_reported_in_training_and_in_each_validation_set(tmp_path):
+def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_and_in_each_validation_set(tmp_path):
     experts = [{"load": 1.5, "worst_load": 2.0}, {"load": 1.25, "worst_load": 1.75}]
     loads = {"validation": 1.375, "code": 3.0}
-    steps = [metrics(1, experts=experts[0]), metrics(2, experts=experts[1], evaluation_expert_loads=loads)]
+    sources = {"data/code": 1.75, "data/chats": 1.125}
+    last = metrics(2, experts=experts[1], evaluation_expert_loads=loads, source_expert_loads=sources)
+    steps = [metrics(1, experts=experts[0]), last]
     write(tmp_path, steps)
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
     curves = curve_values(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
     found = {name: value for name, value in curves.items() if "load" in name}
     of_step = {"experts/load": 1.25, "experts/worst_load": 1.75}
+    of_step |= {"experts/data/code/load": 1.75, "experts/data/chats/load": 1.125}
     assert found == {**of_step, "validation/expert_load": 1.375, "validation/code/expert_load": 3.0}
 
     report = write_report(tmp_path, steps, {}).read_text()
     row = "| busiest expert over the mean | 1.500 at step 1, 1.250 at step 2, 1.750 in the worst layer |"
     assert row in report
+    assert "| the same of sources, step 2 | data/code 1.750, data/chats 1.125 |" in report
     assert "| the same of validation sets, step 2 | validation 1.375, code 3.000 |" in report
     plot_experts(steps, tmp_path / "experts.png")
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
