@@ -18,7 +18,7 @@ from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 from harness.train.digests import read_digests
 from harness.train.metrics import read_metrics
 
-from ..distributed.conftest import ROOT, environment, launcher, run_command
+from ..distributed.conftest import launcher, run_command
 from ..integration.live_rank import SIZE
 from ..integration.test_live_processes import Side, Stream, until, write_chats
 
@@ -63,7 +63,7 @@ def kill_at_random(sides: list[Side], stream: Stream, draw: random.Random, *, ki
         time.sleep(draw.choice([0.3, 1.5, 4.0]) * draw.random())
         if draw.random() < 0.7:  # at a time when something is trained
             before = len(stream.trained())
-            until(lambda before=before: len(stream.trained()) != before or stream.is_done, timeout_s=120)
+            until(lambda before=before: len(stream.trained()) != before or stream.is_done, *sides)
         if stream.is_done:
             break
         chosen = draw.choice([sides[:1], sides[1:], sides])
@@ -97,7 +97,7 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
         producer.start()
         training.start()
         kills = kill_at_random([producer, training], stream, random.Random(ranks))
-        assert training.wait(600) == [0] * ranks, training.output()[-3000:]
+        assert training.wait() == [0] * ranks, training.output()[-3000:]
         assert producer.wait() == [0], producer.output()[-3000:]
     finally:
         producer.kill()
@@ -131,7 +131,7 @@ def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
         producer.start()
         training.start()
         assert kill_at_random([producer, training], stream, draw, kills=20) == 20
-        assert set(training.wait(600)) == {0}, training.output()[-3000:]
+        assert set(training.wait()) == {0}, training.output()[-3000:]
         assert producer.wait() == [0], producer.output()[-3000:]
     finally:
         producer.kill()
@@ -145,11 +145,12 @@ def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_p
     rows = some_packs(48)
     write_stream(tmp_path / "reference", rows, [4] * 12)
     expected = train(tmp_path / "reference", dp_size=4, size=SIZE)
-    training = stream.ranks(4, collective_s=25)
+    # The collectives' time has to suffice for a busy machine to start all ranks.
+    training = stream.ranks(4, collective_s=90)
     try:
         training.start()
         for part in range(12):
-            time.sleep(40 if part == 5 else 1)
+            time.sleep(100 if part == 5 else 1)
             write_stream(stream.folder, rows[4 * part : 4 * part + 4], [4], end=part == 11)
         assert training.wait() == [0] * 4, training.output()
     finally:
@@ -190,7 +191,7 @@ def test_another_run_on_the_same_chunks_is_refused(stream: Stream, tmp_path: Pat
     second = Stream(stream.folder, tmp_path / "second").ranks(2)
     try:
         first.start()
-        until(lambda: len(stream.trained()) > 0)
+        until(lambda: len(stream.trained()) > 0, first)
         second.start()
         assert second.wait() == [2, 2]
         assert "another run trains on these chunks" in second.output()
@@ -213,7 +214,7 @@ class Sft:
             "data=live",
             f"data.live.path={self._stream.folder}",
             "data.live.pack_size=128",
-            "data.live.timeout_s=60",
+            "data.live.timeout_s=600",
             "data.live.open_packs=3",
             f"data.live.tokenizer.name={self._tokenizer}",
             f"run_dir={self.folder}",
@@ -250,18 +251,15 @@ def test_ranks_that_share_rows_train_the_same_ones(sft: Sft, stream: Stream, lay
 
 def test_a_killed_run_resumes_on_other_ranks_and_trains_each_conversation_once(sft: Sft, stream: Stream) -> None:
     write_stream(stream.folder, some_chats(300), [30] * 4, end=False)
-    log = (stream.out / "first.log").open("w")
-    first = subprocess.Popen(
-        sft.command(4, "trainer.steps=500"), env=environment(), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-    )
+    first = Side([(["setsid", *sft.command(4, "trainer.steps=500")], {})], stream.out / "first.log")
+    first.start()
     try:
         # Until it has trained what there is, and waits with checkpoints of steps that are not the last.
-        until(lambda: _steps(sft.folder) >= 5, timeout_s=120)
+        until(lambda: _steps(sft.folder) >= 5, first)
         time.sleep(4)
     finally:
-        subprocess.run(["kill", "-9", "--", f"-{first.pid}"], check=False)
+        subprocess.run(["kill", "-9", "--", f"-{first.running[0].pid}"], check=False)
         first.wait()
-        log.close()
     marked = LiveFolder(stream.folder).look().completed
     write_stream(stream.folder, some_chats(300)[120:], [60] * 3)
     code, output = run_command(sft.command(2, "trainer.steps=500", "resume=true"))
@@ -274,12 +272,14 @@ def test_a_killed_run_resumes_on_other_ranks_and_trains_each_conversation_once(s
 
 def test_a_signal_ends_a_run_that_waits_for_data_with_a_checkpoint(sft: Sft, stream: Stream) -> None:
     write_stream(stream.folder, some_chats(100), [50] * 2, end=False)
-    log = (stream.out / "first.log").open("w")
-    first = subprocess.Popen(sft.command(1), env=environment(), cwd=ROOT, stdout=log, stderr=log)
-    until(lambda: "has waited" in (stream.out / "first.log").read_text(), timeout_s=120)
-    first.terminate()
-    assert first.wait(60) == 75
-    log.close()
+    first = Side([(sft.command(1), {})], stream.out / "first.log")
+    first.start()
+    try:
+        until(lambda: "has waited" in first.output(), first)
+        first.running[0].terminate()
+        assert first.wait() == [75], first.output()
+    finally:
+        first.kill()
     steps = _steps(sft.folder)
     write_stream(stream.folder, some_chats(150)[100:], [50])
     code, output = run_command(sft.command(1, "resume=true"))
