@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.checks import bounded, check_numbers
-from harness.cli.indexed import describe_pair_checks, find_check
+from harness.cli.indexed import describe_pair_checks, find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import (
@@ -186,23 +187,29 @@ def verify(
 
     Of a dataset without a whole manifest, which no command opens, everything that is wrong is listed.
     --repair-manifest restores the manifest where every shard is there and its checksums hold, and prints what is lost.
-    Megatron's indexed datasets are checked too: X.idx, or the NAME.json of a family of them. Of a run's folder the
-    settings, metrics, checkpoints and exports are checked; a checkpoint or an exported model can be named alone.
+    Megatron's indexed datasets are checked too: X.idx, the NAME.json of a family of them, or a folder of these. Of a
+    run's folder the settings, metrics, checkpoints and exports are checked; a checkpoint or an exported model can be
+    named alone.
     """
     from harness.train import describe_run_checks, find_run_check
 
     problems: list[Problem] = []
     notes: list[str] = []
-    num_packs, check = 0, None
+    checks: list[tuple[str, Callable[..., list[Problem]]]] = []
+    datasets: list[tuple[str, Callable[..., list[Problem]] | None]] = []
+    num_packs = 0
     if not is_uri(path):
-        check = find_run_check(path)
-        notes += describe_run_checks(path) if check is not None else []
-        if check is None and (check := find_check(path)) is not None:
-            notes += describe_pair_checks(check)
-        if check is None and not Path(path).exists():
+        run_check = find_run_check(path)
+        notes += describe_run_checks(path) if run_check is not None else []
+        checks = [(path, run_check)] if run_check is not None else find_checks(path)
+        notes += describe_pair_checks(checks)
+        if not checks and not Path(path).exists():
             # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
             open_dataset(path).close()
-    for dataset in [path] if check is not None else find_datasets(path):
+    datasets += checks
+    if not checks:
+        datasets += [(one, None) for one in find_datasets(path)]
+    for dataset, check in datasets:
         if repair and check is None:
             failed = _repair(dataset, notes, quiet=as_json)
             if failed:
@@ -221,7 +228,7 @@ def verify(
             print(f"note: {note}")
         for problem in problems:
             print(f"{problem.what}\n  where: {problem.where}" + (f"\n  fix:   {problem.fix}" if problem.fix else ""))
-        counted = f"{num_packs:,} packs, " if check is None else ""
+        counted = "" if checks else f"{num_packs:,} packs, "
         plural = "s" if len(problems) > 1 else ""
         print(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if problems else 0)

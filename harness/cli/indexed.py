@@ -168,22 +168,46 @@ def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJso
     _print_reports([report], as_json=as_json)
 
 
-def find_check(path: str) -> Callable[..., list[Problem]] | None:
-    """Return the function that verifies a family's record or a pair without packs; None for any other path."""
-    from harness.indexed import BIN, IDX, LOSS_BIN, is_family, prefix_of, verify_family, verify_indexed, with_suffix
+def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
+    """Return families' records and pairs without packs, each with the function that verifies it; [] for any other path.
+
+    Of a folder that holds these alone, all of its families, and its pairs that belong to none.
+    """
+    from harness.indexed import (
+        BIN,
+        IDX,
+        LOSS_BIN,
+        family_pairs,
+        is_family,
+        prefix_of,
+        verify_family,
+        verify_indexed,
+        with_suffix,
+    )
 
     if path.endswith(".json"):
-        return verify_family if is_family(path) else None
+        return [(path, verify_family)] if is_family(path) else []
+    if Path(path).is_dir():
+        records = [str(one) for one in sorted(Path(path).glob("*.json")) if is_family(str(one))]
+        prefixes = sorted({prefix_of(one) for suffix in (BIN, IDX) for one in Path(path).glob(f"*{suffix}")})
+        # Shards of packs that lost files, manifest included, are no pairs, and other tools' files are named .bin too.
+        if not any(with_suffix(prefix, IDX).exists() for prefix in prefixes):
+            prefixes = []
+        if any(with_suffix(prefix, LOSS_BIN).exists() or prefix.name.startswith("shard_") for prefix in prefixes):
+            return []
+        named = {prefix for record in records for prefix in family_pairs(record)}
+        pairs = [str(prefix) for prefix in prefixes if prefix not in named]
+        return [*((record, verify_family) for record in records), *((pair, verify_indexed) for pair in pairs)]
     prefix = prefix_of(path)
     there = [with_suffix(prefix, suffix).is_file() for suffix in (BIN, IDX, LOSS_BIN)]
-    return verify_indexed if any(there[:2]) and not there[2] else None
+    return [(path, verify_indexed)] if any(there[:2]) and not there[2] else []
 
 
-def describe_pair_checks(check: Callable[..., list[Problem]]) -> list[str]:
-    """Return what a check that `find_check` returned cannot know, as sentences."""
+def describe_pair_checks(checks: list[tuple[str, Callable[..., list[Problem]]]]) -> list[str]:
+    """Return what checks that `find_checks` returned cannot know, as sentences."""
     from harness.indexed import verify_indexed
 
-    if check is not verify_indexed:
+    if not any(check is verify_indexed for _, check in checks):
         return []
     return [
         "a pair has no checksums: a token that became another one of the vocabulary, or a document bound that moved to "

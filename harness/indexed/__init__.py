@@ -11,7 +11,7 @@ Read `index` first: the layout of X.idx.
 from __future__ import annotations
 
 from harness.indexed.convert import TokenSource, convert_tokens, count_sequences, merge_indexed, save_counts
-from harness.indexed.family import TokenFamily, is_family, verify_family, write_family
+from harness.indexed.family import TokenFamily, family_pairs, is_family, verify_family, write_family
 from harness.indexed.index import (
     BIN,
     HEADER,
@@ -42,6 +42,7 @@ __all__ = [
     "TokenSource",
     "convert_tokens",
     "count_sequences",
+    "family_pairs",
     "is_family",
     "merge_indexed",
     "prefix_of",

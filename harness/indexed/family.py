@@ -207,6 +207,12 @@ def is_family(path: str) -> bool:
     return _read_record(Path(path)) is not None
 
 
+def family_pairs(path: str) -> list[Path]:
+    """Return the prefixes of the pairs that the record of a family names."""
+    record = _read_record(Path(path))
+    return [] if record is None else [Path(path).parent / split["prefix"] for split in record["splits"].values()]
+
+
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
 

@@ -161,9 +161,12 @@ def produce_chunks(
         LoaderError: the stream has ended, and the input has more items.
     """
     left_out: Counter[str] = Counter()
+    dropped: list[int] = []
 
     def usable(parsed: Conversation | BadRecord) -> bool:
         if not isinstance(parsed, BadRecord):
+            if parsed.dropped_media is not None:
+                dropped.append(parsed.dropped_media)
             return True
         if on_bad == "refuse":
             raise PrepError(
@@ -203,6 +206,8 @@ def produce_chunks(
         producer.end_input()
     if left_out:
         log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
+    if dropped:
+        log(f"media left out of {len(dropped):,} conversations, with {sum(dropped):,} placeholders")
     return left_out
 
 
@@ -263,9 +268,10 @@ def _add_packed(
     waited: dict[_Key, Member[_Key]] = {}
     for number, position, conversation, encoded in _tokenized(rest, packing):
         members: list[Member[_Key]] = []
-        if isinstance(encoded, BadRecord):
-            usable(encoded)
-        elif isinstance(conversation, Conversation):
+        # An item of an open pack was counted before.
+        if isinstance(encoded, BadRecord) or number not in awaited:
+            usable(encoded if isinstance(encoded, BadRecord) else conversation)
+        if isinstance(conversation, Conversation) and not isinstance(encoded, BadRecord):
             size, over_long = packing.pack_size, packing.over_long
             fitted = fit_conversation(conversation, encoded, packing.tokenizer, pack_size=size, over_long=over_long)
             members = [Member((number, part), piece, len(piece)) for part, piece in enumerate(fitted.pieces)]

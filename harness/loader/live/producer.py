@@ -155,7 +155,7 @@ class LiveProducer:
             if not self._rows:
                 return
             if not self._has_room():
-                self._log(f"paused: {self._max_waiting} chunks are unread")
+                self._log(f"paused until a run reads: {self._max_waiting} chunks are unread (chunks.max_waiting)")
                 self._write_status("paused")
                 while not self._has_room():
                     time.sleep(self._folder.files.look_s)

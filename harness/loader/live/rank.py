@@ -20,6 +20,7 @@ from harness.loader.live.files import LocalFiles
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_conversation, pack_of
+from harness.prep.chat import BadReason
 from harness.prep.tokenize import Encoded
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
@@ -367,10 +368,11 @@ class RankStream:
     def _leave_out(self, record: BadRecord) -> None:
         """Count a bad record, or refuse it."""
         if self._config.on_bad == "refuse":
+            fix = "fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out"
+            if record.reason is BadReason.MEDIA:
+                fix += "; source.drop_media=true is a setting of `harness live produce`, whose chunks have text alone"
             raise FormatError(
-                f"the conversation cannot be used ({record.reason}): {record.detail}",
-                where=record.where,
-                fix="fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out",
+                f"the conversation cannot be used ({record.reason}): {record.detail}", where=record.where, fix=fix
             )
         self._left_out[str(record.reason)] += 1
 

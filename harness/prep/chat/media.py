@@ -11,8 +11,9 @@ from harness.prep.chat.values import is_empty
 
 _KINDS = ("image", "audio", "video")
 _OTHER_NAMES = {"img": "image", "picture": "image", "photo": "image"}
-# As LLaVA, ms-swift and most templates write them: <image>, <|audio|>, <video_1>, with the line end after it.
-_PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>\n?") for kind in _KINDS}
+# As LLaVA, ms-swift and most templates write them: <image>, <|audio|>, <video_1>, <audio></audio>, with the line end
+# after it.
+_PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>(?:</{kind}>)?\n?") for kind in _KINDS}
 
 
 def without_media(record: Mapping[str, Any], lists: tuple[str, ...]) -> tuple[Mapping[str, Any], int]:
@@ -115,4 +116,7 @@ def _without_placeholders(value: Any, kinds: set[str]) -> tuple[Any, int]:
         for kind in sorted(kinds):
             value, count = _PLACEHOLDER[kind].subn("", value)
             removed += count
+            if count:
+                # Of a placeholder around the text: <audio>What is said?</audio>.
+                value = value.replace(f"</{kind}>", "")
     return value, removed

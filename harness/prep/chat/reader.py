@@ -15,7 +15,15 @@ from harness.errors import ConfigError, PrepError
 from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import CALL_ROLES, SCHEMAS
-from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, MEDIA_FIELDS, TURN_FIELDS, as_list, is_media_column
+from harness.prep.chat.turns import (
+    ANSWER_FIELDS,
+    CHAT_FIELDS,
+    MEDIA_FIELDS,
+    TEXT_ALONE,
+    TURN_FIELDS,
+    as_list,
+    is_media_column,
+)
 from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
 
 # Records that tell the schema of a source.
@@ -335,7 +343,7 @@ def _detect(record: Mapping[str, Any]) -> str:
 def _refuse_unread(record: Mapping[str, Any]) -> None:
     held = sorted(name for name in _UNREAD_FIELDS if not is_empty(record.get(name)))
     if media := [name for name in held if name in MEDIA_FIELDS]:
-        detail = f"the record has `{media[0]}`; only text can be trained on (source.drop_media=true)"
+        detail = f"the record has `{media[0]}`; {TEXT_ALONE}"
         raise BadRecordError(BadReason.MEDIA, detail)
     if held:
         detail = (

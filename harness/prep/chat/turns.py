@@ -34,6 +34,7 @@ TURN_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS, *WEIGHT_FIELDS)
 )
 MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
+TEXT_ALONE = "only text can be trained on (source.drop_media=true)"
 
 # Columns beside the turns that hold or name media, such as `image_path`, `audioUrl` and `files`; no counts and flags.
 _MEDIA_COLUMN = re.compile(
@@ -194,7 +195,7 @@ def parse_turn(turn: object, number: int) -> Message:
 
 def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
     if media := sorted(MEDIA_FIELDS.intersection(held)):
-        raise BadRecordError(BadReason.MEDIA, f"{what} has {media[0]}; only text can be trained on")
+        raise BadRecordError(BadReason.MEDIA, f"{what} has `{media[0]}`; {TEXT_ALONE}")
     names = sorted(map(str, held.keys() - TURN_FIELDS))
     fields = ("the field " if len(names) == 1 else "the fields ") + ", ".join(map(show, names))
     ignored = ",".join(name if name.isidentifier() else show(name) for name in names)
@@ -218,7 +219,7 @@ def _parse_part(part: object, what: str) -> str:
     kind = part.get("type")
     others = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
-        raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; only text can be trained on")
+        raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
     if kind not in _TEXT_PARTS:
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'")
     if others:

@@ -320,6 +320,17 @@ def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: py
         assert found == "nothing wrong\n"
         # What a pair cannot show, its family's record does.
         assert ("harness indexed family" in note) == (not path.endswith(".json"))
+    # Of a folder all pairs are checked, those of a family against its record alone.
+    Path("x.idx").rename("g/x.idx")
+    Path("x.bin").rename("g/x.bin")
+    assert output_of("verify", "g").endswith("g: nothing wrong\n")
+    Path("g/x.bin").unlink()
+    assert "x.bin is missing" in output_of("verify", "g", code=1)
+    damaged = bytearray(Path("g/c_valid.bin").read_bytes())
+    damaged[0] ^= 1
+    Path("g/c_valid.bin").write_bytes(damaged)
+    assert "has the hash" in output_of("verify", "g", code=1)
+    assert "note" not in output_of("verify", "f")
     Path("xx.bin").unlink()
     assert "xx.bin is missing" in output_of("verify", "xx.idx", code=1)
 

@@ -314,6 +314,10 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert trained_tokens(trained).total() == 3
     assert trained.log == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+    (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
+    with pytest.raises(FormatError, match=r"cannot be used \(media\)") as caught:
+        train(tmp_path, tokenizer=tokenizer, require_ready=False)
+    assert "a setting of `harness live produce`" in caught.value.fix
 
 
 def test_conversations_left_out_after_the_last_step_are_counted_and_logged(

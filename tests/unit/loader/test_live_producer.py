@@ -129,6 +129,23 @@ def test_records_with_names_of_their_own_are_stored_with_the_usual_ones(tmp_path
     assert replace(chunk.conversation(0), where="line 1") == reader.parse(record, "line 1")
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_media_that_are_left_out_are_counted_and_logged(tmp_path: Path, is_packed: bool) -> None:
+    packing = None
+    if is_packed:
+        train_bpe(["What is this? A cat. alpha beta"] * 20, tmp_path / "tokenizer", vocab_size=300)
+        packing = Packing(ChatTokenizer(TokenizerConfig(name=str(tmp_path / "tokenizer"))), pack_size=512)
+    turns = [{"role": "user", "content": "<image><image>What is this?"}, {"role": "assistant", "content": "A cat."}]
+    records = [{"messages": turns, "images": ["a.png", "b.png"]}, {"messages": turns[:0]}, *some_chats(2)]
+    reader = RecordReader(drop_media=True)
+    given = [Item(json.dumps(one).encode(), f"line {n}", reader=reader) for n, one in enumerate([*records, records[0]])]
+    log: list[str] = []
+    with LiveProducer(tmp_path / "live", kind="packs" if is_packed else "chat") as producer:
+        produce_chunks(producer, given, packing=packing, on_bad="skip", log=log.append)
+        producer.end()
+    assert log == ["left out: 1 no_messages", "media left out of 2 conversations, with 4 placeholders"]
+
+
 def test_rows_of_parquet_become_records_without_fields_that_only_other_rows_have(tmp_path: Path) -> None:
     calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": 2}}]]
     turns = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": call}] for call in calls]
@@ -372,10 +389,10 @@ def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_pat
     with LiveProducer(tmp_path, rows_per_chunk=1, max_waiting=3, keep=1, log=log.put) as producer:
         adding = threading.Thread(target=lambda: produce_chunks(producer, items(6)))
         adding.start()
-        assert log.get(timeout=60) == "paused: 3 chunks are unread"
+        assert log.get(timeout=60) == "paused until a run reads: 3 chunks are unread (chunks.max_waiting)"
         assert sorted(folder.look().ready) == [0, 1, 2]
         folder.complete([0, 1])  # two are read: two more come, and of the read ones the newest stays
-        assert log.get(timeout=60) == "paused: 3 chunks are unread"
+        assert log.get(timeout=60) == "paused until a run reads: 3 chunks are unread (chunks.max_waiting)"
         assert sorted(folder.look().chunks) == [1, 2, 3, 4]
         # A rank that waits for a chunk far ahead gets it, whatever others have left to read.
         (tmp_path / "_consumer").write_text(json.dumps({"waiting_for": [5], "read_below": 1, "read": []}))

@@ -27,6 +27,10 @@ def part(kind, **more):
     [
         (turns("<image>\nWhat is this?", images=["a.png"]), "What is this?", 1),
         (turns("<audio>What is said?", audios=["UklGRg=="]), "What is said?", 1),
+        # As Megatron-SWIFT's own example has it.
+        (turns("<audio>What is said?</audio>", audios=["UklGRg=="]), "What is said?", 1),
+        (turns("<audio></audio>\nWhat is said?", audios=["UklGRg=="]), "What is said?", 1),
+        (turns("</audio> ends a tag.", audios=["UklGRg=="]), "</audio> ends a tag.", 0),
         (turns("Watch <video_1> and <video_2>.", videos=["a.mp4", "b.mp4"]), "Watch  and .", 2),
         (turns("<|image|>What?", image_path="a.png"), "What?", 1),
         (turns("What is this?", images=["a.png"]), "What is this?", 0),
@@ -93,5 +97,5 @@ def test_a_folder_that_was_prepared_before_there_was_the_setting_is_still_prepar
 
 
 def test_the_setting_is_named_where_media_are_refused():
-    for record in (turns("x", images=["a.png"]), turns("x", image_path="a.png")):
+    for record in (turns("x", images=["a.png"]), turns("x", image_path="a.png"), turns([part("image", image="a.png")])):
         assert "source.drop_media=true" in READER.parse(record, "here").detail
