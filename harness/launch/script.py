@@ -229,7 +229,10 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     if cluster.mpi:
         yield f"export SLURM_MPI_TYPE={cluster.mpi}"
     yield "# Since Slurm 22.05, srun does not inherit --cpus-per-task from its job."
-    yield f"on_each_node=(srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
+    overlap = " --overlap" if cluster.spares else ""
+    if overlap:
+        yield "# --overlap: a step whose node was lost holds the other nodes until Slurm has given it up."
+    yield f"on_each_node=(srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1{overlap}"
     yield f"  --cpus-per-task={ranks * cpus}{container})"
     if cluster.launcher == "torchrun" and not cluster.gpus_per_node:
         return
@@ -237,7 +240,7 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     if cluster.gpus_per_node:
         yield part("every_rank_sees_all_gpus")
         bind += " --gpu-bind=none"
-    yield f"on_each_rank=(srun --nodes={job.nodes} --ntasks={job.nodes * ranks} --ntasks-per-node={ranks}"
+    yield f"on_each_rank=(srun --nodes={job.nodes} --ntasks={job.nodes * ranks} --ntasks-per-node={ranks}{overlap}"
     yield f"  --cpus-per-task={cpus}{bind}{container})"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +11,9 @@ import pytest
 
 from .cluster import Cluster
 from .conftest import started
+from .test_resuming import LONG, attempts, undisturbed, wait_for_step
 
+__all__ = ["undisturbed"]
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 # Without the preflight: on a busy machine its measurements differ between nodes.
 ONE_SPARE = ("cluster.ranks_per_node=1", "cluster.spares=1", "cluster.preflight.enabled=false")
@@ -47,21 +48,33 @@ def test_a_node_with_a_slow_disk_gives_way_to_a_spare_one_in_the_same_job(submit
     assert "training on node1 node3, spare:" in job.log
     assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 rank 1 on node2 has taken")
     assert [line["step"] for line in job.metrics] == list(range(1, 13))
-    (attempt,) = [json.loads(line) for line in (job.run_dir / "attempts.jsonl").read_text().splitlines()]
+    (attempt,) = attempts(job)
     assert (attempt["reason"], attempt["step"], attempt["again"]) == ("straggler", 7, "in the job")
 
 
-def test_the_node_of_a_killed_rank_gives_way_to_a_spare_one_in_the_same_job(submit, slurm):
-    job = submit(*ONE_SPARE, "trainer.steps=150", "trainer.checkpoint_interval=20")
-    job.wait_for(lambda: len(job.metrics) >= 25, "step 25")
-    (rank_1,) = [
-        pid
-        for pid in slurm.processes("node2")
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
-    ]
-    os.kill(rank_1, signal.SIGKILL)
-    assert job.wait() == "COMPLETED", job.log
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_the_node_of_a_lost_rank_gives_way_to_a_spare_one_in_the_same_job(submit, slurm, undisturbed, lost):
+    job = submit(*LONG, "cluster.spares=1")
+    wait_for_step(job, 45)
+    if lost == "node":
+        slurm.kill_node("node2")
+    else:
+        (rank_1,) = [
+            pid
+            for pid in slurm.processes("node2")
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
+        ]
+        os.kill(rank_1, signal.SIGKILL)
+    try:
+        assert job.wait() == "COMPLETED", job.log
+    finally:
+        if lost == "node":
+            slurm.start_slurmd("node2")
     assert job.facts["Restarts"] == "0"
     assert "training on node1 node3, spare:" in job.log
     assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 rank 1 failed there")
-    assert [line["step"] for line in job.metrics] == list(range(1, 151))
+    assert job.losses == undisturbed
+    (attempt,) = attempts(job)
+    assert attempt["again"] == "in the job"
+    assert attempt["lost_s"] > 0
+    assert "started again in the job" in (job.run_dir / "report.md").read_text()
