@@ -41,8 +41,12 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
             | {"jobs": [asdict(job) for job in jobs], "queue_problem": problem}
         )
         return
-    state = "finished" if run.is_finished else "in the queue" if jobs else "not in the queue"
-    print(f"{run_dir}: {state}" + (f" ({problem})" if problem and not run.is_finished else ""))
+    state = "in the queue" if jobs else "not in the queue"
+    if any(not job.is_pending for job in jobs):
+        state = "running"
+    if problem:
+        state = f"not finished, its jobs are unknown ({problem})"
+    print(f"{run_dir}: {'finished' if run.is_finished else state}")
     for job in jobs:
         print(f"  {job}")
     if run.step:

@@ -132,7 +132,7 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     code, printed, _ = harness("status", run_dir)
     lines = printed.splitlines()
     assert code == 0
-    assert lines[:2] == [f"{run_dir}: in the queue", "  job 12 is running on node[1-2], 1:23 of 4:00:00"]
+    assert lines[:2] == [f"{run_dir}: running", "  job 12 is running on node[1-2], 1:23 of 4:00:00"]
     assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s a step, 7.5 min left, written ")
     assert lines[4:] == [
         "  newest checkpoint: step 80",
@@ -150,7 +150,7 @@ def test_a_run_without_a_queue_is_shown_from_its_files(run_dir, harness, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     code, printed, _ = harness("status", run_dir)
     assert code == 0
-    assert printed.splitlines()[0] == f"{run_dir}: not in the queue (squeue is not installed here)"
+    assert printed.splitlines()[0] == f"{run_dir}: not finished, its jobs are unknown (squeue is not installed here)"
     code, _, errors = harness("status", tmp_path)
     assert (code, "there is no run in this folder" in errors) == (2, True)
 
