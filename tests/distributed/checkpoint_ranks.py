@@ -20,12 +20,12 @@ from harness.train import Progress
 
 def tensors_of(step: MegatronStep) -> list[torch.Tensor]:
     """Return the weights and what this rank has of the optimizer's state."""
-    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
-    mains = [main for group in part.optimizer.param_groups for main in group["params"]]
-    states = [part.optimizer.state[main][name] for main in mains for name in ("exp_avg", "exp_avg_sq")]
+    parts = [part.optimizer for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer])]
+    mains = [(part, main) for part in parts for group in part.param_groups for main in group["params"]]
+    states = [part.state[main][name] for part, main in mains for name in ("exp_avg", "exp_avg_sq")]
     return [
         *(weight.data for chunk in step.chunks for weight in chunk.parameters()),
-        *(one.data for one in mains),
+        *(main.data for _, main in mains),
         *states,
     ]
 

@@ -91,6 +91,15 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
         found.append(f"model.fuse_weight_gradient is auto, and {missing}: weights' gradients take a kernel more each")
+    if has_engine and not model.has_sinks and torch.are_deterministic_algorithms_enabled():
+        heads = model.num_attention_heads // parallel.tensor_parallel_size
+        padded = parallel.padding_setting
+        found.append(
+            "trainer.deterministic is true: from 2.19 on Transformer Engine has no deterministic fused attention on "
+            f"Hopper for a row in which sequences x {heads} heads x the square of the longest reaches 2^30; "
+            + (f"with {padded} such a row ends the run" if padded else "scores of such a row are kept whole")
+            + ", and model.attention=torch trains it"
+        )
     is_fused = model.fuse_cross_entropy == "auto" and model.dtype == "bfloat16"
     if is_fused and torch.are_deterministic_algorithms_enabled():
         found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")

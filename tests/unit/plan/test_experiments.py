@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from engine_backends import golden, question
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
@@ -38,11 +39,21 @@ def test_every_experiment_is_compared_with_its_plan() -> None:
     assert sorted(EXPECTED) == NAMES
 
 
+def test_every_known_transformer_engine_trains_every_experiment_by_cudnn_s_kernel() -> None:
+    asked = [name for name, one in golden()["questions"].items() if one is not None]
+    assert sorted(golden()["questions"]) == NAMES
+    for version, found in golden()["versions"].items():
+        chosen = {name: one["plain"] for name, one in found["answers"].items()}
+        assert chosen == dict.fromkeys(asked, "fused"), version
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     config = compose_config("sft", SftConfig, [f"experiment={name}"])
     text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
     pack_size = int(re.findall(r"data.pack_size=(\d+)", text)[0])
+    # Else the table has to be made again: python tests/samples/engine_backends.py write
+    assert golden()["questions"][name] == question(config)
     planned = plan_run(to_plain(config), packs=AssumedPacks(100_000, pack_size, sequence_tokens=1024))
     gib, dp_size, microbatches, mfu = EXPECTED[name]
     assert planned.ranks == 8 * int(re.findall(r"(\d+)nodes?$", name)[0])
