@@ -15,6 +15,7 @@ from harness.formats import open_writer
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.step import MegatronStep
+from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, kernels_on_gpu, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
@@ -169,6 +170,18 @@ def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_the
     dense, experts = 30_532_122_624 - 28_991_029_248, 28_991_029_248 // 8
     assert memory.gradients == 4 * (dense + experts)
     assert memory.optimizer == 12 * dense // 8 + 12 * experts
+
+
+@pytest.mark.nightly
+def test_a_mixture_of_experts_has_the_tensors_that_transformers_makes_of_its_sizes() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = compose_config("sft", SftConfig, ["model=qwen3_30b_a3b"]).model
+    config = AutoConfig.for_model(**to_hf_config(model, vocab_size=151936))
+    with torch.device("meta"):
+        published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    planned = plan_memory(model, ONE, vocab_size=151936, dp_size=1, max_tokens_per_rank=1)
+    assert planned.weights == sum(one.numel() * one.element_size() for one in published.parameters())
 
 
 def test_transformer_engine_keeps_each_tensor_once_in_the_model_s_dtype() -> None:
