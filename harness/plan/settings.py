@@ -274,6 +274,8 @@ class SftConfig(RunConfig):
                 "live.completed=trained and trainer.checkpoint_interval=0: no chunk is freed before the run ends, and "
                 "the producer pauses when chunks.max_waiting are unread"
             )
+        if live.folders and self.data.path not in ("", DataConfig().path):
+            warnings.append(f"data.path={self.data.path} is not read: the run trains on the chunks of data.live")
         return warnings
 
     def check_layout(self, world_size: int) -> None:

@@ -101,8 +101,9 @@ class LiveLoader:
             offers = self._exchange(ahead.result() if ahead is not None else [])
             self._raise_together(offers)
             for offer in offers:
+                of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
                 for index, num_rows, name in offer.opened:
-                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name})")
+                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
             after = self._after(shares, offers)
             # The steps whose batches were handed out, not the one that is read.
             self._report([replace(one, steps=self.steps) for one in after], offers)

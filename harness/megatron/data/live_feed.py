@@ -163,6 +163,8 @@ class LiveFeed:
                 try:
                     mark.acquire()
                 except FormatError:
+                    if not mark.holder:  # the folder cannot be written, or its store does not answer
+                        raise
                     fix = "wait for it or stop it; each run needs its own folder"
                     what = f"another run trains on these chunks: {mark.holder}"
                     raise LoaderError(what, where=folder.where, fix=fix) from None

@@ -156,6 +156,7 @@ def test_folders_have_their_shares_of_every_step_and_an_ended_one_leaves_it_to_t
     ends = [line for line in trained.log if "ended" in line]
     assert ends[0] == f"the stream of {both[0]} ended: 31 rows in 8 chunks; the other folders have its share now"
     assert ends[1].startswith(f"the stream of {both[1]} ended: 31 rows in 8 chunks")
+    assert {line.rpartition(" of ")[2].rstrip(")") for line in trained.loaded} == set(map(str, both))
 
 
 def test_a_blend_resumes_after_any_step_and_on_other_ranks(folders, tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from live_streams import CAPACITY, some_packs, write_stream
 
-from harness.errors import LoaderError
+from harness.errors import FormatError, LoaderError
 from harness.loader import LiveConfig, LoaderState, RankLayout
 from harness.loader.live import BatchPlan, LiveFolder
 from harness.megatron.data import LiveFeed
@@ -98,3 +98,13 @@ def test_the_log_names_rank_and_chunk(job, folder, capsys) -> None:
         list(live)
     lines = [line for line in capsys.readouterr().out.splitlines() if "Loaded" in line]
     assert lines == [f"Rank 0: Loaded chunk {chunk} (4 samples from chunk_0000{chunk}.jsonl)" for chunk in range(6)]
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_another_run(job, monkeypatch) -> None:
+    pytest.importorskip("boto3")
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "1")
+    plan = BatchPlan(RankLayout(), 4, CAPACITY, SequenceCost())
+    with pytest.raises(FormatError, match="object storage did not answer"):
+        LiveFeed(LiveConfig(path="s3://bucket/live", pack_size=128), plan, tokenizer=None, state=None)

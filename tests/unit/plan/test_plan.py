@@ -305,9 +305,10 @@ def test_a_warm_up_longer_than_the_run_is_named(overrides, warning):
         (["trainer.steps=10", "optimizer.warmup_steps=2"], []),
         (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0"], ["no chunk is freed"]),
         (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0", "data.live.completed=read"], []),
+        (["optimizer.decay_steps=100", "data.path=data/mine"], ["data.path=data/mine is not read"]),
     ],
 )
-def test_a_live_run_warns_of_a_rate_that_stays_and_of_chunks_that_stay(overrides, words):
+def test_a_live_run_warns_of_a_rate_and_of_chunks_that_stay_and_of_data_that_is_not_read(overrides, words):
     warnings = compose_config("sft", SftConfig, ["data=live", "schedule=as_packed", *overrides]).warnings()
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
