@@ -33,6 +33,7 @@ class RunProgress:
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
+        self._unlogged = ""
         is_terminal = sys.stdout.isatty()
         # Not Rich's own judgment: FORCE_COLOR, which schedulers pass on, would draw a bar into a log file.
         self._console = Console(force_terminal=is_terminal)
@@ -90,10 +91,16 @@ class RunProgress:
         )
         named = {"validation": metrics.validation_loss, **metrics.evaluation_losses}
         validations = "".join(f", {name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
-        if validations:
-            self.log(f"step {metrics.step}: loss {metrics.loss:.4f}{validations}, {numbers}")
-        elif metrics.step % every == 0 or metrics.step == 1:
-            self.log(f"step {metrics.step}{of}: loss {metrics.loss:.4f}, {numbers}")
+        total = "" if validations else of
+        self._unlogged = f"step {metrics.step}{total}: loss {metrics.loss:.4f}{validations}, {numbers}"
+        if validations or metrics.step % every == 0 or metrics.step == 1:
+            self.log_last_step()
+
+    def log_last_step(self) -> None:
+        """Print the line of the newest step, if it was not printed: a run ends with the line of its last step."""
+        if self._unlogged:
+            self.log(self._unlogged)
+        self._unlogged = ""
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

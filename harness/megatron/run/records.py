@@ -146,6 +146,7 @@ class RunRecords:
 
     def close(self, status: str) -> None:
         """End the records of a run; `status` is finished or stopped."""
+        self.progress.log_last_step()
         if self._metrics is not None:
             self._metrics.close(status)
         if self._digests is not None:

@@ -47,6 +47,16 @@ def test_every_line_has_rate_norm_speed_and_time_left(capsys: pytest.CaptureFixt
     assert all(FIGURES.search(line) for line in lines)
 
 
+def test_a_run_of_unknown_length_ends_with_the_line_of_its_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunProgress(None) as progress:
+        for step in range(1, 23):
+            progress.step(metrics(step, validation_loss=None))
+        progress.log_last_step()
+        progress.log_last_step()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 20", "step 22"]
+
+
 def test_further_validation_sets_are_on_the_line_without_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = printed(capsys, metrics(3, evaluation_losses={"code": 1.5, "chat": 3.0}))
     assert line.startswith("step 3: loss 2.0000, code loss 1.5000, chat loss 3.0000, lr 1.00e-03, grad norm 1.5, ")
