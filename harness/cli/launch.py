@@ -51,6 +51,8 @@ class PlanSettings:
         file_system_gb_s: GB/s at which all ranks together write a checkpoint; null to leave its time out.
         packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings.
         sequence_tokens: tokens of each conversation in them.
+        expert_load: tokens that the experts of the busiest rank get, over an even share; the report of a run has the
+            load by expert, which is higher than that of a rank with several.
         top: layouts that `harness plan auto` lists.
         rehearse: also build the first, middle and last rank of the job here, at a small width, and train each for a
             step without the others; needs the extra `train`, and no GPU.
@@ -65,6 +67,7 @@ class PlanSettings:
     file_system_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
     packs: int | None = bounded(None, lowest=1, highest=10**12)
     sequence_tokens: int = bounded(1024, lowest=2)
+    expert_load: float = bounded(1.0, lowest=1, highest=1_000_000)
     top: int = bounded(10, lowest=1, highest=1_000_000)
     rehearse: bool = False
     data: AssumedData = field(default_factory=AssumedData)
@@ -121,14 +124,18 @@ def plan(
     if num_packs is not None:
         packs = AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens)
     if searches:
-        found = search_layouts(to_plain(config), machine=machine, packs=packs, gpu_bytes=gpu_bytes)
+        found = search_layouts(
+            to_plain(config), machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
+        )
         stdout_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
         if not found.fitting and gpu_bytes is not None:
             print(found.explain_misfit(gpu_bytes))
             raise typer.Exit(1)
         print("the first:", *found.fitting[0].overrides)
         return
-    planned = plan_run(to_plain(config), machine=machine, mfu=settings.mfu, packs=packs)
+    planned = plan_run(
+        to_plain(config), machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load
+    )
     file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
     Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
     if settings.rehearse:

@@ -2,9 +2,9 @@
 
 Counted from Megatron-Core's dispatchers (`transformer/moe/token_dispatcher.py` of 0.16.1), whose steps hold on to the
 tokens of the step before until the layer ends; a test compares it against what PyTorch allocates for `alltoall` and
-`allgather`. One layer is computed at a time, so a rank needs it once. Even routing is assumed. Read in their sources
-alone, because they run on GPUs: DeepEP's buffers (`csrc/config.hpp`), and the workspace of grouped products
-(`pytorch/module/base.py` of Transformer Engine).
+`allgather`. One layer is computed at a time, so a rank needs it once. Tokens are those of an even share, or of
+the busiest rank. Read in their sources alone, because they run on GPUs: DeepEP's buffers (`csrc/config.hpp`), and the
+workspace of grouped products (`pytorch/module/base.py` of Transformer Engine).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dispatch_bytes(model: ModelConfig, parallel: ParallelConfig, *, tokens: int,
     """Return the most bytes that a layer of experts has beside those that it keeps for the backward pass.
 
     Args:
-        tokens: of a microbatch on one rank; with context parallelism, its slice.
+        tokens: of a microbatch on one rank; with context parallelism, its slice; as many more as its experts get.
         is_grouped: the experts' products are grouped.
     """
     if not model.num_experts:

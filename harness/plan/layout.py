@@ -184,3 +184,8 @@ class ParallelConfig:
                 where="schedule.max_tokens_per_rank",
                 fix=f"a multiple of {pad_to_multiple // math.gcd(pad_to_multiple, self.context_parallel_size)}",
             )
+
+
+def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
+    """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
+    return expert_load if parallel.expert_parallel_size > 1 else 1.0

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from harness.plan.dispatch import dispatch_bytes
-from harness.plan.layout import ParallelConfig
+from harness.plan.layout import ParallelConfig, uneven_load
 from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
 
 
@@ -165,14 +166,21 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
 
 
 def layer_activation_bytes(
-    model: ModelConfig, parallel: ParallelConfig, *, with_experts: bool = False, kernels: Kernels = _OWN
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    with_experts: bool = False,
+    kernels: Kernels = _OWN,
+    expert_load: float = 1.0,
 ) -> float:
     """Return the bytes per token of the row that one layer keeps for the backward pass.
 
     Args:
-        with_experts: of a layer with experts, whose tokens are spread evenly; else of a dense one.
+        with_experts: of a layer with experts; else of a dense one.
         kernels: fused layers.
+        expert_load: as in `plan_memory`.
     """
+    experts = expert_activation_bytes(model, parallel, expert_load=expert_load) if with_experts else 0.0
     item = DTYPE_BYTES[model.number]
     if model.recompute == "full":
         return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
@@ -181,7 +189,7 @@ def layer_activation_bytes(
     whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
     inner = 0.0 if with_experts else (3.0 if kernels.swiglu else 5.0) * item * model.ffn_hidden_size
     if kernels.engine:
-        return _engine_bytes(model, parallel, inner) + (expert_activation_bytes(model, parallel) if with_experts else 0)
+        return _engine_bytes(model, parallel, inner) + experts
     divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
     if model.has_sinks:
         # Queries, keys, values and what attention gives have one number more a head, and are copies.
@@ -206,7 +214,7 @@ def layer_activation_bytes(
         divided += tp * item * model.lora_rank * len(model.adapted)
         whole -= 4 * sum(filter(None, (model.q_lora_rank, model.kv_lora_rank))) if model.kv_lora_rank else 0
     dense = whole / (tp if parallel.sequence_parallel else 1) + divided / tp
-    return dense + (expert_activation_bytes(model, parallel) if with_experts else 0.0)
+    return dense + experts
 
 
 def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, inner: float) -> float:
@@ -234,19 +242,20 @@ def mtp_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, vocab_
     return whole / (tp if parallel.sequence_parallel else 1) + 4 * padded_vocab_size(vocab_size) / tp + 17 + 12
 
 
-def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, expert_load: float = 1.0) -> float:
     """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
 
     With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
-    expert-parallel ranks: their own and those of others.
+    expert-parallel ranks: their own and those of others. The busiest rank gets `expert_load` times as many.
     """
     item, hidden, sent = DTYPE_BYTES[model.number], model.hidden_size, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
     router = 9.0 * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
-    dispatched = sent * (item * hidden + 32)
-    inner = sent * (8 if model.swiglu_limit else 6) * item * model.expert_size
+    came = sent * uneven_load(parallel, expert_load)
+    dispatched = came * (item * hidden + 32)
+    inner = came * (8 if model.swiglu_limit else 6) * item * model.expert_size
     shared = 5 * item * model.shared_ffn_hidden_size / tp
     # Ranks that share an expert have all of its tokens.
     return router / tp + (dispatched * etp + inner) / tp + shared
@@ -261,6 +270,7 @@ def plan_memory(
     max_tokens_per_rank: int,
     microbatches: int = 1_000_000,
     kernels: Kernels = _OWN,
+    expert_load: float = 1.0,
 ) -> Memory:
     """Return the memory of the fullest rank.
 
@@ -269,6 +279,7 @@ def plan_memory(
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
         kernels: fused layers.
+        expert_load: tokens that the experts of the busiest rank get, over an even share.
     """
     memories = (
         plan_stage_memory(
@@ -280,6 +291,7 @@ def plan_memory(
             max_tokens_per_rank=max_tokens_per_rank,
             microbatches=microbatches,
             kernels=kernels,
+            expert_load=expert_load,
         )
         for stage in range(parallel.pipeline_parallel_size)
     )
@@ -296,6 +308,7 @@ def plan_stage_memory(
     max_tokens_per_rank: int,
     microbatches: int = 1_000_000,
     kernels: Kernels = _OWN,
+    expert_load: float = 1.0,
 ) -> Memory:
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
     item = DTYPE_BYTES[model.number]
@@ -319,13 +332,14 @@ def plan_stage_memory(
         waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
     own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
-    layers = sum(layer_activation_bytes(model, parallel, with_experts=one, kernels=kernels) for one in own)
+    count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
+    layers = sum(count(model, with_experts=one) for one in own)
     turned = model.rotated_size
     kept = waiting * (layers + 2 * item * turned)
     if model.recompute == "full":
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
-        kept += max(layer_activation_bytes(again, parallel, with_experts=one, kernels=kernels) for one in own)
+        kept += max(count(again, with_experts=one) for one in own)
         kept += 4 * turned
     if stage == stages - 1:
         # The last norm, and the input of the output matrix for its gradient.
@@ -340,7 +354,13 @@ def plan_stage_memory(
         optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
         activations=math.ceil(kept * max_tokens_per_rank),
         fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
-        dispatch=dispatch_bytes(model, parallel, tokens=max_tokens_per_rank, is_grouped=kernels.grouped) * any(own),
+        dispatch=dispatch_bytes(
+            model,
+            parallel,
+            tokens=math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load)),
+            is_grouped=kernels.grouped,
+        )
+        * any(own),
     )
 
 

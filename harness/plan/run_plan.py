@@ -221,6 +221,7 @@ def plan_run(
     machine: Machine | None = None,
     mfu: float | None = None,
     packs: AssumedPacks | None = None,
+    expert_load: float = 1.0,
 ) -> RunPlan:
     """Plan the run with these settings, an `SftConfig` as plain values.
 
@@ -229,6 +230,7 @@ def plan_run(
         machine: None for H100 nodes.
         mfu: share of the peak that a step reaches; None for an estimate.
         packs: None for the dataset of the settings.
+        expert_load: tokens that the experts of the busiest rank get, over an even share.
 
     Raises:
         ConfigError: the layout does not divide the ranks or the model, or was planned for another number of ranks.
@@ -248,7 +250,8 @@ def plan_run(
             max_tokens_per_row=parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"]),
             group_size=parallel.group_size,
         )
-    return plan_layout(inputs, parallel, ranks=ranks, machine=machine or Machine(), mfu=mfu, work=work)
+    machine = machine or Machine()
+    return plan_layout(inputs, parallel, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
 
 
 def check_layout(settings: dict[str, Any], model: ModelConfig, parallel: ParallelConfig, ranks: int) -> None:
@@ -269,6 +272,7 @@ def plan_layout(
     machine: Machine,
     mfu: float | None = None,
     work: Work | None,
+    expert_load: float = 1.0,
 ) -> RunPlan:
     """Plan a run on one layout that `check_layout` accepts; `work` is None where the data is not known."""
     settings, model = inputs.settings, inputs.model
@@ -286,6 +290,7 @@ def plan_layout(
             max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"],
             microbatches=work.microbatches if work is not None else 1_000_000,
             kernels=kernels,
+            expert_load=expert_load,
         )
 
     memory = memory_with(kernels)
@@ -301,6 +306,7 @@ def plan_layout(
                 replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0, kernels=kernels
             ),
             expert_weights=count_experts(model, parallel, stage=memory.stage),
+            expert_load=expert_load,
             machine=machine,
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)

@@ -116,13 +116,19 @@ class LayoutSearch:
 
 
 def search_layouts(
-    settings: dict[str, Any], *, machine: Machine, packs: AssumedPacks | None, gpu_bytes: float | None
+    settings: dict[str, Any],
+    *,
+    machine: Machine,
+    packs: AssumedPacks | None,
+    gpu_bytes: float | None,
+    expert_load: float = 1.0,
 ) -> LayoutSearch:
     """Plan the run with these settings, an `SftConfig` as plain values, on every layout of its ranks (8 by default).
 
     Args:
         packs: None for the dataset of the settings.
         gpu_bytes: memory of a GPU; None for any.
+        expert_load: as in `plan_run`.
 
     Raises:
         ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
@@ -163,7 +169,12 @@ def search_layouts(
             at_once = parallel.dp_size(ranks) * tokens * cp_size
             work = replace(whole, microbatches=count_microbatches(whole.tokens, at_once, parallel.group_size))
             planned = plan_layout(
-                replace(inputs, settings=changed, model=model), parallel, ranks=ranks, machine=machine, work=work
+                replace(inputs, settings=changed, model=model),
+                parallel,
+                ranks=ranks,
+                machine=machine,
+                work=work,
+                expert_load=expert_load,
             )
             considered += 1
             one = Candidate(parallel, recompute, tokens, planned)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.plan.layout import ParallelConfig
+from harness.plan.layout import ParallelConfig, uneven_load
 from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size, sequence_cost
 from harness.records import Int64Array
 
@@ -144,6 +144,11 @@ def count_kernels(model: ModelConfig, parallel: ParallelConfig) -> float:
     return layers * (4 / 3 if model.recompute == "full" else 1) + _OTHER_KERNELS
 
 
+def _expert_flops(model: ModelConfig) -> float:
+    """Return the FLOPs of a token in the routed experts of all layers, forward."""
+    return 6.0 * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
+
+
 def estimate_step(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -154,6 +159,7 @@ def estimate_step(
     layer_bytes: float,
     machine: Machine,
     expert_weights: int = 0,
+    expert_load: float = 1.0,
 ) -> dict[str, float]:
     """Return the seconds of one step by purpose.
 
@@ -161,6 +167,7 @@ def estimate_step(
         weights: of the fullest rank.
         layer_bytes: per token of the row, written by one layer in its forward pass (without recomputation).
         expert_weights: of `weights`, those of routed experts.
+        expert_load: as in `plan_memory`; all ranks wait for the busiest.
 
     Returns:
         `matrix products`, `attention`, `memory`, the communication of `tensor`, `context` and `expert` parallelism,
@@ -179,7 +186,9 @@ def estimate_step(
     speedup = machine.fp8_speedup if model.fp8 != "off" else 1.0
     products = _MATMUL_PASSES[model.recompute] * work.linear_flops / (share * machine.matmul_share)
     of_output = products * output
-    products = (products - of_output) / speedup + of_output
+    load = uneven_load(parallel, expert_load)
+    of_experts = products * _expert_flops(model) / sequence_cost(model).linear
+    products = (products + (load - 1) * of_experts - of_output) / speedup + of_output
     attention = _ATTENTION_PASSES[model.recompute] * work.attention_flops / (share * machine.attention_share)
     # Written once, read by the next kernel and by the backward pass; logits five times, four bytes each.
     moved = (4 if again else 3) * layers * layer_bytes + 20 * padded_vocab_size(model.vocab_size or 0) / tp / stages
@@ -195,9 +204,9 @@ def estimate_step(
     keys = tokens * item * (1 + values) * model.key_size / tp
     context = (passes + 1) * layers * (cp - 1) * (keys / machine.link(cp, tp) + messages)
 
-    # Tokens go to their experts and come back, in every pass; even routing is assumed.
+    # Tokens go to their experts and come back, in every pass.
     ep, layers_here = parallel.expert_parallel_size, model.expert_layers / stages
-    sent = passes * 2 * layers_here * hidden / tp * model.experts_per_token * (ep - 1) / ep
+    sent = passes * 2 * layers_here * hidden / tp * model.experts_per_token * (ep - 1) / ep * load
     expert = sent / machine.link(ep * parallel.expert_tensor_parallel_size, 1)
     expert += passes * 2 * layers_here * messages * (ep > 1)
 

@@ -131,3 +131,31 @@ def test_a_dispatcher_that_needs_other_ranks_of_experts_is_refused_and_passed_ov
     found = search_layouts(to_plain(config), machine=Machine(), packs=packs, gpu_bytes=80 * 2**30)
     assert {one.parallel.expert_parallel_size for one in found.fitting} <= {2, 4, 8}
     assert found.fitting
+
+
+def test_the_busiest_rank_of_experts_needs_more_memory_and_all_wait_for_it() -> None:
+    packs = AssumedPacks(1000, pack_size=8192, sequence_tokens=1024)
+    changes = ["experiment=qwen3_30b_a3b_1node", "model.recompute=none", "model.grouped_gemm=off"]
+    changes += ["parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false"]
+    config = compose_config("sft", SftConfig, changes)
+    model, parallel = config.model, config.parallel
+    even, busy = (plan_run(to_plain(config), packs=packs, expert_load=load) for load in (1.0, 1.5))
+    assert (model.num_layers, model.experts_per_token, parallel.expert_parallel_size) == (48, 8, 8)
+    assert parallel.pipeline_parallel_size == 1
+    # Of each token more: itself and its indices, and inside of the expert three vectors of 768, twice, in bfloat16.
+    a_token = 2 * 2048 + 32 + 6 * 2 * 768
+    more = busy.memory.activations - even.memory.activations
+    assert more == pytest.approx(48 * config.schedule.max_tokens_per_rank * 4 * a_token, rel=1e-6)
+    assert busy.memory.dispatch == pytest.approx(1.5 * even.memory.dispatch, rel=1e-6)
+    assert (busy.memory.weights, busy.memory.optimizer) == (even.memory.weights, even.memory.optimizer)
+    assert busy.work is not None
+    assert even.work is not None
+    # Three products of 2,048 by 768 for each of half as many tokens again, in three passes.
+    flops = 3 * 48 * 4 * 3 * 2 * 2048 * 768 * even.work.tokens
+    added = flops / (even.machine.peak_flops * even.machine.matmul_share * 8)
+    assert busy.parts["matrix products"] - even.parts["matrix products"] == pytest.approx(added, rel=1e-6)
+    assert busy.parts["expert"] > 1.3 * even.parts["expert"]
+    assert busy.mfu < even.mfu
+    # One rank with all experts computes every token, wherever it goes.
+    alone = compose_config("sft", SftConfig, [*changes, "parallel.expert_parallel_size=1"])
+    assert plan_run(to_plain(alone), packs=packs, expert_load=1.5) == plan_run(to_plain(alone), packs=packs)
