@@ -57,15 +57,15 @@ def test_a_job_is_requeued_although_the_controller_is_away_when_a_rank_dies(subm
 
 @pytest.mark.nightly  # four minutes
 def test_a_warning_that_meets_the_time_limit_continues_in_the_next_attempt(submit, slurm, undisturbed):
-    """A rank that is stopped saves nothing, and Slurm kills the script seconds after the limit."""
+    """A rank that is stopped saves nothing until Slurm ends the job, and kills the script seconds after the limit."""
     job = submit(*LONG, "cluster.time='3'", "cluster.signal_lead_s=20")
     wait_for_step(job, 45)
     os.kill(ranks_on(slurm, "node2")[0], signal.SIGSTOP)
     job.wait_for(lambda: job.facts["Restarts"] == "1", "requeue at the time limit")
     assert job.wait() == "COMPLETED", job.log
     assert job.losses == undisturbed
-    # Later attempts may reach the limit, too.
-    assert int(re.findall(r"resuming after step (\d+), from", job.log)[0]) in range(20, 150, 20)
+    # Slurm wakes the rank when it ends the job, so that the ranks may save after all. Later attempts may end so, too.
+    assert int(re.findall(r"resuming after step (\d+), from", job.log)[0]) >= 40
     assert len(attempts(job)) == int(job.facts["Restarts"])
 
 
