@@ -53,7 +53,7 @@ def test_samples_show_their_masks_and_nothing_of_them_runs(page_path: Path, visi
     for name in ("script", "img", "main b"):
         assert page.locator(name).count() == 0
     text = page.locator("main").inner_text()
-    assert "turn 2 (user) has images" in text
+    assert "turn 2 (user) has `images`" in text
     assert "end with a user turn" in text
     assert "unused fields" in text
     keep(page, "prepare-page")

@@ -62,7 +62,7 @@ def test_refused_records_and_over_long_conversations_are_named(source):
     page = shown(source, pack_size=300)
     # Long paths wrap anywhere.
     words = " ".join(page.split())
-    assert "line 2 refused, media: turn 2 (assistant) has images" in words
+    assert "line 2 refused, media: turn 2 (assistant) has `images`" in words
     assert "ends with a user turn" in page
     assert "left out, over_long" in shown(source, pack_size=20)
     assert "longer than a pack, cut" in shown(source, pack_size=40, over_long="split")
