@@ -33,6 +33,10 @@ SETTINGS = (
 )
 
 
+# States of a job that has not ended, SIGNALING for an instant only; "" where the controller does not answer.
+GOING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "SIGNALING", "")
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
     yield from started(Cluster())
@@ -90,7 +94,7 @@ class SlurmJob:
         deadline = time.monotonic() + timeout_s
         while not happens():
             state = self.facts.get("JobState", "")
-            assert state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", ""), f"{state} before {event}:\n{self.log}"
+            assert state in GOING, f"{state} before {event}:\n{self.log}"
             assert time.monotonic() < deadline, f"no {event} in {timeout_s:g} s, {state}:\n{self.log}"
             time.sleep(0.3)
 
@@ -99,7 +103,7 @@ class SlurmJob:
         deadline = time.monotonic() + timeout_s
         while True:
             state = self.facts.get("JobState", "")
-            if state and state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"):
+            if state not in GOING:
                 return state
             assert time.monotonic() < deadline, f"still {state} after {timeout_s:g} s:\n{self.log}"
             time.sleep(0.3)
