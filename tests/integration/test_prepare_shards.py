@@ -75,8 +75,8 @@ def content(path: Path) -> dict[str, bytes]:
 def receipts(path: Path) -> dict[str, int]:
     """Modification time of each shard; empty once the preparation has finished and deleted them."""
     times = {}
-    for file in path.glob(".shards/?????/receipt.json"):
-        with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # they are deleted meanwhile
+        for file in path.glob(".shards/?????/receipt.json"):
             times[file.parent.name] = file.stat().st_mtime_ns
     return times
 
