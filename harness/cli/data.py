@@ -196,7 +196,6 @@ def verify(
     problems: list[Problem] = []
     notes: list[str] = []
     checks: list[tuple[str, Callable[..., list[Problem]]]] = []
-    datasets: list[tuple[str, Callable[..., list[Problem]] | None]] = []
     num_packs = 0
     if not is_uri(path):
         run_check = find_run_check(path)
@@ -206,9 +205,8 @@ def verify(
         if not checks and not Path(path).exists():
             # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
             open_dataset(path).close()
-    datasets += checks
-    if not checks:
-        datasets += [(one, None) for one in find_datasets(path)]
+    datasets: list[tuple[str, Callable[..., list[Problem]] | None]]
+    datasets = [*checks] or [(one, None) for one in find_datasets(path)]
     for dataset, check in datasets:
         if repair and check is None:
             failed = _repair(dataset, notes, quiet=as_json)

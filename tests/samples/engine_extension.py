@@ -22,18 +22,18 @@ import torch  # noqa: F401 - the library needs those that it opens
 _CDLL = ctypes.CDLL
 
 
-class _OpenedByAndBy(_CDLL):
+class _LazilyOpened(_CDLL):
     """A library; that of Transformer Engine is opened although the installed cuBLAS lacks some of its functions."""
 
     def __init__(self, name: Any, *arguments: Any, **options: Any) -> None:
         if "libtransformer_engine" in str(name):
-            opener = _CDLL(os.environ["ENGINE_OPENER"]).open_by_and_by
+            opener = _CDLL(os.environ["ENGINE_OPENER"]).open_lazily
             opener.restype, opener.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
             options["handle"] = opener(str(name).encode())
         super().__init__(name, *arguments, **options)
 
 
-ctypes.CDLL = _OpenedByAndBy  # type: ignore[misc]
+ctypes.CDLL = _LazilyOpened  # type: ignore[misc]
 os.environ["CUDA_HOME"] = f"{sysconfig.get_path('purelib')}/nvidia/cu13"  # older versions do not look there
 with contextlib.redirect_stdout(sys.stderr):
     from transformer_engine import common

@@ -57,4 +57,4 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
 }
 
 /* Python opens libraries at once; one that wants functions of a newer cuBLAS opens only by and by. */
-void *open_by_and_by(const char *path) { return dlopen(path, RTLD_LAZY | RTLD_GLOBAL); }
+void *open_lazily(const char *path) { return dlopen(path, RTLD_LAZY | RTLD_GLOBAL); }

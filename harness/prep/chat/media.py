@@ -117,6 +117,6 @@ def _without_placeholders(value: Any, kinds: set[str]) -> tuple[Any, int]:
             value, count = _PLACEHOLDER[kind].subn("", value)
             removed += count
             if count:
-                # Of a placeholder around the text: <audio>What is said?</audio>.
+                # A placeholder may enclose text, whose end tag is left: <audio>What is said?</audio>.
                 value = value.replace(f"</{kind}>", "")
     return value, removed
