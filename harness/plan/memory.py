@@ -1,10 +1,12 @@
 """Memory of a rank: weights, gradients, optimizer state, and the activations that the layers keep.
 
 Activations are those that layers keep for the backward pass, tensor by tensor. For this project's own layers and for
-Megatron's fused SwiGLU and loss, a test compares the formula against what PyTorch saves. Transformer Engine's layers
-keep less: a norm keeps its input and output in the model's dtype alone, and attention its output once. That is read
-in its source (`pytorch/module/layernorm_linear.py`, `pytorch/attention`), and known here for attention that is neither
-latent nor with sinks, without adapters; elsewhere the larger figures of own layers are planned.
+Megatron's fused SwiGLU and loss, tests compare the formula against what PyTorch saves, on one rank and on ranks of
+every layout; only the masks of attention with context parallelism, which grow with the square of a sequence, are left
+out. Transformer Engine's layers keep less: a norm keeps its input and output in the model's dtype alone, and attention
+its output once. That is read in its source (`pytorch/module/layernorm_linear.py`, `pytorch/attention`), and known here
+for attention that is neither latent nor with sinks, without adapters; elsewhere the larger figures of own layers are
+planned.
 """
 
 from __future__ import annotations
@@ -191,6 +193,9 @@ def layer_activation_bytes(
     if kernels.engine:
         return _engine_bytes(model, parallel, inner) + experts
     divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+    if parallel.context_parallel_size > 1:
+        # Queries, and keys and values of all ranks, are copies; what the matrix made of them is not kept.
+        divided += item * ((2 * parallel.context_parallel_size - 3) * key - query)
     if model.has_sinks:
         # Queries, keys, values and what attention gives have one number more a head, and are copies.
         wide = 2 * (model.num_attention_heads + model.num_query_groups) * (model.head_size + 1)
@@ -327,9 +332,11 @@ def plan_stage_memory(
     experts = count_experts(model, parallel, stage=stage)
     if model.lora_rank:
         experts = count_adapters(model, parallel, stage=stage, experts_only=True)
-    waiting = min(microbatches, stages - stage)
+    # Microbatches whose backward pass is to come, as Megatron-Core's schedules order them; a chunk is a part of one.
+    waiting: float = stages - stage
     if chunks > 1:
-        waiting = min(microbatches, math.ceil(stages * (1 + (stages - 1) / (stages * chunks))))
+        waiting = (2 * (stages - stage) - 1 + (chunks - 1) * stages) / chunks
+    waiting = min(microbatches, waiting)
     own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)

@@ -3,18 +3,25 @@
 The layout, the numbers of layers, heads and experts and the sizes of all groups are those of the job; only the width of
 matrices, the vocabulary and the length of rows are small. A rehearsal proves that Megatron-Core accepts the layout and
 that every rank's part of the model, of the schedule and of a checkpoint can be made, and compares the bytes of weights,
-gradients and optimizer state with the plan. It proves no numbers: collectives are answered by nobody.
+gradients, optimizer state and activations with the plan. It proves no numbers: collectives are answered by nobody, and
+tokens go to experts evenly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 
 from harness.megatron.job import join, runtime
+from harness.megatron.model import routers
 from harness.megatron.state import count_sharded_tensors
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, plan_stage_memory
@@ -22,7 +29,9 @@ from harness.records import SequenceView
 from harness.thd import build_thd_batch
 
 _VOCABULARY = 256
-_SEQUENCES = 2
+# Many short ones: PyTorch's attention with context parallelism also keeps masks, which grow with their squares.
+_SEQUENCES = 4
+_PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class RankRehearsal:
         place: its rank in each parallel dimension, by name.
         layers, microbatches: that it trained.
         sharded_tensors: that it describes for a checkpoint.
-        found, planned: bytes of weights, gradients and optimizer state that it had, and of the plan for its stage.
+        found, planned: bytes of weights, gradients, optimizer state and activations that it had, and of the plan for
+            its stage. Activations are what autograd keeps, at the step's peak.
     """
 
     rank: int
@@ -94,13 +104,90 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     if model.num_experts:
         sizes["expert_ffn_hidden_size"] = width
         sizes["shared_ffn_hidden_size"] = width if model.shared_ffn_hidden_size else 0
-    return replace(model, init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
+    return replace(model.on("cuda"), init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
+
+
+class _KeptBytes:
+    """Bytes that autograd keeps for the backward pass, without those of some storages.
+
+    Attributes:
+        peak: the most at once.
+    """
+
+    def __init__(self, without: set[int]) -> None:
+        self.peak = self._now = 0
+        self._without = without
+        self._uses: Counter[int] = Counter()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count in this block."""
+        with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, self), lambda kept: kept.tensor):
+            yield
+
+    def add(self, storage: int, size: int) -> None:
+        if storage not in self._without:
+            self._now += 0 if self._uses[storage] else size
+            self._uses[storage] += 1
+            self.peak = max(self.peak, self._now)
+
+    def remove(self, storage: int, size: int) -> None:
+        if storage not in self._without:
+            self._uses[storage] -= 1
+            self._now -= 0 if self._uses[storage] else size
+
+
+class _Kept:
+    """A tensor that autograd keeps until it lets go of this object."""
+
+    def __init__(self, count: _KeptBytes, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.count, self.tensor, self._storage = count, tensor, (storage.data_ptr(), storage.nbytes())
+        count.add(*self._storage)
+
+    def __del__(self) -> None:
+        self.count.remove(*self._storage)
+
+
+def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Return the tokens of a sequence of which every rank can send as many to each expert."""
+    tokens = 4 * parallel.pad_to_multiple
+    if not model.num_experts:
+        return tokens
+    groups, each = _blocks(model)
+    own = groups * (model.num_experts // groups // math.gcd(model.num_experts // groups, each))
+    every = own * parallel.tensor_parallel_size * parallel.context_parallel_size
+    return math.lcm(tokens, every // math.gcd(every, _SEQUENCES))
+
+
+def _blocks(model: ModelConfig) -> tuple[int, int]:
+    """Return the blocks of groups of experts that a token chooses from, and its experts in each group."""
+    groups, top = model.router_groups or 1, model.router_top_groups or 1
+    return groups // top, model.experts_per_token // top
+
+
+def _route_evenly(model: ModelConfig, step: MegatronStep) -> None:
+    """Make all routers of a step send as many tokens to each expert."""
+    for router in routers(step.chunks):
+        router.routing = partial(_route, model, router.routing)  # type: ignore[method-assign]
+
+
+def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    top, (blocks, each) = model.router_top_groups or 1, _blocks(model)
+    size = model.num_experts // (blocks * top)
+    tokens = torch.arange(logits.numel() // model.num_experts).view(-1, 1, 1)
+    groups = tokens % blocks * top + torch.arange(top).view(1, -1, 1)
+    experts = groups * size + (tokens // blocks * each + torch.arange(each)) % size
+    even = torch.zeros(len(tokens), model.num_experts).scatter_(1, experts.flatten(1), 1.0)
+    # Other values, which autograd does not see.
+    logits.data.copy_(even.view_as(logits))
+    return routing(logits, *arguments, **options)
 
 
 def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, world_size: int) -> RankRehearsal:
     with runtime.alone(rank, world_size) as job:
         layout = join(parallel, world_size)
-        tokens = 2 * parallel.pad_to_multiple
+        tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep.build(
             model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded
@@ -109,8 +196,11 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
         mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
         row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=parallel.pad_to_multiple)
         microbatches = 2 * parallel.pipeline_parallel_size
-        step.train_rows([row] * microbatches)
+        _route_evenly(model, step)
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
+        kept = _KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
+        with kept.counted():
+            step.train_rows([row] * microbatches)
         trained = [weight for weight in weights if weight.requires_grad]
         memory = plan_stage_memory(
             model,
@@ -118,7 +208,8 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
             stage=layout.pp_rank,
             vocab_size=_VOCABULARY,
             dp_size=layout.dp_size,
-            max_tokens_per_rank=1,
+            max_tokens_per_rank=_SEQUENCES * tokens // parallel.context_parallel_size,
+            microbatches=microbatches,
         )
         return RankRehearsal(
             rank=rank,
@@ -130,8 +221,9 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
                 "weights": sum(weight.numel() * weight.element_size() for weight in weights),
                 "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
                 "optimizer": _optimizer_bytes(step, is_float32=model.dtype == "float32"),
+                "activations": kept.peak,
             },
-            planned={name: getattr(memory, name) for name in ("weights", "gradients", "optimizer")},
+            planned={name: getattr(memory, name) for name in _PARTS},
         )
 
 

@@ -30,6 +30,7 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
         assert one.found["gradients"] == one.planned["gradients"]
         # The distributed optimizer pads its buffers, and cuts them where weights do not end.
         assert one.found["optimizer"] <= 1.05 * one.planned["optimizer"] + 100_000
+        assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=0.05)
     assert done[-1].place["pp"] == stages - 1
 
 
