@@ -27,7 +27,7 @@ from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
 from harness.megatron.state import CheckpointWriter, find_damage, load_checkpoint
-from harness.plan import ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
 
@@ -155,7 +155,14 @@ def _add_ranks(report: BenchReport, ranks: int, settings: CheckpointSettings, fo
 
 
 def make_step(
-    layers: int, hidden: int, parallel: ParallelConfig, layout: RankLayout, device: torch.device, *, dtype: str
+    layers: int,
+    hidden: int,
+    parallel: ParallelConfig,
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    dtype: str,
+    optimizer: OptimizerConfig | None = None,
 ) -> MegatronStep:
     """Return a step whose optimizer has a state; heads are 32 wide, the feed-forward is three times as wide."""
     model = ModelConfig(
@@ -167,7 +174,7 @@ def make_step(
         vocab_size=_VOCABULARY,
         dtype=dtype,
     )
-    step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY)
+    step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
     # A step without gradients: an optimizer that has made none has no state to save.
     for chunk in step.chunks:
         chunk.zero_grad_buffer()

@@ -29,12 +29,14 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
-from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.overrides import TorchFunctionMode
 
 from harness.errors import ConfigError
 from harness.storage import StoredFile
@@ -168,6 +170,8 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
         if on_cpu or not _has_transformer_engine():
             # Its names are there without it, or where it cannot be imported, and are no classes.
             stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+            # Megatron 0.16 compares versions with None where it is missing.
+            stack.enter_context(mock.patch.object(optimizer_config, "is_te_min_version", return_value=False))
         if on_cpu or not hasattr(moe_utils, "te_general_gemm"):
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         if on_cpu:
@@ -175,11 +179,48 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
                 there = {name: value for name, value in values.items() if hasattr(module, name)}
                 stack.enter_context(mock.patch.multiple(module, **there))
             stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", as_lists))
+            sort = "_get_sub_optimizer_param_groups"
+            stack.enter_context(mock.patch.object(HybridDeviceOptimizer, sort, _sort_by_device))
             dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
             stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", None))
             # Only fused kernels read these tables, which are cut for context parallelism by way of pinned memory.
             stack.enter_context(mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache", return_value=None))
         yield
+
+
+def require_moments() -> None:
+    """Raise ConfigError unless Megatron's Adam is Transformer Engine's, which can keep its moments in bfloat16."""
+    if accepts(optimizer.Adam, "exp_avg_dtype"):
+        return
+    raise ConfigError(
+        f"optimizer.moments_dtype is bfloat16, and Adam is {optimizer.Adam.__module__.partition('.')[0]}'s: only "
+        "Transformer Engine's on a GPU can keep its moments in bfloat16",
+        where="optimizer.moments_dtype",
+        fix="install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32",
+    )
+
+
+class _HostCopies(TorchFunctionMode):
+    """Tell copies on the host from the weights that they are of, on a CPU that has both.
+
+    Megatron's optimizer on the host looks for weights of a GPU, and puts copies of them into pinned memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not hasattr(args[0], "is_on_host")
+        made = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and (func is torch.Tensor.cpu or hasattr(args[0], "is_on_host")):
+            made.is_on_host = True  # type: ignore[attr-defined]
+        return made
+
+
+def _sort_by_device(self: Any, offload_fraction: float) -> Any:
+    with _HostCopies():
+        return _SORT_BY_DEVICE(self, offload_fraction)
+
+
+_SORT_BY_DEVICE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
 
 def _has_transformer_engine() -> bool:

@@ -18,6 +18,7 @@ from functools import partial
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.layout import ParallelConfig, uneven_load
 from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
+from harness.plan.settings import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Memory:
         fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
             next.
         dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
+        host: of the optimizer, in the memory of the rank's host, which is no part of the total.
     """
 
     stage: int
@@ -37,6 +39,7 @@ class Memory:
     activations: int
     fp8: int = 0
     dispatch: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -67,6 +70,7 @@ class Checkpoint:
 
 
 _OWN = Kernels()
+_PLAIN = OptimizerConfig()
 
 
 def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
@@ -276,6 +280,7 @@ def plan_memory(
     microbatches: int = 1_000_000,
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
+    optimizer: OptimizerConfig = _PLAIN,
 ) -> Memory:
     """Return the memory of the fullest rank.
 
@@ -297,6 +302,7 @@ def plan_memory(
             microbatches=microbatches,
             kernels=kernels,
             expert_load=expert_load,
+            optimizer=optimizer,
         )
         for stage in range(parallel.pipeline_parallel_size)
     )
@@ -314,24 +320,24 @@ def plan_stage_memory(
     microbatches: int = 1_000_000,
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
+    optimizer: OptimizerConfig = _PLAIN,
 ) -> Memory:
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
     item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    shares = dp_size * parallel.context_parallel_size if parallel.distributed_optimizer else 1
-    ranks = dp_size * parallel.model_ranks
-    expert_shares = parallel.expert_copies(ranks) if parallel.distributed_optimizer else 1
-    # Adam's two moments, and a float32 copy of other weights.
-    state = 8 if item == 4 else 12
     chunks = parallel.virtual_pipeline_parallel_size or 1
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
     # Neither the embedding nor the output matrix is in 8 bits.
     words = padded_vocab_size(vocab_size) * model.hidden_size // tp
     adapters = count_adapters(model, parallel, stage=stage)
     trained = adapters if model.lora_rank else weights
-    experts = count_experts(model, parallel, stage=stage)
-    if model.lora_rank:
-        experts = count_adapters(model, parallel, stage=stage, experts_only=True)
+    gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
+    state, moved = float(state_bytes(model, optimizer)), 0.0
+    if optimizer.offload:
+        # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
+        moved = optimizer.offload * (state + 4)
+        state = (1 - optimizer.offload) * (state + (4 if gradient == 2 else 0))
+    own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     # Microbatches whose backward pass is to come, as Megatron-Core's schedules order them; a chunk is a part of one.
     waiting: float = stages - stage
     if chunks > 1:
@@ -357,8 +363,9 @@ def plan_stage_memory(
     return Memory(
         stage=stage,
         weights=item * (weights + adapters),
-        gradients=(2 if parallel.gradient_dtype == "bfloat16" else 4) * trained,
-        optimizer=math.ceil(state * (trained - experts) / shares) + math.ceil(state * experts / expert_shares),
+        gradients=gradient * trained,
+        optimizer=own_bytes(state),
+        host=own_bytes(moved),
         activations=math.ceil(kept * max_tokens_per_rank),
         fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
         dispatch=dispatch_bytes(
@@ -371,8 +378,34 @@ def plan_stage_memory(
     )
 
 
+def state_bytes(model: ModelConfig, optimizer: OptimizerConfig) -> int:
+    """Return the bytes of a weight's optimizer state: Adam's two moments, and a float32 copy of other weights."""
+    return 2 * DTYPE_BYTES[optimizer.moments_dtype] + (0 if model.number == "float32" else 4)
+
+
+def _own_bytes(
+    model: ModelConfig, parallel: ParallelConfig, each: float, *, stage: int, trained: int, dp_size: int
+) -> int:
+    """Return the bytes of optimizer state that a rank has if each of the `trained` weights of its stage has `each`."""
+    experts = count_experts(model, parallel, stage=stage)
+    if model.lora_rank:
+        experts = count_adapters(model, parallel, stage=stage, experts_only=True)
+    shares = expert_shares = 1
+    if parallel.distributed_optimizer:
+        shares = dp_size * parallel.context_parallel_size
+        expert_shares = parallel.expert_copies(dp_size * parallel.model_ranks)
+    return math.ceil(each * (trained - experts) / shares) + math.ceil(each * experts / expert_shares)
+
+
 def plan_checkpoint(
-    model: ModelConfig, parallel: ParallelConfig, memory: Memory, *, dp_size: int, ranks: int, vocab_size: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    memory: Memory,
+    *,
+    dp_size: int,
+    ranks: int,
+    vocab_size: int,
+    optimizer: OptimizerConfig = _PLAIN,
 ) -> Checkpoint:
     """Return the size of a checkpoint: weights and optimizer state, once each, without a gather.
 
@@ -382,7 +415,7 @@ def plan_checkpoint(
     Args:
         memory: of the fullest rank, which also owns the most.
     """
-    item, state = DTYPE_BYTES[model.number], 8 if model.number == "float32" else 12
+    item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
     stages = range(parallel.pipeline_parallel_size)
     one = ParallelConfig(
         pipeline_parallel_size=parallel.pipeline_parallel_size,
@@ -394,5 +427,8 @@ def plan_checkpoint(
     copies = dp_size * parallel.context_parallel_size
     expert_weights = item * count_experts(model, parallel, stage=memory.stage)
     own = math.ceil((memory.weights - expert_weights) / copies) + expert_weights // parallel.expert_copies(ranks)
-    own += memory.optimizer if parallel.distributed_optimizer else math.ceil(memory.optimizer / copies)
+    here = count_adapters if model.lora_rank else partial(count_weights, vocab_size=vocab_size)
+    numbers = here(model, parallel, stage=memory.stage)
+    saved = _own_bytes(model, parallel, state, stage=memory.stage, trained=numbers, dp_size=dp_size)
+    own += saved if parallel.distributed_optimizer else math.ceil(saved / copies)
     return Checkpoint(item * (weights + adapters) + state * trained, own)

@@ -30,6 +30,7 @@ from harness.plan.memory import (
     plan_memory,
 )
 from harness.plan.model import DTYPE_BYTES, ModelConfig
+from harness.plan.settings import OptimizerConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
 
@@ -121,6 +122,9 @@ class RunPlan:
             row("  weights in 8 bits", f"{memory.fp8 / gib:,.2f} GiB")
         if memory.dispatch:
             row("  tokens to experts", f"{memory.dispatch / gib:,.2f} GiB")
+        if memory.host:
+            node = memory.host * min(self.ranks, self.machine.ranks)
+            row("  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node")
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
             verdict = (
@@ -280,6 +284,11 @@ def plan_layout(
     dp_size = parallel.dp_size(ranks)
     is_on_gpus = settings["trainer"]["device"] != "cpu"
     kernels = kernels_on_gpu(model, parallel) if is_on_gpus else Kernels()
+    optimizer = OptimizerConfig(**settings["optimizer"])
+    optimizer.check(dtype=model.number, distributed=parallel.distributed_optimizer)
+    notes = [*inputs.notes]
+    if optimizer.offload:
+        notes.append("no time for the copies and the CPU's updates of optimizer.offload")
 
     def memory_with(kernels: Kernels) -> Memory:
         return plan_memory(
@@ -291,6 +300,7 @@ def plan_layout(
             microbatches=work.microbatches if work is not None else 1_000_000,
             kernels=kernels,
             expert_load=expert_load,
+            optimizer=optimizer,
         )
 
     memory = memory_with(kernels)
@@ -323,14 +333,22 @@ def plan_layout(
         without_engine=memory_with(replace(kernels, engine=False, grouped=False))
         if kernels.engine and model.fp8 == "off"
         else None,
-        checkpoint=plan_checkpoint(model, parallel, memory, dp_size=dp_size, ranks=ranks, vocab_size=model.vocab_size),
+        checkpoint=plan_checkpoint(
+            model,
+            parallel,
+            memory,
+            dp_size=dp_size,
+            ranks=ranks,
+            vocab_size=model.vocab_size,
+            optimizer=optimizer,
+        ),
         machine=machine,
         work=work,
         mfu=mfu if work is not None else None,
         step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
         parts=parts,
         why_no_work=inputs.why_no_work,
-        notes=inputs.notes,
+        notes=tuple(notes),
     )
 
 

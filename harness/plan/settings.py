@@ -22,6 +22,8 @@ from harness.schedule import ScheduleConfig
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ON_STRAGGLER = ("report", "exclude")
+# Of bfloat16: between a number and the next there is at least this part of it, half of which is rounded away.
+_LARGEST_BETA = 1 - 2**-8
 
 
 @dataclass
@@ -37,6 +39,10 @@ class OptimizerConfig:
         weight_decay: of AdamW.
         beta1, beta2, eps: of AdamW's moments.
         clip_grad: largest gradient norm; 0 for no clipping.
+        moments_dtype: float32, or bfloat16 for two thirds of the optimizer's memory on a GPU with Transformer Engine's
+            Adam, which computes in float32 and rounds what it keeps. A bfloat16 model with the distributed optimizer.
+        offload: share of the optimizer's state, 0 to 1, that is in the memory of the host, where the CPU updates it; a
+            step takes longer. A bfloat16 model with the distributed optimizer.
     """
 
     lr: float = bounded(2e-3, above=0, highest=100)
@@ -49,12 +55,54 @@ class OptimizerConfig:
     beta2: float = bounded(0.95, lowest=0, below=1)
     eps: float = bounded(1e-8, above=0, highest=1)
     clip_grad: float = bounded(1.0, lowest=0)
+    moments_dtype: str = "float32"
+    offload: float = bounded(0.0, lowest=0, highest=1)
 
     def __post_init__(self) -> None:
         check_numbers(self, "optimizer")
         require_numbers(self, "optimizer", "min_lr", lowest=0, highest=self.lr)
         choices = ("cosine", "linear", "constant", "inverse-square-root")
         require_choice(self.decay, choices, setting="optimizer.decay")
+        require_choice(self.moments_dtype, ("float32", "bfloat16"), setting="optimizer.moments_dtype")
+        if self.moments_dtype == "float32":
+            return
+        for name in ("beta1", "beta2"):
+            if (beta := getattr(self, name)) > _LARGEST_BETA:
+                raise ConfigError(
+                    f"optimizer.{name} is {beta:g}: a moment that loses {1 - beta:.2g} of itself a step may never "
+                    f"change in bfloat16, which rounds changes of less than {1 - _LARGEST_BETA:.2g} away",
+                    where=f"optimizer.{name}, optimizer.moments_dtype",
+                    fix=f"{_LARGEST_BETA} or less, or optimizer.moments_dtype=float32",
+                )
+        if self.offload:
+            raise ConfigError(
+                f"optimizer.moments_dtype is bfloat16, and optimizer.offload {self.offload:g}: Megatron-Core keeps the "
+                "moments of an optimizer on the host in float32",
+                where="optimizer.moments_dtype, optimizer.offload",
+                fix="optimizer.moments_dtype=float32, or optimizer.offload=0",
+            )
+
+    def check(self, *, dtype: str, distributed: bool) -> None:
+        """Raise ConfigError for a choice that a model's dtype, or an optimizer that is not distributed, does not have.
+
+        Args:
+            dtype: of the weights.
+            distributed: `parallel.distributed_optimizer`.
+        """
+        choices = {
+            "optimizer.moments_dtype": self.moments_dtype if self.moments_dtype != "float32" else None,
+            "optimizer.offload": f"{self.offload:g}" if self.offload else None,
+        }
+        for setting, value in choices.items():
+            if value is not None and not (distributed and dtype == "bfloat16"):
+                other = "model.dtype" if distributed else "parallel.distributed_optimizer"
+                found = f"model.dtype {dtype}" if distributed else "the optimizer is not distributed"
+                raise ConfigError(
+                    f"{setting} is {value}, and {found}: Megatron-Core has it for the distributed optimizer of a "
+                    "bfloat16 model",
+                    where=f"{setting}, {other}",
+                    fix=f"{other}={'bfloat16' if distributed else 'true'}, or leave {setting} out",
+                )
 
 
 @dataclass
@@ -193,6 +241,14 @@ class RunConfig(ABC):
                 fix="model.dtype=bfloat16, or parallel.gradient_dtype=float32",
             )
         self._check_fp8()
+        self.optimizer.check(dtype=model.dtype, distributed=self.parallel.distributed_optimizer)
+        if self.optimizer.moments_dtype != "float32" and self.trainer.device == "cpu":
+            raise ConfigError(
+                f"optimizer.moments_dtype is {self.optimizer.moments_dtype}, and trainer.device is cpu: Transformer "
+                "Engine's Adam needs a GPU",
+                where="optimizer.moments_dtype, trainer.device",
+                fix="optimizer.moments_dtype=float32",
+            )
         attention = self.model.attention
         if not self.model.names_engine:
             return

@@ -14,13 +14,14 @@ from harness.loader import LoaderState
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
 from harness.megatron.state import CheckpointWriter, load_checkpoint
-from harness.plan import ParallelConfig
+from harness.plan import OptimizerConfig, ParallelConfig
 from harness.train import Progress
 
 
 def tensors_of(step: MegatronStep) -> list[torch.Tensor]:
     """Return the weights and what this rank has of the optimizer's state."""
     parts = [part.optimizer for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer])]
+    parts = [adam for part in parts for adam in getattr(part, "sub_optimizers", [part])]
     mains = [(part, main) for part in parts for group in part.param_groups for main in group["params"]]
     states = [part.state[main][name] for part, main in mains for name in ("exp_avg", "exp_avg_sq")]
     return [
@@ -77,6 +78,15 @@ def main(folder: Path) -> None:
             forget(step)
             load_checkpoint(path, step)
             same_again = all(map(torch.equal, tensors_of(step), kept))
+            if dtype == "bfloat16":
+                half = OptimizerConfig(offload=0.5)
+                other = make_step(1, 64, split, layout, job.device, dtype=dtype, optimizer=half)
+                forget(other)
+                load_checkpoint(path, other)
+                path, _ = save(folder / "hosted", other)
+                forget(step)
+                load_checkpoint(path, step)
+                same_again = same_again and all(map(torch.equal, tensors_of(step), kept))
             written = sum(file.stat().st_size for file in (folder / f"{dtype}-split").rglob(f"__{job.rank}_*"))
             found[dtype] = {"own": own + shared, "made": made, "written": written, "same": [same, same_again]}
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))

@@ -21,6 +21,11 @@ RUNS = {
     }
     for dtype in ("float32", "bfloat16")
 }
+RUNS["bfloat16"] |= {
+    "host-tensor": ("split", 4, "parallel=tp2 parallel.distributed_optimizer=true optimizer.offload=0.5"),
+    "plain-from-host": ("host-tensor", 6, PLAIN),
+}
+LAST = {"float32": ["split-tensor-from-plain"], "bfloat16": ["split-tensor-from-plain", "plain-from-host"]}
 
 
 @pytest.mark.nightly
@@ -46,12 +51,13 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
     assert code == 0, output
     for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
         expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
-        changed = read_metrics(tmp_path / f"{dtype}-split-tensor-from-plain")
-        assert [step["step"] for step in changed] == [1, 2, 3, 4, 5, 6]
-        for column in ("loss", "grad_norm", "learning_rate"):
-            assert [step[column] for step in changed] == pytest.approx(
-                [step[column] for step in expected], rel=nearness * (10 if column == "grad_norm" else 1)
-            ), (dtype, column)
+        for name in LAST[dtype]:
+            changed = read_metrics(tmp_path / f"{dtype}-{name}")
+            assert [step["step"] for step in changed] == [1, 2, 3, 4, 5, 6]
+            for column in ("loss", "grad_norm", "learning_rate"):
+                assert [step[column] for step in changed] == pytest.approx(
+                    [step[column] for step in expected], rel=nearness * (10 if column == "grad_norm" else 1)
+                ), (dtype, name, column)
 
 
 def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 
+import megatron.core
 import pytest
 from engine_backends import ask, compile_gpu, folder, golden, is_made, python
 
@@ -53,20 +56,56 @@ def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine
         assert found[family] == expected, family
 
 
+@pytest.fixture
+def run_with_wheel(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
+    """run_with_wheel(ranks, module, *arguments, megatron=None): a module on ranks that have the wheel.
+
+    Megatron-Core is that of the other interpreter, 0.19, unless a folder with another is given.
+    """
+    _need(WHEEL)
+
+    def run(ranks: int, *module: str, megatron: Path | None = None) -> tuple[int, str]:
+        tests = ROOT / "tests"
+        path = [*filter(None, [megatron]), ROOT, tests / "engine_wheel", tests / "samples", folder(WHEEL)]
+        known = {"PYTHONPATH": os.pathsep.join(map(str, path)), "ENGINE_OPENER": str(compile_gpu(tmp_path))}
+        before = conftest.environment()
+        monkeypatch.setattr(conftest, "environment", lambda: {**before, **known})
+        return run_command([python(), *forked(ranks)[1:], *module])
+
+    return run
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_checkpoints_load_into_the_layers_of_a_wheel_and_back(tmp_path, monkeypatch, tp_size) -> None:
-    _need(WHEEL)
-    tests = ROOT / "tests"
-    path = [ROOT, tests / "engine_wheel", tests / "samples", folder(WHEEL)]  # Megatron-Core 0.19 is the interpreter's
-    known = {"PYTHONPATH": os.pathsep.join(map(str, path)), "ENGINE_OPENER": str(compile_gpu(tmp_path))}
-    before = conftest.environment()
-    monkeypatch.setattr(conftest, "environment", lambda: {**before, **known})
-    module = ["tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *ALL]
-    code, output = run_command([python(), *forked(tp_size)[1:], *module])
+def test_checkpoints_load_into_the_layers_of_a_wheel_and_back(tmp_path, run_with_wheel, tp_size) -> None:
+    code, output = run_with_wheel(tp_size, "tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *ALL)
     assert code == 0, output
     expected = {"attentions": 2, "forgotten": 0, "same": True, "optimizer": "AdamW"}
     assert json.loads((tmp_path / "found.json").read_text()) == dict.fromkeys(ALL, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_older", [False, True])
+def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_path, run_with_wheel, is_older) -> None:
+    """Adam is the wheel's, and its kernel PyTorch's operations (`samples/engine_extension.py`)."""
+    older = None
+    if is_older:  # the Megatron-Core of this environment
+        older = tmp_path / "older"
+        older.mkdir()
+        (older / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
+    code, output = run_with_wheel(2, "tests.distributed.moments_ranks", str(tmp_path), megatron=older)
+    assert code == 0, output
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert found["adam"] == "transformer_engine"
+        assert found["stored"] == ["bfloat16", "float32"]
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "torch.bfloat16")
+        assert found["dtypes"] == {"master_param": "torch.float32", **moments}
+        held, planned = found["bytes"]
+        assert held == pytest.approx(planned, rel=2e-3)  # a rank's share ends inside a weight
+        assert 0 < found["differ"] < 1e-2
+        assert [found["resumed"], found["loaded"], found["rounded"]] == [True, True, True]
+        assert found["others"] == dict.fromkeys(("float32", "host", "bfloat16 gradients", "plain"), True)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,8 @@
 """Transformer Engine from its wheels, with a stand-in for the extension between its Python code and its library.
 
 The extension takes minutes to build; this one has the enumerations of the headers, and hands the arguments of the one
-function that chooses attention to the library. Everything else is a name: a function that raises NotImplementedError.
+function that chooses attention to the library. Adam's kernel is PyTorch operations of the same arithmetic. Everything
+else is a name: a function that raises NotImplementedError.
 Import this module before `transformer_engine.pytorch`; `ENGINE_OPENER` names the library made of `engine_gpu.c`.
 """
 
@@ -17,7 +18,7 @@ import sysconfig
 import types
 from typing import Any
 
-import torch  # noqa: F401 - the library needs those that it opens
+import torch  # the library needs those that it opens
 
 _CDLL = ctypes.CDLL
 
@@ -76,7 +77,7 @@ _FUNCTIONS = ("get_cudnn_version", "get_cublasLt_version", "get_num_cublas_strea
 
 
 class _Extension(types.ModuleType):
-    """The module `transformer_engine_torch`, with one function that does something."""
+    """The module `transformer_engine_torch`, with few functions that do something."""
 
     def __init__(self) -> None:
         super().__init__("transformer_engine_torch")
@@ -120,6 +121,36 @@ class _Extension(types.ModuleType):
 
     def get_num_cublas_streams(self) -> int:
         return 4
+
+    def multi_tensor_adam(
+        self,
+        chunk_size: int,
+        overflow: torch.Tensor,
+        tensors: list[list[torch.Tensor]],
+        rate: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+        is_adamw: int,
+        is_corrected: int,
+        decay: float,
+    ) -> None:
+        """Update weights as the kernel does: in float32, whose results are rounded to the dtype of each tensor.
+
+        Args:
+            tensors: gradients, weights, first and second moments, and the weights in float32 where there are any.
+        """
+        assert (is_adamw, is_corrected) == (1, 1)
+        for gradient, weight, first, second, *main in zip(*tensors, strict=True):
+            whole = (main or [weight])[0].float()
+            of_gradient = gradient.float()
+            mean = beta1 * first.float() + (1 - beta1) * of_gradient
+            square = beta2 * second.float() + (1 - beta2) * of_gradient * of_gradient
+            update = (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)).sqrt() + eps)
+            whole = whole - rate * (update + decay * whole)
+            for kept, value in ((first, mean), (second, square), *((one, whole) for one in (weight, *main))):
+                kept.copy_(value)
 
     def get_fused_attn_backend(self, *arguments: Any) -> Any:
         # Python gives the arguments in the order of the C function, and registers do not tell whole numbers apart.

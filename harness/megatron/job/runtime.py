@@ -339,6 +339,9 @@ class _Now:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def wait(self, stream: Any = None) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

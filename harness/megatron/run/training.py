@@ -26,7 +26,7 @@ from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
 from harness.megatron.model import check_same_adapters, engine_layers, slow_parts
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
-from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint
+from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint, stored_moments
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig, plan_memory
@@ -144,9 +144,14 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
     if ranks.device.type != "cpu":
         return
     planned = plan_memory(
-        config.model, config.parallel, vocab_size=task.vocab_size, dp_size=layout.dp_size, max_tokens_per_rank=1
+        config.model,
+        config.parallel,
+        vocab_size=task.vocab_size,
+        dp_size=layout.dp_size,
+        max_tokens_per_rank=1,
+        optimizer=config.optimizer,
     )
-    needed = planned.total * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = memory_bytes()
     if needed > there:
         raise ConfigError(
@@ -183,6 +188,9 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
                 if ranks.rank == 0 and not read_checkpoint(run.newest)[1]:
                     log("this checkpoint was written before there were checksums; only file sizes were checked")
+                moments, wanted = stored_moments(run.newest), config.optimizer.moments_dtype
+                if moments not in (None, wanted):
+                    log(f"its optimizer's moments are {moments}: they were converted to {wanted}")
                 resumed = partial(record_resume, run.folder, run.first_step - 1, run.newest, run.passed_over)
                 runtime.on_rank_0(resumed)
             reason = _train(config, run, records, signals, watchdog)

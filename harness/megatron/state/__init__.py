@@ -12,6 +12,7 @@ from harness.megatron.state.checkpoint import (
     find_damage,
     find_newest,
     load_checkpoint,
+    stored_moments,
 )
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 
@@ -25,4 +26,5 @@ __all__ = [
     "put_weights",
     "reason_of",
     "sharded_weights",
+    "stored_moments",
 ]

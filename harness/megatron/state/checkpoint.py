@@ -29,12 +29,20 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
 from harness.megatron.state import optimizer as optimizer_state
-from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
+from harness.megatron.state.loading import (
+    METADATA_FILE,
+    load_tree,
+    put_weights,
+    read_metadata,
+    reason_of,
+    sharded_weights,
+)
 from harness.megatron.step import MegatronStep
 from harness.storage import StoredFile, list_hash_problems, share_of, sync_path
 from harness.train import (
@@ -89,6 +97,16 @@ def count_sharded_tensors(step: MegatronStep) -> int:
     """Return the number of tensors, or parts of tensors, that this rank describes for a checkpoint."""
     state, _ = _run_state(step, is_loading=False)
     return sum(isinstance(value, ShardedBase) for value in nested_values(state))
+
+
+def stored_moments(path: Path) -> str | None:
+    """Return the dtype of the optimizer's moments in a checkpoint, such as `float32`; None if it has none."""
+    with (path / METADATA_FILE).open("rb") as file:
+        stored = read_metadata(file, path).state_dict_metadata
+    for name, tensor in stored.items():
+        if name.startswith("optimizer.state.exp_avg.") and isinstance(tensor, TensorStorageMetadata):
+            return str(tensor.properties.dtype).removeprefix("torch.")
+    return None
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:

@@ -3,7 +3,8 @@
 Megatron's plain and distributed optimizers store the same numbers under different names, and neither reads the
 other's. Here a checkpoint has, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W` and,
 for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (in a float32 model that is `W` itself), and
-the number of steps taken. Learning rates and weight decay come from the configuration and the schedule.
+the number of steps taken. Learning rates and weight decay come from the configuration and the schedule. Moments are
+stored in the dtype that their optimizer keeps, and converted where another reads them (`optimizer.moments_dtype`).
 
 A rank of the distributed optimizer owns a range of the elements of each weight in its buffers. Megatron either saves
 ranges of its buffers, which fit one tensor and pipeline parallelism only, or gathers the whole state on the host of
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from harness.errors import CheckpointError
@@ -71,24 +73,31 @@ def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_
 @torch.no_grad()
 def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tensor], steps: int) -> None:
     """Copy into an optimizer the `loaded` tensors of its `sharded_tensors`, and the number of steps taken."""
-    inner = part.optimizer
     for number, value in enumerate(tensors.values):
         if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # mostly they are loaded in place
             value.copy_(source)
-    if _counts_by_weight(inner):
-        for state in inner.state.values():
-            state["step"] = torch.tensor(float(steps))
-    else:  # Transformer Engine's and Apex's Adam count by group
-        for group in inner.param_groups:
-            group["step"] = steps
+    for adam in _adams(part):
+        if _counts_by_weight(adam):
+            for state in adam.state.values():
+                state["step"] = torch.tensor(float(steps))
+        else:  # Transformer Engine's and Apex's Adam count by group
+            for group in adam.param_groups:
+                group["step"] = steps
 
 
 def steps_taken(part: Any) -> int:
     """Return the number of updates, wherever the implementation counts them."""
-    inner = part.optimizer
-    counts = {int(state["step"]) for state in inner.state.values() if "step" in state}
-    counts |= {int(group["step"]) for group in inner.param_groups if "step" in group and group["params"]}
+    counts = set()
+    for adam in _adams(part):
+        counts |= {int(state["step"]) for state in adam.state.values() if "step" in state}
+        counts |= {int(group["step"]) for group in adam.param_groups if "step" in group and group["params"]}
     return max(counts, default=0)
+
+
+def _adams(part: Any) -> list[torch.optim.Optimizer]:
+    """Return the implementations of Adam in an optimizer: one, or with `optimizer.offload` the host's and the GPU's."""
+    inner = part.optimizer
+    return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
 
 def _counts_by_weight(inner: torch.optim.Optimizer) -> bool:
@@ -97,15 +106,19 @@ def _counts_by_weight(inner: torch.optim.Optimizer) -> bool:
 
 def _make_empty_state(part: Any) -> None:
     """Create the state that the first step creates; Megatron needs it before loading."""
-    inner = part.optimizer
-    if not _counts_by_weight(inner):
+    is_offloaded = isinstance(part.optimizer, HybridDeviceOptimizer)
+    if not is_offloaded and not _counts_by_weight(part.optimizer):
         if isinstance(part, DistributedOptimizer):
             part.load_state_dict(part.state_dict())
         return
-    for weight in chain.from_iterable(group["params"] for group in inner.param_groups):
-        if not inner.state[weight]:
-            moments = {name: torch.zeros_like(weight.data) for name in ("exp_avg", "exp_avg_sq")}
-            inner.state[weight] = {"step": torch.tensor(0.0), **moments}
+    for adam in _adams(part):
+        for weight in chain.from_iterable(group["params"] for group in adam.param_groups):
+            if not adam.state[weight]:
+                moments = {name: torch.zeros_like(weight.data) for name in ("exp_avg", "exp_avg_sq")}
+                count = {"step": torch.tensor(0.0)} if _counts_by_weight(adam) else {}
+                adam.state[weight] = {**count, **moments}
+    if is_offloaded:
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Iterator[ShardedTensor]:
@@ -115,13 +128,28 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
     for weight, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
         owned = range(ranges["param"].start, ranges["param"].end)
         pieces = _pieces(by_weight[id(weight)])
-        for name, state in part._get_main_param_and_optimizer_states(weight).items():
+        for name, state in _states_of(part, weight).items():
             # A float32 main weight is a view of the model's own weight, which the model saves and loads.
-            if name == "step" or (is_float32 and name == _MAIN):
+            if is_float32 and name == _MAIN:
                 continue
             prefix = f"optimizer.state.{'fp32_param' if name == _MAIN else name}"
             for at, piece in pieces:
                 yield from _cut(piece, at, f"{prefix}.{piece.key}", state.detach(), owned, _instance_of(part))
+
+
+def _states_of(part: Any, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return the optimizer's own tensors of the part of a weight that a rank owns, by name.
+
+    Megatron's `_get_main_param_and_optimizer_states` returns copies of moments in bfloat16.
+    """
+    group, place = part.model_param_group_index_map[weight]
+    inner = part.optimizer
+    main = inner.param_groups[group]["params"][place]
+    states = {name: value for name, value in inner.state[main].items() if name != "step"}
+    if isinstance(inner, HybridDeviceOptimizer):
+        main = inner.param_to_inner_param[main]
+    # An inner optimizer that has the float32 weights has them in its state.
+    return {_MAIN: states.pop("master_param", main), **states}
 
 
 def _instance_of(part: Any) -> int:

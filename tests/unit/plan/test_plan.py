@@ -19,8 +19,8 @@ from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, kernels_on_gpu, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
-from harness.plan.run_plan import AssumedPacks, plan_run
-from harness.plan.settings import PretrainConfig, SftConfig
+from harness.plan.run_plan import AssumedPacks, RunPlan, plan_run
+from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
 from harness.settings import to_plain
@@ -122,6 +122,58 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         moments = sum(value.numel() * value.element_size() for value in state if value.numel() > 1)
         copies = 0 if model.number == "float32" else 4 * sum(one.numel() for one in trained)
         assert planned.optimizer == moments + copies
+
+
+@pytest.mark.parametrize(("share", "gradients"), [(1.0, "float32"), (0.4, "bfloat16")])
+def test_memory_of_an_optimizer_on_the_host_is_what_its_tensors_take(share, gradients) -> None:
+    model, optimizer = model_of(dtype="bfloat16"), OptimizerConfig(offload=share)
+    parallel = ParallelConfig(distributed_optimizer=True, gradient_dtype=gradients)
+    planned = plan_memory(model, parallel, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=1, optimizer=optimizer)
+    with runtime.start("cpu"):
+        step = MegatronStep.build(model, parallel, join(parallel, 1), device=CPU, vocab_size=VOCAB, optimizer=optimizer)
+        ids = np.arange(9, dtype=np.int32)
+        step.train_rows([build_thd_batch([SequenceView(ids, np.ones(9, np.uint8))])])
+        (part,) = step.optimizer.chained_optimizers
+        found = [0, 0]
+        buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in part.buffers}
+        for adam in part.optimizer.sub_optimizers:
+            for main, state in adam.state.items():
+                tensors = {one.data_ptr(): one for one in (main, main.grad, *state.values()) if one.dim()}
+                own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in buffers]
+                found[adam is part.optimizer.gpu_optimizer] += sum(one.nbytes for one in own)
+        largest = max(weight.numel() for weight in step.chunks[0].parameters())
+    # Whole weights are on the host, up to the one with which the share is reached.
+    more = (found[0] - planned.host) / 16
+    assert 0 <= more < (largest if share < 1 else 1)
+    assert found[1] == pytest.approx(planned.optimizer - more * (16 if gradients == "bfloat16" else 12), abs=16)
+    plain = plan_memory(model, parallel, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=1)
+    assert planned.total - planned.optimizer == plain.total - plain.optimizer
+    assert (plain.host, plain.optimizer) == (0, 6 * plain.weights)
+
+
+def test_a_plan_says_what_the_host_holds_and_what_smaller_moments_save() -> None:
+    overrides = ["experiment=llama3_8b_1node", "parallel.ranks=8"]
+    packs = AssumedPacks(1000, pack_size=4096, sequence_tokens=1024)
+
+    def plan(*more: str) -> RunPlan:
+        return plan_run(to_plain(compose_config("sft", SftConfig, [*overrides, *more])), packs=packs)
+
+    plain, small, host = plan(), plan("optimizer.moments_dtype=bfloat16"), plan("optimizer.offload=0.5")
+    assert 3 * small.memory.optimizer == 2 * plain.memory.optimizer
+    assert small.checkpoint.own_bytes < plain.checkpoint.own_bytes == host.checkpoint.own_bytes
+    assert plain.checkpoint.total_bytes - small.checkpoint.total_bytes == 4 * plain.weights
+    assert (2 * host.memory.optimizer, 3 * host.memory.host) == (plain.memory.optimizer, 2 * plain.memory.optimizer)
+    for planned in (plain, host):
+        console = Console(file=io.StringIO(), width=120)
+        console.print(planned.render(gpu_bytes=None))
+        shown = console.file.getvalue()
+        assert (
+            ("optimizer on the host" in shown)
+            == ("the CPU's updates of optimizer.offload" in shown)
+            == (planned is host)
+        )
+    with pytest.raises(ConfigError, match=r"optimizer\.offload is 0\.5, and the optimizer is not distributed"):
+        plan("optimizer.offload=0.5", "parallel.distributed_optimizer=false")
 
 
 def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> None:

@@ -1,0 +1,127 @@
+"""An optimizer on the host, and what is refused: one rank, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ConfigError
+from harness.loader import LoaderState
+from harness.megatron import MegatronStep
+from harness.megatron.job import join, runtime
+from harness.megatron.state import CheckpointWriter, load_checkpoint, stored_moments
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
+from harness.records import SequenceView
+from harness.thd import ThdBatch, build_thd_batch
+from harness.train import Progress
+
+MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, dtype="bfloat16")
+SPLIT = ParallelConfig(distributed_optimizer=True)
+
+
+@pytest.fixture
+def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
+    layout = join(SPLIT, 1)
+
+    def build(**settings: float | str) -> MegatronStep:
+        optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, **settings)  # type: ignore[arg-type]
+        return MegatronStep.build(
+            MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
+        )
+
+    return build
+
+
+def row(seed: int) -> ThdBatch:
+    ids = np.random.default_rng(seed).integers(0, 64, size=33).astype(np.int32)
+    return build_thd_batch([SequenceView(ids, np.r_[np.ones(32, np.uint8), np.zeros(1, np.uint8)])])
+
+
+def losses(step: MegatronStep, *seeds: int) -> list[tuple[float, float]]:
+    results = [step.train_rows([row(seed)]) for seed in seeds]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_an_optimizer_on_the_host_trains_alike_and_its_checkpoints_are_those_of_any_other(make, tmp_path: Path) -> None:
+    steps = {share: make(offload=share) for share in (0.0, 0.5, 1.0)}
+    found = {share: losses(step, 1, 2, 3) for share, step in steps.items()}
+    assert len(set(found[0.0])) == 3
+    inner = steps[0.5].optimizer.chained_optimizers[0].optimizer
+    assert inner.gpu_optimizer is not None
+    assert 0 < len(inner.cpu_optimizers) < len(inner.param_to_inner_param)
+    assert steps[1.0].optimizer.chained_optimizers[0].optimizer.gpu_optimizer is None
+    paths = {}
+    for share, step in steps.items():
+        writer = CheckpointWriter(tmp_path / str(share), step, keep=1)
+        writer.start(Progress(3, LoaderState(0)))
+        writer.finish()
+        paths[share] = tmp_path / str(share) / "step-00000003"
+        assert stored_moments(paths[share]) == "float32"
+    undisturbed = losses(steps[0.0], 4, 5)
+    for before, after in ((0.0, 0.5), (0.5, 1.0), (1.0, 0.0)):
+        step = make(offload=after)
+        load_checkpoint(paths[before], step)
+        assert found[before] + losses(step, 4, 5) == found[0.0] + undisturbed
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parallel", "settings", "message"),
+    [
+        ({"offload": 0.5}, {}, {}, "optimizer.offload is 0.5, and the optimizer is not distributed"),
+        ({"moments_dtype": "bfloat16"}, {}, {}, "moments_dtype is bfloat16, and the optimizer is not distributed"),
+        ({"offload": 1}, {"distributed_optimizer": True}, {"dtype": "float32"}, "is 1, and model.dtype float32"),
+        (
+            {"offload": 1},
+            {"distributed_optimizer": True},
+            {"dtype": "auto", "device": "cpu"},
+            "and model.dtype float32",
+        ),
+        (
+            {"moments_dtype": "bfloat16"},
+            {"distributed_optimizer": True},
+            {"device": "cpu"},
+            "moments_dtype is bfloat16, and trainer.device is cpu",
+        ),
+    ],
+)
+def test_what_an_optimizer_cannot_do_is_refused_before_a_job(optimizer, parallel, settings, message) -> None:
+    config = SftConfig(
+        model=ModelConfig(dtype=settings.get("dtype", "bfloat16")),
+        optimizer=OptimizerConfig(**optimizer),
+        parallel=ParallelConfig(**parallel),
+    )
+    config.trainer.device = settings.get("device", "cuda")
+    with pytest.raises(ConfigError, match=message):
+        config.check_dtypes()
+    config.parallel.distributed_optimizer, config.model.dtype, config.trainer.device = True, "bfloat16", "cuda"
+    config.check_dtypes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta2": 0.999}, "optimizer.beta2 is 0.999: a moment that loses 0.001 of itself"),
+        ({"beta1": 0.998}, "optimizer.beta1 is 0.998"),
+        ({"offload": 0.5}, "optimizer.moments_dtype is bfloat16, and optimizer.offload 0.5"),
+    ],
+)
+def test_moments_that_bfloat16_would_freeze_or_megatron_ignore_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(moments_dtype="bfloat16", **settings)
+    OptimizerConfig(**settings)
+    # The smallest change that is never rounded away, and one that is.
+    largest, one = 1 - 2**-8, torch.tensor(1.0, dtype=torch.bfloat16)
+    OptimizerConfig(moments_dtype="bfloat16", beta2=largest)
+    for value in torch.linspace(1, 2, 129).bfloat16():
+        assert (value.float() * (largest - 1e-6)).bfloat16() < value
+    assert ((1.9 * one).float() * 0.999).bfloat16() == 1.9 * one
+
+
+def test_a_machine_without_transformer_engine_refuses_moments_in_bfloat16_by_name(make) -> None:
+    with pytest.raises(ConfigError, match="moments_dtype is bfloat16, and Adam is torch's") as refused:
+        make(moments_dtype="bfloat16")
+    assert refused.value.where == "optimizer.moments_dtype"
