@@ -78,6 +78,7 @@ def plan_job(
                     where="data.path, model.init_from",
                     fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
                 )
+        _check_local_checkpoints(settings["trainer"]["local_checkpoints"], cluster)
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
@@ -97,6 +98,17 @@ def plan_job(
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
     )
+
+
+def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
+    """Raise ConfigError for a folder that is inside the container alone, and vanishes with it."""
+    targets = [mount.split(":")[1] for mount in cluster.mounts if ":" in mount] + [cluster.local_dir]
+    if folder and not any(target and Path(folder).is_relative_to(target) for target in targets):
+        raise ConfigError(
+            f"{folder} is inside the container, and its checkpoints would be gone with it",
+            where="trainer.local_checkpoints",
+            fix="name a folder below cluster.local_dir, or mount one of the node's disk with cluster.mounts",
+        )
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

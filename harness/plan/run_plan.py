@@ -81,6 +81,7 @@ class RunPlan:
         without_engine: memory without Transformer Engine; None where `memory` is that.
         checkpoint: bytes of one.
         machine: that the time was planned for.
+        has_local_checkpoints: the run keeps some on the nodes' own disks.
         notes: what was assumed.
     """
 
@@ -97,6 +98,7 @@ class RunPlan:
     mfu: float | None
     step_s: float
     parts: dict[str, float]
+    has_local_checkpoints: bool = False
     why_no_work: str = ""
     notes: tuple[str, ...] = ()
 
@@ -141,6 +143,10 @@ class RunPlan:
         node = own * min(self.ranks, self.machine.ranks)
         row("  host memory", f"{own / 1e9:,.3g} GB a rank, {node / 1e9:,.3g} GB a node, while it is written")
         row("  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host")
+        if self.has_local_checkpoints:
+            parts = 1 if self.ranks <= self.machine.ranks else 2
+            copied = ", half of them copies of another node's" if parts == 2 else "; there is no other node for a copy"
+            row("  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, and as much for the next one")
         if file_system_bytes_per_s is not None:
             row(
                 "  written after",
@@ -347,6 +353,7 @@ def plan_layout(
         mfu=mfu if work is not None else None,
         step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
         parts=parts,
+        has_local_checkpoints=bool(settings["trainer"]["local_checkpoints"]),
         why_no_work=inputs.why_no_work,
         notes=tuple(notes),
     )

@@ -118,6 +118,10 @@ class TrainerConfig:
         checkpoint_interval: steps between checkpoints; 0 for only the last.
         keep_checkpoints: number of newest checkpoints to keep.
         background_checkpoints: continue training while a checkpoint is written; the next checkpoint waits for it.
+        local_checkpoints: folder on the nodes' own disks, such as `/scratch/me`, for further checkpoints between those
+            in the run's folder. Each node keeps its part and a copy of another node's, of the newest one, until the
+            run ends; a run resumes from it where it is the newest. Empty for none.
+        local_checkpoint_interval: steps between them; one is left out while an earlier one is still being written.
         device: auto, cpu or cuda.
         deterministic: take only kernels that give the same bits each time, slower ones where there is a choice.
         timeout_s: a rank without progress for this long ends the job, with a message that names it.
@@ -144,6 +148,8 @@ class TrainerConfig:
     checkpoint_interval: int = bounded(20)
     keep_checkpoints: int = bounded(2, lowest=1)
     background_checkpoints: bool = True
+    local_checkpoints: str = ""
+    local_checkpoint_interval: int = bounded(5, lowest=1)
     device: str = "auto"
     deterministic: bool = False
     timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
@@ -160,6 +166,13 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "trainer")
         require_choice(self.on_straggler, ON_STRAGGLER, setting="trainer.on_straggler")
+        local = self.local_checkpoints
+        if local and (not local.startswith("/") or not local.strip("/")):
+            raise ConfigError(
+                f"{local!r} is not a folder of its own",
+                where="trainer.local_checkpoints",
+                fix="the absolute path of a folder on the nodes' own disks, such as /scratch/me",
+            )
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             fix = f"[] or some of {', '.join(TRACKERS)}, each once"
             raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)
@@ -219,6 +232,18 @@ class RunConfig(ABC):
 
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
+        return [*self._warmup_warnings(), *self._checkpoint_warnings()]
+
+    def _checkpoint_warnings(self) -> list[str]:
+        often, local = self.trainer.checkpoint_interval, self.trainer.local_checkpoint_interval
+        if not self.trainer.local_checkpoints or not often or local % often:
+            return []
+        return [
+            f"trainer.local_checkpoint_interval is {local}, and trainer.checkpoint_interval {often}: no local "
+            "checkpoint is written, as there is one in the run's folder at each of these steps"
+        ]
+
+    def _warmup_warnings(self) -> list[str]:
         optimizer = self.optimizer
         steps, of = optimizer.decay_steps, "optimizer.decay_steps"
         if steps is None:

@@ -1,10 +1,10 @@
 """The trainer without a framework: the loop, and the files of a run's folder.
 
 Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
-checkpoints, `metrics.py` and `digests.py` record each step in the files of `lines.py`, `trackers.py` feeds services
-from the metrics, `attempts.py` records how a run ended and decides about a restart, `progress.py` shows the run in a
-terminal, `stragglers.py` names slow ranks, `status.py` summarizes a folder and `verify.py` checks it. Nothing here
-imports torch or Megatron-Core.
+checkpoints, `local.py` the parts of those on the nodes' own disks, `metrics.py` and `digests.py` record each step in
+the files of `lines.py`, `trackers.py` feeds services from the metrics, `attempts.py` records how a run ended and
+decides about a restart, `progress.py` shows the run in a terminal, `stragglers.py` names slow ranks, `status.py`
+summarizes a folder and `verify.py` checks it. Nothing here imports torch or Megatron-Core.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ from harness.train.folder import (
     open_run_folder,
 )
 from harness.train.lines import LineFile, keep_lines_before, whole_lines
+from harness.train.local import (
+    LOCAL_RECORD,
+    MANIFEST,
+    DiskPart,
+    LocalRecord,
+    begin_local_attempt,
+    copy_verified,
+    prune_local,
+    read_disk,
+    read_local_record,
+    write_local_record,
+)
 from harness.train.loop import OWN_VALIDATION, Evaluation, ExpertMetrics, StepRecord, StepResult, is_due, train
 from harness.train.metrics import (
     METRICS_FILE,
@@ -78,14 +90,18 @@ __all__ = [
     "CHECKPOINT_FIX",
     "EXIT_STOPPED",
     "FIELDS",
+    "LOCAL_RECORD",
+    "MANIFEST",
     "METRICS_FILE",
     "OWN_VALIDATION",
     "RUN_FILE",
     "SAMPLES_FILE",
     "DigestWriter",
+    "DiskPart",
     "Evaluation",
     "ExpertMetrics",
     "LineFile",
+    "LocalRecord",
     "MetricsWriter",
     "Progress",
     "RankTimes",
@@ -101,9 +117,11 @@ __all__ = [
     "StragglerWatch",
     "UnreadableError",
     "alone_in",
+    "begin_local_attempt",
     "check_trackers",
     "choose_run_folder",
     "content_digest",
+    "copy_verified",
     "decide",
     "describe_attempt",
     "describe_run_checks",
@@ -122,10 +140,13 @@ __all__ = [
     "open_run_folder",
     "plot_experts",
     "plot_loss",
+    "prune_local",
     "rank_rows",
     "read_attempts",
     "read_checkpoint",
     "read_digests",
+    "read_disk",
+    "read_local_record",
     "read_metrics",
     "read_progress",
     "read_status",
@@ -138,6 +159,7 @@ __all__ = [
     "verify_run",
     "whole_checkpoints",
     "whole_lines",
+    "write_local_record",
     "write_report",
     "write_run_file",
     "write_slow_nodes",

@@ -13,7 +13,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
 from harness.storage import Marker, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
-from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
+from harness.train.local import may_resume
 
 RESUME = ("false", "true", "auto")
 # Answers to `trainer.sample_prompts`.
@@ -49,7 +49,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         pattern = re.compile(rf"{re.escape(name)}-(\d+)")
         paths = Path(runs).iterdir() if Path(runs).is_dir() else ()
         numbered = {int(match[1]): path for path in paths if (match := pattern.fullmatch(path.name))}
-        resumable = [number for number, path in numbered.items() if whole_checkpoints(path / CHECKPOINTS)]
+        resumable = [number for number, path in numbered.items() if may_resume(path)]
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
         if not resumable:
@@ -65,7 +65,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
         fix = "resume=true continues the run in it; run_dir= names another folder"
         raise ConfigError("the run folder is not empty", where=str(folder), fix=fix)
-    if resume == "true" and not whole_checkpoints(folder / CHECKPOINTS):
+    if resume == "true" and not may_resume(folder):
         fix = "resume=auto starts a new run in that case"
         raise ConfigError("the run folder has no whole checkpoint to resume from", where=str(folder), fix=fix)
     return folder

@@ -127,6 +127,7 @@ def train(
     validation: Mapping[str, Callable[[], Iterable[RankBatch]]],
     save: Callable[[int, LoaderState], None],
     record: Callable[[StepRecord], None],
+    save_locally: Callable[[int, LoaderState], None] = lambda step, state: None,
     stop: Callable[[], str | None] = lambda: None,
     at: Callable[[int, str], None] = lambda step, activity: None,
     log: Callable[[str], None] = lambda line: None,
@@ -142,6 +143,8 @@ def train(
         validation: by name of a validation set, a function that returns its batches; the set named `validation`
             belongs to the training data.
         save: writes a checkpoint of the given step and loader state.
+        save_locally: the same, to the nodes' own disks; called every `config.local_checkpoint_interval` steps, but not
+            where `save` is.
         record: called once per step on every rank.
         stop: called after each step; a reason to stop, the same on every rank, makes it the last one, and it is saved.
         at: called with the step and the current activity whenever either changes.
@@ -197,6 +200,9 @@ def train(
         if saves:
             at(number, "writing a checkpoint")
             save(number, batch.state)
+        elif config.local_checkpoints and number % config.local_checkpoint_interval == 0:
+            at(number, "writing a local checkpoint")
+            save_locally(number, batch.state)
         unsaved = None if saves else batch.state
         if reason is not None and number < config.last_step:
             return reason

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import CheckpointError, ConfigError, FormatError
 from harness.train.attempts import STOPPED_FILE, read_attempts
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import whole_lines
+from harness.train.local import read_local_record
 from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
 # The speed of a run is the median of so many newest steps.
@@ -33,6 +34,8 @@ class RunStatus:
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
         checkpoint: step of the newest whole checkpoint, None for none.
+        local_checkpoint, local_hosts: step of the newest checkpoint on the nodes' own disks, None for none, and the
+            nodes that wrote it.
         attempts: of every attempt that ended early, in order; see `read_attempts`.
         stopped: message of the last attempt that ended early and has not been continued.
     """
@@ -45,6 +48,8 @@ class RunStatus:
     step_s: float | None
     age_s: float | None
     checkpoint: int | None
+    local_checkpoint: int | None
+    local_hosts: tuple[str, ...]
     attempts: list[dict[str, Any]]
     stopped: str | None
 
@@ -77,6 +82,9 @@ def read_status(folder: Path) -> RunStatus:
     attempts: list[dict[str, Any]] = []
     with suppress(FormatError):
         attempts = read_attempts(folder)
+    local = None
+    with suppress(CheckpointError):
+        local = read_local_record(folder)
     stopped = None
     with suppress(OSError, ValueError, KeyError):
         stopped = str(json.loads((folder / STOPPED_FILE).read_text())["message"])
@@ -89,6 +97,8 @@ def read_status(folder: Path) -> RunStatus:
         step_s=statistics.median(line["step_s"] for line in newest) if newest else None,
         age_s=age_s,
         checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
+        local_checkpoint=local.step if local is not None and local.step else None,
+        local_hosts=local.hosts if local is not None else (),
         attempts=attempts,
         stopped=stopped,
     )

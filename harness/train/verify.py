@@ -16,6 +16,7 @@ from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE
+from harness.train.local import read_disk, read_local_record
 from harness.train.metrics import METRICS_FILE
 
 SETTINGS_FILE = "config.yaml"
@@ -56,6 +57,8 @@ def _predates_checksums(run_file: Path) -> bool:
 def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """List all problems of a run's folder: settings, metrics, checkpoints, and models exported into it.
 
+    Of checkpoints on the nodes' own disks, the files on the disk of this node are checked.
+
     Args:
         progress: called with parts checked and parts in total.
     """
@@ -67,6 +70,7 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
         lambda: list(_metrics_problems(folder / METRICS_FILE, checkpoints)),
         lambda: list(_digests_problems(folder)),
         lambda: list(_samples_problems(folder)),
+        lambda: list(_local_problems(folder)),
         *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
         *(lambda place=place: verify_folder(place) for place in exports),
     ]
@@ -124,6 +128,21 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
         for name in there
         if name not in listed
     ]
+
+
+def _local_problems(run: Path) -> Iterator[Problem]:
+    try:
+        record = read_local_record(run)
+    except CheckpointError as error:
+        yield Problem(error.what, error.where)
+        return
+    folder = record.folder(record.root) if record is not None else run / "none"
+    for name, part in read_disk(folder).items():
+        if not part.manifest:
+            yield Problem(f"{CHECKSUMS_FILE} or {RUN_FILE} of the local checkpoint is damaged", str(folder / name))
+        for stored in part.files:
+            if stored.path in part.sizes:  # the others are on other nodes
+                yield from list_size_problems(folder / name, [stored]) or _hash_problems(folder / name, stored)
 
 
 def _hash_problems(folder: Path, stored: StoredFile) -> list[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,7 +26,14 @@ from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
 from harness.megatron.model import check_same_adapters, engine_layers, slow_parts
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
-from harness.megatron.state import CheckpointWriter, find_newest, load_checkpoint, stored_moments
+from harness.megatron.state import (
+    CheckpointWriter,
+    LocalCopies,
+    LocalStore,
+    find_newest,
+    load_checkpoint,
+    stored_moments,
+)
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import RunConfig, plan_memory
@@ -47,6 +54,7 @@ from harness.train import (
     open_run_folder,
     read_attempts,
     read_checkpoint,
+    read_local_record,
     read_metrics,
     read_progress,
     record_resume,
@@ -222,9 +230,7 @@ def _open_run(
     trainer = config.trainer
     watchdog.at(0, "looking for a checkpoint")
     folder = runtime.on_rank_0(lambda: _choose_folder(config))
-    newest, passed_over = find_newest(folder / CHECKPOINTS) if config.resume != "false" else (None, [])
-    for error in passed_over if ranks.rank == 0 else ():
-        print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+    newest, passed_over = _find_newest(config, folder) if config.resume != "false" else (None, [])
     progress = runtime.on_rank_0(lambda: _check_resumed(config, folder, newest)) if newest is not None else None
     first_step = progress.step + 1 if progress else 1
     watchdog.at(first_step, "opening the data")
@@ -262,10 +268,46 @@ def _open_run(
     return _OpenRun(task, layout, folder, newest, passed_over, first_step, training, validation, step, validated)
 
 
+def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """Return the checkpoint to resume from, on any disk, and print which newer ones are passed over."""
+    record = runtime.on_rank_0(lambda: read_local_record(folder))
+    local = LocalCopies(config.trainer.local_checkpoints, record) if record is not None else None
+    newest, passed_over = find_newest(folder / CHECKPOINTS, local)
+
+    def report() -> None:
+        for error in passed_over:
+            print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+        for note in local.notes if local is not None else ():
+            print(f"passed over: {note}", file=sys.stderr)
+        if newest is None and config.resume == "true":
+            fix = "resume=auto starts from the first step"
+            raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
+
+    runtime.on_rank_0(report)
+    return newest, passed_over
+
+
 def _train(
     config: RunConfig, run: _OpenRun, records: RunRecords, signals: StopSignals, watchdog: Watchdog
 ) -> str | None:
     """Train to the last step, whose checkpoint is whole on return; return the signal that ended it earlier."""
+    trainer, log = config.trainer, records.progress.log
+    local = LocalStore.open(trainer.local_checkpoints, run.folder, log=log, timeout_s=trainer.timeout_s)
+    with closing(local) if local is not None else nullcontext():
+        reason = _train_and_save(config, run, records, signals, watchdog, local)
+        if local is not None:
+            local.remove()
+    return reason
+
+
+def _train_and_save(
+    config: RunConfig,
+    run: _OpenRun,
+    records: RunRecords,
+    signals: StopSignals,
+    watchdog: Watchdog,
+    local: LocalStore | None,
+) -> str | None:
     trainer, folder = config.trainer, run.folder / CHECKPOINTS
     checkpoints = CheckpointWriter(
         folder,
@@ -274,11 +316,15 @@ def _train(
         in_background=trainer.background_checkpoints,
         # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
         on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
+        local=local,
     )
 
     def save(number: int, state: LoaderState) -> None:
         with records.progress.doing("writing a checkpoint"):
             checkpoints.start(Progress(number, state))
+
+    def save_locally(number: int, state: LoaderState) -> None:
+        checkpoints.start_local(Progress(number, state))
 
     def stop() -> str | None:
         checkpoints.finish(wait=False)
@@ -302,6 +348,7 @@ def _train(
             waits_s=waits.total_s,
             validation={name: partial(validate, batches) for name, batches in run.validation.items()},
             save=save,
+            save_locally=save_locally,
             record=records.step,
             stop=stop,
             at=watchdog.at,

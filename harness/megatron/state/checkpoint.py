@@ -17,7 +17,8 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +44,7 @@ from harness.megatron.state.loading import (
     reason_of,
     sharded_weights,
 )
+from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.step import MegatronStep
 from harness.storage import StoredFile, list_hash_problems, share_of, sync_path
 from harness.train import (
@@ -109,24 +111,32 @@ def stored_moments(path: Path) -> str | None:
     return None
 
 
-def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+def find_newest(folder: Path, local: LocalCopies | None = None) -> tuple[Path | None, list[CheckpointError]]:
     """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
 
     In a job every rank takes part, reads a share of the files, and gets the same answer. Checkpoints from before there
     were hashes are checked by size.
 
+    Args:
+        local: checkpoints on the nodes' own disks, which are copied to `folder` where they are newer and whole.
+
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints in `folder`, and all are damaged.
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
-    for path in _on_rank_0(lambda: list_checkpoints(folder)[::-1]):
-        error = find_damage(path)
+    damaged: list[CheckpointError] = []
+    places = [(path.name, True) for path in _on_rank_0(lambda: list_checkpoints(folder))]
+    for name, is_there in sorted([*places, *((name, False) for name in (local.names() if local else []))])[::-1]:
+        error = local.promote(name, folder) if local is not None and not is_there else None
         if error is None:
-            return path, passed_over
+            error = find_damage(folder / name)
+            damaged += [error] if error is not None else []
+        if error is None:
+            return folder / name, passed_over
         passed_over.append(error)
-    if passed_over:
-        error, is_unreadable = passed_over[0], all(isinstance(one, UnreadableError) for one in passed_over)
+    if damaged:
+        error, is_unreadable = damaged[0], all(isinstance(one, UnreadableError) for one in damaged)
         refused = LoaderError(error.what, where=error.where, fix=error.fix) if is_unreadable else error
         refused.is_shared = True
         raise refused
@@ -206,6 +216,7 @@ class CheckpointWriter:
         in_background: `start` returns once the state is copied, not once it is on disk.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
         hashes: takes the hashes of files while they are written; None for a new one.
+        local: the nodes' own disks, for `start_local`.
     """
 
     def __init__(
@@ -217,6 +228,7 @@ class CheckpointWriter:
         in_background: bool = True,
         on_whole: Callable[[Progress], None] = lambda progress: None,
         hashes: compat.WrittenHashes | None = None,
+        local: LocalStore | None = None,
     ) -> None:
         self._folder, self._step = folder, step
         self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
@@ -229,7 +241,9 @@ class CheckpointWriter:
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             do_cache_distribution=True,
         )
+        self._local = local
         self._writing: Progress | None = None
+        self._is_local = False
         self._unfinished = folder
 
     def start(self, progress: Progress) -> None:
@@ -239,9 +253,43 @@ class CheckpointWriter:
             CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
+        self._writing, self._is_local = progress, False
+        self._begin(on_rank_0(lambda: self._make_folder(progress)))
+
+    def start_local(self, progress: Progress) -> None:
+        """Begin to write a checkpoint of the current state to the nodes' own disks.
+
+        None is written, and the log has the reason, while an earlier checkpoint is being written or copied, and if a
+        disk fails: training is not to wait for one.
+
+        Raises:
+            CheckpointError: the previous one cannot be written.
+        """
+        self.finish(wait=False)
+        if self._local is None:
+            return
+        if self._writing is not None or self._local.is_copying:
+            self._local.skip(progress.step)
+        elif (folder := self._local.make_folder(progress.step)) is not None:
+            self._writing, self._is_local = progress, True
+            with self._failing_locally():
+                self._begin(folder)
+
+    @contextmanager
+    def _failing_locally(self) -> Iterator[None]:
+        """Turn an error that every rank raises about a local checkpoint into a warning."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self._is_local or not error.is_shared:
+                raise
+            assert self._local is not None
+            self._local.give_up(error)
+            self._writing = None
+
+    def _begin(self, folder: Path) -> None:
         self._step.gather_weights()
-        self._writing = progress
-        self._unfinished = on_rank_0(lambda: self._make_folder(progress))
+        self._unfinished = folder
         self._hashes.take()  # of one that failed
         try:
             request = dist_checkpointing.save(
@@ -265,18 +313,24 @@ class CheckpointWriter:
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete the checkpoint that is being written; without `wait`, only if every rank has written its part."""
+        if self._local is not None:
+            self._local.check_copies()
         if self._writing is None:
             return
-        try:
-            finished = self._calls.maybe_finalize_async_calls(blocking=wait)
-        except CheckpointException as error:
-            self._fail_together(error)
-        if finished:
-            progress = self._writing
-            own = self._hashes.take()
-            hashed = [file for files in gather_on_rank_0(own) for file in files]
-            on_rank_0(lambda: self._put_in_place(progress, hashed))
-            self._writing = None
+        with self._failing_locally():
+            try:
+                finished = self._calls.maybe_finalize_async_calls(blocking=wait)
+            except CheckpointException as error:
+                self._fail_together(error)
+            if finished:
+                progress, own = self._writing, self._hashes.take()
+                if self._is_local:
+                    assert self._local is not None
+                    self._local.complete(own, lambda hashed: self._describe(progress, hashed))
+                else:
+                    hashed = [file for files in gather_on_rank_0(own) for file in files]
+                    on_rank_0(lambda: self._put_in_place(progress, hashed))
+                self._writing = None
 
     def _make_folder(self, progress: Progress) -> Path:
         # The name is unique to this process: the writer of a killed run may still be writing to its own.
@@ -298,18 +352,10 @@ class CheckpointWriter:
         self._on_whole(progress)
 
     def _complete(self, progress: Progress, hashed: list[StoredFile]) -> None:
-        files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
-        for path in files:
-            sync_path(path)
-        known = {file.path for file in hashed}
-        facts = {
-            "megatron_core": compat.MEGATRON_VERSION,
-            "torch": torch.__version__,
-            "world_size": torch.distributed.get_world_size(),
-        }
-        # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
-        others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
-        write_run_file(self._unfinished, progress, facts, hashed, others)
+        for path in self._unfinished.rglob("*"):
+            if path.is_file():
+                sync_path(path)
+        self._describe(progress, hashed)
         read_checkpoint(self._unfinished)
         sync_path(self._unfinished)
         final = self._folder / f"step-{progress.step:08d}"
@@ -320,6 +366,19 @@ class CheckpointWriter:
         # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
         for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
             _remove(old)
+
+    def _describe(self, progress: Progress, hashed: list[StoredFile]) -> None:
+        """Write `run.json` and `checksums.json` of the checkpoint whose large files have these hashes."""
+        files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
+        known = {file.path for file in hashed}
+        facts = {
+            "megatron_core": compat.MEGATRON_VERSION,
+            "torch": torch.__version__,
+            "world_size": torch.distributed.get_world_size(),
+        }
+        # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
+        others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
+        write_run_file(self._unfinished, progress, facts, hashed, others)
 
     def _fail_together(self, error: CheckpointException) -> NoReturn:
         """Raise on every rank the causes that rank 0 knows."""

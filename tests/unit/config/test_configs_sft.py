@@ -66,6 +66,7 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("name=${nope}", "the reference ${nope} names no setting"),
         ("trainer.steps=0", "steps is 0"),
         ("trainer.eval_batches=0", "eval_batches is 0"),
+        ("trainer.local_checkpoints=scratch", "'scratch' is not a folder of its own"),
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
         ("loader.num_workers=-1", "num_workers is -1"),

@@ -99,6 +99,10 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
             "data/mine is relative, and would be looked up in the container's own folder\n  where: data.path",
         ),
         (
+            ["sft_tiny", "--cluster", "h100_pyxis", "data.path=/data", "trainer.local_checkpoints=/scratch/me"],
+            "/scratch/me is inside the container, and its checkpoints would be gone with it",
+        ),
+        (
             ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
             "planned for 32 ranks, and 2 nodes of 8 have 16\n  where: nodes\n  fix:   nodes=4",
         ),

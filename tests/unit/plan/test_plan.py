@@ -270,8 +270,10 @@ def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     settings["parallel"]["distributed_optimizer"] = False
     assert plan_run(settings).checkpoint.own_bytes == pytest.approx(planned.checkpoint.own_bytes, rel=1e-6)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(planned.render(gpu_bytes=None, file_system_bytes_per_s=5e9))
+    settings["trainer"]["local_checkpoints"] = "/scratch"
+    console.print(plan_run(settings).render(gpu_bytes=None, file_system_bytes_per_s=5e9))
     text = console.export_text()
+    assert "112 GB; there is no other node for a copy, and as much for the next one" in text
     assert "112 GB; a rank writes 14.1 GB of it" in text
     assert "14.1 GB a rank, 112 GB a node" in text
     assert "22.5 s at 5 GB/s" in text
@@ -342,9 +344,17 @@ def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
             ["optimizer.decay_steps=7", "optimizer.warmup_steps=7"],
             ["optimizer.warmup_steps is 7, and optimizer.decay_steps 7: the warm-up ends at step 6"],
         ),
+        (["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=5"], []),
+        (
+            ["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=40"],
+            [
+                "trainer.local_checkpoint_interval is 40, and trainer.checkpoint_interval 20: no local checkpoint is "
+                "written, as there is one in the run's folder at each of these steps"
+            ],
+        ),
     ],
 )
-def test_a_warm_up_longer_than_the_run_is_named(overrides, warning):
+def test_a_warm_up_longer_than_the_run_and_local_checkpoints_that_never_come_are_named(overrides, warning):
     assert compose_config("sft", SftConfig, overrides).warnings() == warning
 
 

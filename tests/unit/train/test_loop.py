@@ -56,6 +56,13 @@ def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
     assert all(0 <= record.data_wait_s <= record.step_s for record in records)
 
 
+def test_local_checkpoints_come_between_the_others():
+    local: list[tuple[int, int]] = []
+    config = TrainerConfig(steps=9, checkpoint_interval=6, local_checkpoints="/scratch", local_checkpoint_interval=3)
+    saved, _ = run(config, LinearLoss(), save_locally=lambda number, state: local.append((number, state)))
+    assert (saved, local) == ([(6, 6), (9, 9)], [(3, 3)])
+
+
 def test_intervals_of_zero_leave_only_the_last_step():
     saved, records = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
     assert saved == [(4, 4)]

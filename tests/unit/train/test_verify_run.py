@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.loader import LoaderState
 from harness.storage import digest_files, write_checksums
-from harness.train import Progress, verify_run, write_run_file
+from harness.train import LocalRecord, Progress, verify_run, write_local_record, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
 from harness.train.verify import describe_run_checks, find_run_check, verify_checkpoint
 
@@ -60,6 +61,22 @@ def test_lost_checksums_are_an_error_and_those_that_never_were_a_note(run: Path)
 
 def test_a_whole_run_has_no_problems(run: Path) -> None:
     assert found(run) == []
+
+
+def test_damage_of_a_local_checkpoint_is_named_if_it_is_on_the_disk_of_this_node(run: Path, tmp_path: Path) -> None:
+    record = LocalRecord(str(tmp_path / "disk"), "run-1", 1, 6, ("node1",))
+    write_local_record(run, record)
+    assert found(run) == []
+    part = record.folder(record.root) / "step-00000006"
+    shutil.copytree(run / "checkpoints" / "step-00000004", part)
+    (part / "weights").write_bytes(b"x" * 100)
+    assert ["weights has the hash" in what for what in found(run)] == [True]
+    (part / "weights").unlink()  # it may be on another node
+    assert found(run) == []
+    (part / "run.json").write_text("{}")
+    assert found(run) == ["checksums.json or run.json of the local checkpoint is damaged"]
+    (run / "local_checkpoints.json").write_text("{")
+    assert "the record of local checkpoints cannot be read" in found(run)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,195 @@
+"""Checkpoints on the nodes' own disks: copies between peers, and what a run resumes from."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.errors import CheckpointError
+from harness.loader import LoaderState
+from harness.megatron.job import runtime
+from harness.megatron.state import LocalCopies, LocalStore, find_newest
+from harness.megatron.state.peers import Listener, PeerCopy, address_towards, receiver_of
+from harness.storage import StoredFile, digest_files
+from harness.train import LocalRecord, Progress, begin_local_attempt, read_local_record, write_run_file
+from harness.train.local import may_resume
+
+TOKEN = secrets.token_bytes(32)
+
+
+def test_every_rank_sends_to_a_rank_of_the_next_disk() -> None:
+    disks = [[0, 1], [2, 3], [4]]
+    assert [receiver_of(rank, disks) for rank in range(5)] == [2, 3, 4, 4, 0]
+    assert receiver_of(0, [[0, 1]]) is None
+
+
+class Peers:
+    """Ranks 0 and 1 on one disk and rank 2 on another, each with a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = [folder / "a", folder / "a", folder / "b"]
+        self.files: list[list[StoredFile]] = []
+        for rank, path in enumerate(self.folders):
+            path.mkdir(exist_ok=True)
+            (path / f"__{rank}_0").write_bytes(os.urandom((5 << 20) + rank))
+            self.files.append(digest_files(path, [f"__{rank}_0"]))
+        self.listeners = [Listener("127.0.0.1") for _ in range(3)]
+        self.copies: list[PeerCopy] = []
+
+    def start(self, rank: int, *, timeout_s: float = 20) -> PeerCopy:
+        copy = PeerCopy(
+            rank,
+            self.folders[rank],
+            self.files,
+            [2, 2, 0],
+            listener=self.listeners[rank],
+            places=[listener.place for listener in self.listeners],
+            token=TOKEN,
+            number=1,
+            timeout_s=timeout_s,
+        )
+        self.copies.append(copy)
+        return copy
+
+    def problems(self) -> list[list[str]]:
+        for copy in self.copies:
+            while not copy.is_done:
+                time.sleep(0.01)
+        return [copy.problems for copy in self.copies]
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    made = Peers(tmp_path)
+    yield made
+    for copy in made.copies:
+        copy.close()
+    for listener in made.listeners:
+        listener.close()
+
+
+def test_both_disks_have_all_files_afterwards_and_strangers_are_ignored(peers: Peers) -> None:
+    with socket.create_connection(peers.listeners[2].place) as stranger:
+        stranger.sendall(bytes(100))
+        for rank in range(3):
+            peers.start(rank)
+        assert peers.problems() == [[], [], []]
+    names = ["__0_0", "__1_0", "__2_0"]
+    for folder in peers.folders[1:]:
+        assert digest_files(folder, names) == [file for files in peers.files for file in files]
+        assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_other_bytes_than_were_written_are_no_copy_and_the_rank_is_named(peers: Peers) -> None:
+    path = peers.folders[1] / "__1_0"
+    path.write_bytes(bytes(path.stat().st_size))
+    for rank in range(3):
+        peers.start(rank)
+    assert [bool(problems) for problems in peers.problems()] == [False, False, True]
+    assert "rank 1 sent __1_0 with other bytes than it wrote" in peers.copies[2].problems[0]
+    assert not (peers.folders[2] / "__1_0").exists()
+
+
+def test_a_full_disk_and_a_file_cut_short_are_named_and_end_the_copy(peers: Peers) -> None:
+    (peers.folders[2] / "__1_0.copying").symlink_to("/dev/full")
+    (peers.folders[2] / "__2_0").write_bytes(b"short")
+    for rank in range(3):
+        peers.start(rank)
+    problems = peers.problems()
+    assert "the connection of a peer ended early" in problems[0][0]
+    assert any("No space left on device" in problem for problem in problems[2])
+    assert any("__2_0 has 5 bytes, 5,242,882 were written" in problem for problem in problems[2])
+    assert not list(peers.folders[0].glob("*.copying"))
+
+
+def test_closing_ends_a_copy_whose_peers_never_come(peers: Peers) -> None:
+    copy = peers.start(2, timeout_s=1000)
+    assert not copy.is_done
+    copy.close()
+    assert copy.is_done
+    assert copy.problems
+
+
+def test_this_node_is_found_by_the_way_to_another() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    with runtime.start("cpu"):
+        yield
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    for name in ("__0_0", "__1_0"):
+        (path / name).write_bytes(f"{name} of {step}".encode() * 100)
+    write_run_file(path, Progress(step, LoaderState(1)), {}, [], ["__0_0", "__1_0"])
+    return path
+
+
+def test_a_local_checkpoint_is_used_where_it_is_the_newest_whole_one(tmp_path: Path, job: None) -> None:
+    record = LocalRecord(str(tmp_path / "disk"), "run-1", 2, 9, ("gpu03", "gpu04"))
+    local, shared = record.folder(record.root), tmp_path / "checkpoints"
+    older, whole = checkpoint(shared, 4), checkpoint(local, 6)
+    content = {path.name: path.read_bytes() for path in whole.iterdir()}
+    lost, flipped, headless, foreign = (checkpoint(local, step) for step in (7, 8, 9, 50))
+    (lost / "__1_0").unlink()
+    (flipped / "__0_0").write_bytes((flipped / "__0_0").read_bytes().swapcase())
+    (headless / "run.json").write_text("{}")
+    foreign.rename(local.with_name("attempt-1"))
+
+    newest, passed_over = find_newest(shared, LocalCopies(record.root, record))
+    assert newest == shared / "step-00000006"
+    assert {path.name: path.read_bytes() for path in newest.iterdir()} == content
+    assert [error.what for error in passed_over] == [
+        "the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: its checksums.json and run.json are "
+        "damaged on every node that has them",
+        f"the local checkpoint of step 8 is not whole: __0_0 on {socket.gethostname()} "
+        + passed_over[1].what.partition(socket.gethostname() + " ")[2],
+        "the local checkpoint of step 7 is not whole: 1 of 2 files are on no node of this job, or cut short: __1_0",
+    ]
+    assert "has the hash " in passed_over[1].what
+    assert sorted(path.name for path in shared.iterdir()) == [older.name, newest.name]
+
+    shutil.rmtree(newest)
+    shutil.rmtree(local)
+    newest, passed_over = find_newest(shared, LocalCopies(record.root, record))
+    assert newest == older
+    assert [error.what for error in passed_over] == [
+        "the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: no node of this job has any of its "
+        "files"
+    ]
+    assert "trainer.local_checkpoints is not set" in find_newest(shared, LocalCopies("", record))[1][0].what
+    checkpoint(shared, 9)
+    assert find_newest(shared, LocalCopies(record.root, record)) == (shared / "step-00000009", [])
+
+
+def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_checkpoints_has_none(tmp_path) -> None:
+    first = begin_local_attempt(tmp_path, "/scratch")
+    assert not may_resume(tmp_path)
+    second = begin_local_attempt(tmp_path, "/scratch")
+    assert first is not None
+    assert second == read_local_record(tmp_path)
+    assert second.folder("/x") == Path("/x") / first.run / "attempt-2" != first.folder("/x")
+    assert begin_local_attempt(tmp_path, "") is None
+    assert read_local_record(tmp_path) is None
+    (tmp_path / "local_checkpoints.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
+        read_local_record(tmp_path)
+
+
+def test_a_disk_that_cannot_be_used_is_a_warning_and_no_error(tmp_path: Path, job: None) -> None:
+    (tmp_path / "file").touch()
+    log: list[str] = []
+    assert LocalStore.open(str(tmp_path / "file"), tmp_path, log=log.append, timeout_s=1) is None
+    assert "warning: no local checkpoints are written: " in log[0]
+    assert "Not a directory" in log[0]
