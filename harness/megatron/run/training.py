@@ -36,7 +36,7 @@ from harness.megatron.state import (
 )
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
-from harness.plan import RunConfig, plan_memory
+from harness.plan import OptimizerConfig, RunConfig, plan_memory
 from harness.settings import to_yaml
 from harness.train import (
     CHECKPOINTS,
@@ -196,9 +196,8 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
                 if ranks.rank == 0 and not read_checkpoint(run.newest)[1]:
                     log("this checkpoint was written before there were checksums; only file sizes were checked")
-                moments, wanted = stored_moments(run.newest), config.optimizer.moments_dtype
-                if moments not in (None, wanted):
-                    log(f"its optimizer's moments are {moments}: they were converted to {wanted}")
+                for note in notes_of_moments(run.newest, config.optimizer):
+                    log(note)
                 resumed = partial(record_resume, run.folder, run.first_step - 1, run.newest, run.passed_over)
                 runtime.on_rank_0(resumed)
             reason = _train(config, run, records, signals, watchdog)
@@ -217,6 +216,14 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
         records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
     return 0
+
+
+def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
+    """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
+    stored = stored_moments(checkpoint)
+    if stored in (None, optimizer.moments_dtype):
+        return []
+    return [f"its optimizer's moments are {stored}, and were converted to {optimizer.moments_dtype}"]
 
 
 def _open_run(

@@ -13,6 +13,7 @@ from harness.errors import ConfigError
 from harness.loader import LoaderState
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
+from harness.megatron.run.training import notes_of_moments
 from harness.megatron.state import CheckpointWriter, load_checkpoint, stored_moments
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
@@ -36,6 +37,13 @@ def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
     return build
 
 
+def save(step: MegatronStep, folder: Path) -> Path:
+    writer = CheckpointWriter(folder, step, keep=1)
+    writer.start(Progress(3, LoaderState(0)))
+    writer.finish()
+    return folder / "step-00000003"
+
+
 def row(seed: int) -> ThdBatch:
     ids = np.random.default_rng(seed).integers(0, 64, size=33).astype(np.int32)
     return build_thd_batch([SequenceView(ids, np.r_[np.ones(32, np.uint8), np.zeros(1, np.uint8)])])
@@ -54,18 +62,41 @@ def test_an_optimizer_on_the_host_trains_alike_and_its_checkpoints_are_those_of_
     assert inner.gpu_optimizer is not None
     assert 0 < len(inner.cpu_optimizers) < len(inner.param_to_inner_param)
     assert steps[1.0].optimizer.chained_optimizers[0].optimizer.gpu_optimizer is None
-    paths = {}
-    for share, step in steps.items():
-        writer = CheckpointWriter(tmp_path / str(share), step, keep=1)
-        writer.start(Progress(3, LoaderState(0)))
-        writer.finish()
-        paths[share] = tmp_path / str(share) / "step-00000003"
-        assert stored_moments(paths[share]) == "float32"
+    paths = {share: save(step, tmp_path / str(share)) for share, step in steps.items()}
     undisturbed = losses(steps[0.0], 4, 5)
     for before, after in ((0.0, 0.5), (0.5, 1.0), (1.0, 0.0)):
         step = make(offload=after)
         load_checkpoint(paths[before], step)
         assert found[before] + losses(step, 4, 5) == found[0.0] + undisturbed
+
+
+def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_path: Path) -> None:
+    step = make()
+    losses(step, 1, 2)
+    states = step.optimizer.chained_optimizers[0].optimizer.state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    whole = save(step, tmp_path / "whole")
+    for state in states:  # as Transformer Engine's Adam has them
+        state.update({name: state[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
+    path = save(step, tmp_path / "small")
+    assert [stored_moments(one) for one in (whole, path)] == ["float32", "bfloat16"]
+    other = make(offload=0.5)
+    load_checkpoint(path, other)
+    found = other.optimizer.chained_optimizers[0].optimizer.state.values()
+    loaded = [state[name] for state in found for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in loaded} == {torch.float32}
+    rounded = [moment.bfloat16().float() for moment in moments]
+    assert sorted(moment.sum().item() for moment in loaded) == sorted(moment.sum().item() for moment in rounded)
+    assert any(not torch.equal(one, other) for one, other in zip(moments, rounded, strict=True))
+    small = OptimizerConfig(moments_dtype="bfloat16")
+    said = [notes_of_moments(one, config) for one in (whole, path) for config in (OptimizerConfig(), small)]
+    start = "its optimizer's moments are"
+    assert said == [
+        [],
+        [f"{start} float32, and were converted to bfloat16"],
+        [f"{start} bfloat16, and were converted to float32"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
