@@ -143,11 +143,8 @@ def _states_of(part: Any, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]
     Megatron's `_get_main_param_and_optimizer_states` returns copies of moments in bfloat16.
     """
     group, place = part.model_param_group_index_map[weight]
-    inner = part.optimizer
-    main = inner.param_groups[group]["params"][place]
-    states = {name: value for name, value in inner.state[main].items() if name != "step"}
-    if isinstance(inner, HybridDeviceOptimizer):
-        main = inner.param_to_inner_param[main]
+    main = part.optimizer.param_groups[group]["params"][place]
+    states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
     # An inner optimizer that has the float32 weights has them in its state.
     return {_MAIN: states.pop("master_param", main), **states}
 
