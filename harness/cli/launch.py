@@ -181,6 +181,7 @@ def submit(
     """
     from harness.config import Options, compose_config, compose_run
     from harness.launch import check_arguments, plan_job, read_excluded, refuse_second_job, render, submit_job
+    from harness.plan import check_memory
 
     own, rest = context.obj
     check_arguments([*own, *rest])
@@ -200,9 +201,12 @@ def submit(
         cluster=cluster,
         run_dir=job_settings.run_dir,
     )
-    # A layout that so many ranks cannot hold is refused here, and not after hours in a queue.
-    run.config.check_layout(job_settings.nodes * cluster.ranks_per_node)
+    # What so many ranks, or their GPUs, cannot hold is refused here, and not after hours in a queue.
+    ranks = job_settings.nodes * cluster.ranks_per_node
+    run.config.check_layout(ranks)
     run.config.check_dtypes()
+    if cluster.gpus_per_node and cluster.gpu_gib is not None:
+        check_memory(run.config, ranks, gpu_gib=cluster.gpu_gib)
     failed = read_excluded(Path(job.run_dir))
     if failed:
         print(f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr)

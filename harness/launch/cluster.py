@@ -71,6 +71,7 @@ class ClusterConfig:
         exclude: nodes to leave out, in Slurm's notation; empty for none.
         time: time limit of one attempt, as sbatch takes it; a run that is not finished is checkpointed and requeued.
         gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
+        gpu_gib: memory of a GPU in GiB; a run whose plan does not fit it is refused. Null submits any run.
         ranks_per_node: ranks of a node; with GPUs, one per GPU.
         cpus_per_rank: cores of a rank, loader workers included: the cores of a node divided by its ranks.
         memory: memory of a node, as sbatch takes it; "0" for all of it, empty for Slurm's default.
@@ -116,6 +117,7 @@ class ClusterConfig:
     exclude: str = ""
     time: str = "04:00:00"
     gpus_per_node: int = bounded(0, highest=1024)
+    gpu_gib: float | None = bounded(None, above=0, highest=1_000_000)
     ranks_per_node: int = bounded(1, lowest=1, highest=1024)
     cpus_per_rank: int = bounded(1, lowest=1, highest=65_536)
     memory: str = ""

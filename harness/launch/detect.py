@@ -29,6 +29,8 @@ _ROCE = re.compile(r"(^|[,_-])(roce|spectrum)", re.IGNORECASE)
 # Google's blueprints name partitions and features by the machine.
 _GOOGLE = (("gcp_a3mega", re.compile(r"a3-?mega")), ("gcp_a3high", re.compile(r"a3-?high|\ba3\b")))
 _GB200 = re.compile(r"gb[23]00", re.IGNORECASE)
+# Memory by the names of GPUs that come with one size.
+_GPU_GIB = {"h100": 80, "h200": 140, "b200": 179, "gb200": 185}
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
         f"partition: {nodes.name}",
         f'time: "{nodes.time_limit}"',
         f"gpus_per_node: {nodes.gpus}",
+        *([f"gpu_gib: {_GPU_GIB.get(nodes.gpu.lower(), 'null')}"] if nodes.gpus else []),
         f"ranks_per_node: {ranks}",
         f"cpus_per_rank: {max(1, nodes.cores // ranks)}",
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from harness.plan.families import FAMILIES, ExpertNames
 from harness.plan.hf_config import MTP_SETTINGS, check_model, find_weights, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import plan_memory, plan_stage_memory
+from harness.plan.memory import ROOM, plan_memory, plan_stage_memory
 from harness.plan.model import (
     DIVIDED_BY_COLUMNS,
     LORA_TARGETS,
@@ -19,7 +19,7 @@ from harness.plan.model import (
     padded_vocab_size,
     sequence_cost,
 )
-from harness.plan.run_plan import ROOM, AssumedPacks, plan_run
+from harness.plan.run_plan import AssumedPacks, check_memory, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
 from harness.plan.work import Machine
@@ -41,6 +41,7 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "TrainerConfig",
+    "check_memory",
     "check_model",
     "find_weights",
     "fp8_row_multiple",

@@ -20,6 +20,9 @@ from harness.plan.layout import ParallelConfig, uneven_load
 from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
 from harness.plan.settings import OptimizerConfig
 
+# Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
+ROOM = 0.1
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -44,6 +47,21 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.fp8 + self.dispatch
+
+    def fits(self, gpu_bytes: float) -> bool:
+        """Return True if a GPU has this memory, with room for CUDA, NCCL and the allocator."""
+        return self.total <= (1 - ROOM) * gpu_bytes
+
+    def explain(self, gpu_bytes: float) -> str:
+        """Return the arithmetic of this memory beside what a GPU has for tensors."""
+        gib = 2**30
+        return (
+            f"{self.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable ({self.weights / gib:,.1f} "
+            f"weights + {self.gradients / gib:,.1f} gradients + {self.optimizer / gib:,.1f} optimizer + "
+            f"{self.activations / gib:,.1f} activations"
+            + (f" + {self.fp8 / gib:,.1f} weights in 8 bits" if self.fp8 else "")
+            + (f" + {self.dispatch / gib:,.1f} tokens to experts)" if self.dispatch else ")")
+        )
 
 
 @dataclass(frozen=True)

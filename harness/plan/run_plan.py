@@ -19,6 +19,7 @@ from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_da
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import (
+    ROOM,
     Checkpoint,
     Kernels,
     Memory,
@@ -30,12 +31,10 @@ from harness.plan.memory import (
     plan_memory,
 )
 from harness.plan.model import DTYPE_BYTES, ModelConfig
-from harness.plan.settings import OptimizerConfig
+from harness.plan.settings import OptimizerConfig, RunConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array
 
-# Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
-ROOM = 0.1
 # Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
 ASSUMED_VOCABULARY = 131_072
 
@@ -104,7 +103,7 @@ class RunPlan:
 
     def fits(self, gpu_bytes: float | None) -> bool:
         """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
-        return gpu_bytes is None or self.memory.total <= (1 - ROOM) * gpu_bytes
+        return gpu_bytes is None or self.memory.fits(gpu_bytes)
 
     def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> Table:
         """Return the plan as a table.
@@ -135,7 +134,7 @@ class RunPlan:
             row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors")
         if self.without_engine is not None:
             other = f"{self.without_engine.total / gib:,.2f} GiB on the fullest rank"
-            if gpu_bytes is not None and self.fits(gpu_bytes) and self.without_engine.total > (1 - ROOM) * gpu_bytes:
+            if gpu_bytes is not None and self.fits(gpu_bytes) and not self.without_engine.fits(gpu_bytes):
                 other += ", which does NOT fit"
             row("without Transformer Engine", other)
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
@@ -262,6 +261,34 @@ def plan_run(
         )
     machine = machine or Machine()
     return plan_layout(inputs, parallel, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
+
+
+def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
+    """Raise ConfigError if the fullest rank needs more than GPUs of this many GiB have for tensors.
+
+    A vocabulary that the settings do not have counts as none, so that what is refused is too large for certain.
+    """
+    if config.trainer.device == "cpu":
+        return
+    model, dp_size, gpu_bytes = config.model.on("cuda"), config.parallel.dp_size(ranks), gpu_gib * 2**30
+    memory = plan_memory(
+        model,
+        config.parallel,
+        vocab_size=model.vocab_size or 1,
+        dp_size=dp_size,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        microbatches=-(-config.loader.global_batch_size // dp_size),
+        kernels=kernels_on_gpu(model, config.parallel),
+        optimizer=config.optimizer,
+    )
+    if not memory.fits(gpu_bytes):
+        raise ConfigError(
+            f"{config.name} does not fit the cluster's GPUs: the fullest rank, of pipeline stage {memory.stage}, needs "
+            f"{memory.explain(gpu_bytes)}",
+            where=f"cluster.gpu_gib={gpu_gib:g}",
+            fix="divide the model over more ranks (`harness plan auto` lists layouts that fit), shorten its rows or "
+            "recompute; cluster.gpu_gib is another for other GPUs, and null submits the run without this check",
+        )
 
 
 def check_layout(settings: dict[str, Any], model: ModelConfig, parallel: ParallelConfig, ranks: int) -> None:

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
-from harness.plan.run_plan import ROOM, AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout
+from harness.plan.memory import ROOM
+from harness.plan.run_plan import AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout
 from harness.plan.work import Machine, count_microbatches, plan_work
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -105,14 +106,7 @@ class LayoutSearch:
 
     def explain_misfit(self, gpu_bytes: float) -> str:
         """Return the arithmetic of the smallest layout, for a search in which none fits."""
-        memory, gib = self.smallest.plan.memory, 2**30
-        return (
-            f"no layout fits: the smallest needs {memory.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} "
-            f"usable ({memory.weights / gib:,.1f} weights + {memory.gradients / gib:,.1f} gradients + "
-            f"{memory.optimizer / gib:,.1f} optimizer + {memory.activations / gib:,.1f} activations"
-            + (f" + {memory.fp8 / gib:,.1f} weights in 8 bits" if memory.fp8 else "")
-            + (f" + {memory.dispatch / gib:,.1f} tokens to experts)" if memory.dispatch else ")")
-        )
+        return f"no layout fits: the smallest needs {self.smallest.plan.memory.explain(gpu_bytes)}"
 
 
 def search_layouts(

@@ -317,6 +317,11 @@ class RunConfig(ABC):
                 fix="model.fp8=off, or the other setting",
             )
 
+    @property
+    @abstractmethod
+    def max_tokens_per_rank(self) -> int:
+        """Tokens of the largest row on one of its context-parallel ranks."""
+
     @abstractmethod
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
@@ -359,6 +364,10 @@ class SftConfig(RunConfig):
             warnings.append(f"data.path={self.data.path} is not read: the run trains on the chunks of data.live")
         return warnings
 
+    @property
+    def max_tokens_per_rank(self) -> int:
+        return self.schedule.max_tokens_per_rank
+
     def check_layout(self, world_size: int) -> None:
         live = self.data.live
         for name, is_set in (("window_sequences", live.window_sequences is not None), ("blend", bool(live.blend))):
@@ -378,9 +387,9 @@ class SftConfig(RunConfig):
         self.parallel.check(
             world_size,
             global_batch_size=self.loader.global_batch_size,
-            max_tokens_per_rank=self.schedule.max_tokens_per_rank,
+            max_tokens_per_rank=self.max_tokens_per_rank,
         )
-        row = self.parallel.max_tokens_per_row(self.schedule.max_tokens_per_rank)
+        row = self.parallel.max_tokens_per_row(self.max_tokens_per_rank)
         multiple = fp8_row_multiple(self.model.fp8, self.parallel)
         if row % multiple:
             raise ConfigError(
@@ -420,12 +429,19 @@ class PretrainConfig(RunConfig):
         super().__post_init__()
         require_numbers(self.loader, "loader", "seed", lowest=0, highest=2**32 - 1)  # what Megatron's shuffle takes
 
+    @property
+    def max_tokens_per_rank(self) -> int:
+        data, multiple = self.data, self.parallel.pad_to_multiple
+        per_rank = -(-data.micro_batch_size * data.sequence_length // self.parallel.context_parallel_size)
+        return -(-per_rank // multiple) * multiple
+
     def check_layout(self, world_size: int) -> None:
-        data, parallel = self.data, self.parallel
-        self.model.check(parallel)
-        per_rank = -(-data.micro_batch_size * data.sequence_length // parallel.context_parallel_size)
-        rows = -(-per_rank // parallel.pad_to_multiple) * parallel.pad_to_multiple
-        parallel.check(world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=rows)
+        self.model.check(self.parallel)
+        self.parallel.check(
+            world_size,
+            global_batch_size=self.loader.global_batch_size,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+        )
 
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)

@@ -29,17 +29,17 @@ def composed(text: str, folder: Path) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("partition", "expected"),
     [
-        ("", ("hopper", "1-00:00:00", 8, 8, 14)),
-        ("debug", ("debug", "24:00:00", 8, 8, 14)),
-        ("mixed", ("mixed", "4:00:00", 4, 4, 18)),
-        ("cpu", ("cpu", "2-00:00:00", 0, 2, 64)),
+        ("", ("hopper", "1-00:00:00", 8, 8, 14, 80)),
+        ("debug", ("debug", "24:00:00", 8, 8, 14, 80)),
+        ("mixed", ("mixed", "4:00:00", 4, 4, 18, None)),
+        ("cpu", ("cpu", "2-00:00:00", 0, 2, 64, None)),
     ],
 )
 def test_a_cluster_is_proposed_that_submit_takes(tmp_path, partition, expected):
     text = propose_cluster(read_partitions(SINFO), partition)
     values = yaml.safe_load(text)
-    names = ("partition", "time", "gpus_per_node", "ranks_per_node", "cpus_per_rank")
-    assert tuple(values[name] for name in names) == expected
+    names = ("partition", "time", "gpus_per_node", "ranks_per_node", "cpus_per_rank", "gpu_gib")
+    assert tuple(values.get(name) for name in names) == expected
     assert composed(text, tmp_path).partition == expected[0]
 
 

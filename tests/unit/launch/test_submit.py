@@ -106,6 +106,12 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
             ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
             "planned for 32 ranks, and 2 nodes of 8 have 16\n  where: nodes\n  fix:   nodes=4",
         ),
+        (
+            ["llama3_8b_1node", "--cluster", "h100_ib", "schedule.max_tokens_per_rank=16384"],
+            "llama3_8b_1node does not fit the cluster's GPUs: the fullest rank, of pipeline stage 0, needs 74.4 GiB of "
+            "72.0 usable (7.5 weights + 15.0 gradients + 11.2 optimizer + 40.7 activations)\n"
+            "  where: cluster.gpu_gib=80",
+        ),
     ],
 )
 def test_a_mistake_is_reported_before_anything_is_submitted(arguments, message):

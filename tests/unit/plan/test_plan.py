@@ -19,7 +19,7 @@ from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, kernels_on_gpu, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
-from harness.plan.run_plan import AssumedPacks, RunPlan, plan_run
+from harness.plan.run_plan import AssumedPacks, RunPlan, check_memory, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
@@ -174,6 +174,19 @@ def test_a_plan_says_what_the_host_holds_and_what_smaller_moments_save() -> None
         )
     with pytest.raises(ConfigError, match=r"optimizer\.offload is 0\.5, and the optimizer is not distributed"):
         plan("optimizer.offload=0.5", "parallel.distributed_optimizer=false")
+
+
+@pytest.mark.parametrize("vocab_size", [None, 128256])
+def test_a_run_that_no_vocabulary_makes_fit_is_refused_on_gpus_alone(vocab_size) -> None:
+    settings = ["model=llama3_8b", f"model.vocab_size={vocab_size or 'null'}", "loader.global_batch_size=8"]
+    for recipe, kind in (("sft", SftConfig), ("pretrain", PretrainConfig)):
+        config = compose_config(recipe, kind, settings)
+        # Two bytes of weights, four of gradients and twelve of optimizer state for seven billion weights of layers.
+        check_memory(config, 8, gpu_gib=190)
+        with pytest.raises(ConfigError, match=rf"{recipe} does not fit .* of 117.0 usable"):
+            check_memory(config, 8, gpu_gib=130)
+        config.trainer.device = "cpu"
+        check_memory(config, 8, gpu_gib=1)
 
 
 def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> None:
