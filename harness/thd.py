@@ -239,6 +239,34 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     )
 
 
+def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
+    """Pad a row at its end to `total` tokens, and its bounds with empty sequences, so that rows differ in values alone.
+
+    The bounds are then [num_sequences + 2]: one sequence more may be the padding of `pad_row`. `max_seqlen` is `total`.
+
+    Args:
+        num_sequences: the most that a row has.
+
+    Raises:
+        ScheduleError: the row has more tokens or sequences.
+    """
+    if row.num_sequences > num_sequences:
+        raise ScheduleError(
+            f"a row has {row.num_sequences:,} sequences, and its CUDA graph is for {num_sequences:,} at most",
+            where="the row",
+            fix="parallel.cuda_graphs=false",
+        )
+    row = pad_row(row, total)
+    empty = num_sequences + 1 - row.num_sequences
+    return replace(
+        row,
+        cu_seqlens=np.pad(row.cu_seqlens, (0, empty), mode="edge"),
+        cu_seqlens_padded=np.pad(row.cu_seqlens_padded, (0, empty), mode="edge"),
+        max_seqlen=total,
+        sources=None if row.sources is None else np.pad(row.sources, (0, empty)),
+    )
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class TokensAhead:
     """Fields of a row, each moved up within its sequence: what lies some tokens ahead of each of the row's T tokens.

@@ -44,6 +44,11 @@ class RowTensors:
         values = [*vars(self).values(), *vars(self.packed_seq_params).values(), *ahead]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
+    def fill(self, other: RowTensors) -> None:
+        """Copy a row of the same shape into these tensors."""
+        for mine, new in zip(self.all(), other.all(), strict=True):
+            mine.copy_(new, non_blocking=True)
+
 
 @dataclass(frozen=True)
 class AheadTensors:
@@ -99,12 +104,19 @@ class RowsAhead(Iterator[ThdBatch]):
 
 
 def to_device(
-    row: ThdBatch, device: torch.device, *, cp_size: int = 1, cp_rank: int = 0, mtp_layers: int = 0
+    row: ThdBatch,
+    device: torch.device,
+    *,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    mtp_layers: int = 0,
+    is_static: bool = False,
 ) -> RowTensors:
     """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
 
     Args:
         mtp_layers: layers that predict further tokens, and need those ahead.
+        is_static: the row is one of `static_row`.
     """
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     positions = np.arange(len(row), dtype=np.int64) - np.repeat(
@@ -132,7 +144,7 @@ def to_device(
     )
     sources = None if row.sources is None else further.pop()
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
-    padded = None if np.array_equal(row.cu_seqlens, row.cu_seqlens_padded) else row.cu_seqlens_padded
+    is_padded = is_static or not np.array_equal(row.cu_seqlens, row.cu_seqlens_padded)
     return RowTensors(
         tokens,
         labels,
@@ -141,10 +153,11 @@ def to_device(
         padding_mask,
         packed_seq_params(
             cu_seqlens=_copied(row.cu_seqlens, device),
-            cu_seqlens_padded=None if padded is None else _copied(padded, device),
+            cu_seqlens_padded=_copied(row.cu_seqlens_padded, device) if is_padded else None,
             max_seqlen=row.max_seqlen,
             positions=counted[0],
             ahead=tuple(AheadTensors(*further[at : at + 4]) for at in range(0, len(further), 4)),
+            is_static=is_static,
         ),
         sources,
     )

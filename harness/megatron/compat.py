@@ -52,12 +52,18 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         positions: int64 [T / cp], of this rank's tokens in their sequences.
+        is_static: rows differ in the values of tensors alone; what is computed reads no value on the host.
         ahead: by the number of tokens ahead, from 1 on, what layers that predict further tokens read.
     """
 
     positions: torch.Tensor | None = None
     ahead: tuple[Any, ...] = ()
+    is_static: bool = False
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
+
+    def forget_angles(self) -> None:
+        """Gather the angles again: the positions are those of another row now."""
+        self._angles.clear()
 
     def angles(self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [T / cp, 1, 1, d] of `freqs` [max_seqlen, 1, 1, d] at the positions, times `mscale`.
@@ -82,6 +88,7 @@ def packed_seq_params(
     positions: torch.Tensor | None = None,
     ahead: Any = (),
     is_padded: bool | None = None,
+    is_static: bool = False,
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 
@@ -93,7 +100,7 @@ def packed_seq_params(
         cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
         positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
-        ahead: of that row.
+        ahead, is_static: of that row.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
     values: dict[str, Any] = {
@@ -108,7 +115,18 @@ def packed_seq_params(
     if any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams)):
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
-    return PackedSeqParams(**values) if positions is None else PackedRow(**values, positions=positions, ahead=ahead)
+    if positions is None:
+        return PackedSeqParams(**values)
+    return PackedRow(**values, positions=positions, ahead=ahead, is_static=is_static)
+
+
+def engine_compares_bounds() -> bool:
+    """Return True if attention of Transformer Engine finds out on the host whether rows are padded, in every layer.
+
+    Versions before 2.19 do unless they are told, and Megatron-Core 0.16 has no field for that.
+    """
+    has_field = any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams))
+    return not has_field and not utils.is_te_min_version("2.19.0")
 
 
 def accepts(function: Any, name: str) -> bool:

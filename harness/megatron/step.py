@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,8 +34,9 @@ from harness.megatron.model import (
     source_loads,
     weigh_tokens,
 )
+from harness.megatron.row_graph import RowGraph
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, fp8_row_multiple
-from harness.thd import ThdBatch, pad_row
+from harness.thd import ThdBatch, pad_row, static_row
 from harness.train import Evaluation, StepResult
 
 # Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
@@ -92,6 +94,7 @@ class MegatronStep:
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
+        max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
 
     Attributes:
         sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
@@ -108,6 +111,7 @@ class MegatronStep:
         vocab_size: int,
         decay_steps: int | None,
         pad_rows_to: int | None = None,
+        max_sequences: int | None = None,
     ) -> None:
         self.chunks, self.layout, self.device = chunks, layout, device
         self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
@@ -157,6 +161,16 @@ class MegatronStep:
         self.num_layers: int = self.config.num_layers + self.mtp_layers
         self._forward_backward = get_forward_backward_func()
         self.sources: Sources | None = None
+        self._graph: RowGraph | None = None
+        if parallel.cuda_graphs:
+            if pad_rows_to is None or max_sequences is None:
+                raise ConfigError(
+                    "a CUDA graph is for rows of one shape, and their tokens or sequences have no limit",
+                    where="MegatronStep, pad_rows_to and max_sequences",
+                    fix="give both, or parallel.cuda_graphs=false",
+                )
+            self._to_shape = partial(static_row, total=pad_rows_to, num_sequences=max_sequences)
+            self._graph = RowGraph(self._compute_row, chunks[0].capture_stream)
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -171,6 +185,7 @@ class MegatronStep:
         optimizer: OptimizerConfig | None = None,
         decay_steps: int | None = None,
         pad_rows_to: int | None = None,
+        max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
     ) -> MegatronStep:
         """Build this rank's chunks of a model, and its optimizer: by the settings' defaults where none is given.
@@ -188,6 +203,7 @@ class MegatronStep:
             vocab_size=vocab_size,
             decay_steps=decay_steps,
             pad_rows_to=pad_rows_to,
+            max_sequences=max_sequences,
         )
 
     def train(self, batch: RankBatch) -> StepResult:
@@ -273,12 +289,44 @@ class MegatronStep:
         return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens), expert_load=load or None)
 
     def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
+        if self._graph is not None and not forward_only:
+            return self._replay(rows, self._graph)
         if self.pad_rows_to is not None:
             rows = [pad_row(row, self.pad_rows_to) for row in rows]
         reports = self.run_rows(rows, self.forward_row, forward_only=forward_only)
         if not reports:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
+
+    def _replay(self, rows: Sequence[ThdBatch], graph: RowGraph) -> torch.Tensor:
+        """Do what Megatron's schedule does, each row by the graph; return the summed loss and the trained tokens."""
+        copied = RowsAhead(map(self._to_shape, rows), partial(self._copy_row, is_static=True), self._copies)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for _ in rows:
+            arrays, row = copied.take()
+            self._check_tokens(arrays)
+            sums += graph.run(row)
+        graph.end_step()
+        self.config.finalize_model_grads_func(self.chunks, sums[1].to(torch.int))
+        return sums
+
+    def _compute_row(self, row: RowTensors) -> torch.Tensor:
+        """Add a row's gradients to their buffers, on this rank alone; return its report."""
+
+        def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+            return run_row(model, row), partial(sum_loss, row.loss_mask)
+
+        with mock.patch.object(self.config, "finalize_model_grads_func", None):
+            reports: list[torch.Tensor] = self._forward_backward(
+                forward_step_func=forward,
+                data_iterator=None,
+                model=self.chunks[0],
+                num_microbatches=1,
+                seq_length=row.tokens.shape[1],
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        return reports[0]
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
@@ -298,13 +346,25 @@ class MegatronStep:
         )
         return reports
 
-    def _copy_row(self, row: ThdBatch) -> RowTensors:
-        cp_size, cp_rank = self.layout.cp_size, self.layout.cp_rank
-        return to_device(row, self.device, cp_size=cp_size, cp_rank=cp_rank, mtp_layers=self.mtp_layers)
+    def _copy_row(self, row: ThdBatch, *, is_static: bool = False) -> RowTensors:
+        return to_device(
+            row,
+            self.device,
+            cp_size=self.layout.cp_size,
+            cp_rank=self.layout.cp_rank,
+            mtp_layers=self.mtp_layers,
+            is_static=is_static,
+        )
 
     def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays, row = rows.take()
+        self._check_tokens(arrays)
+        if row.sources is not None and self.sources is not None:
+            show_sources(model, row.sources, len(self.sources.names))
+        return run_row(model, row), partial(sum_loss, row.loss_mask)
+
+    def _check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
             raise ConfigError(
                 f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
@@ -312,9 +372,6 @@ class MegatronStep:
                 where="model.vocab_size",
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
-        if row.sources is not None and self.sources is not None:
-            show_sources(model, row.sources, len(self.sources.names))
-        return run_row(model, row), partial(sum_loss, row.loss_mask)
 
     def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:
         """Return the loss sum and trained tokens of the whole job, which start on the last pipeline stage."""

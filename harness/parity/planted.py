@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def planted_defects(layout: RankLayout, parallel: ParallelConfig, multiple: int)
     def on_row(change: Callable[[ThdBatch], ThdBatch]) -> Prepare:
         return lambda row, device, **slices: to_device(change(row), device, **slices)
 
-    def bounds_dropped(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
+    def bounds_dropped(row: ThdBatch, device: torch.device, **slices: Any) -> RowTensors:
         tensors = to_device(row, device, **slices)
         if layout.pp_rank != parallel.pipeline_parallel_size // 2:
             return tensors  # the bug was in stages in the middle

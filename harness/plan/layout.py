@@ -34,6 +34,10 @@ class ParallelConfig:
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
         static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
+        cuda_graphs: on GPUs with static_rows, capture the forward and backward pass of a row once and replay it for
+            every row, so that the host launches one graph instead of thousands of kernels. Gradients are then reduced
+            after the last row, whatever overlap_gradients is, and the memory of a row's pass stays reserved. For dense
+            models on one pipeline stage without context parallelism.
         gradient_dtype: float32, or bfloat16 for half the memory and traffic of a bfloat16 model's gradients, which are
             then added in bfloat16.
         overlap_gradients: on GPUs, reduce gradients while the backward pass goes on.
@@ -53,6 +57,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
+    cuda_graphs: bool = False
     gradient_dtype: str = "float32"
     overlap_gradients: bool = True
     overlap_weights: bool = True
@@ -93,6 +98,30 @@ class ParallelConfig:
                 where="parallel.sequence_parallel",
                 fix="parallel.tensor_parallel_size=2 or more, or sequence_parallel=false",
             )
+
+        self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        if not self.cuda_graphs:
+            return
+        reasons = {
+            "static_rows": "" if self.static_rows else "static_rows is false: rows that differ in length have no graph",
+            "pipeline_parallel_size": ""
+            if self.pipeline_parallel_size == 1
+            else f"there are {self.pipeline_parallel_size} pipeline stages, where a row's forward and backward passes "
+            "lie apart and exchange tensors with other stages",
+            "context_parallel_size": ""
+            if self.context_parallel_size == 1
+            else f"context_parallel_size is {self.context_parallel_size}: the ring of Transformer Engine's attention "
+            "reads the end of a row on the host",
+        }
+        for name, reason in reasons.items():
+            if reason:
+                raise ConfigError(
+                    f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
+                    where=f"parallel.cuda_graphs, parallel.{name}",
+                    fix=f"parallel.cuda_graphs=false, or parallel.{name}={'true' if name == 'static_rows' else 1}",
+                )
 
     @property
     def model_ranks(self) -> int:

@@ -534,6 +534,7 @@ class ModelConfig:
             )
         self._check_expert_layout(parallel)
         self._check_fp8_sizes(parallel)
+        self._check_graphs(parallel)
         if VOCAB_MULTIPLE % tp:
             raise ConfigError(
                 f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
@@ -548,6 +549,25 @@ class ModelConfig:
                 where="model.num_layers, parallel.pipeline_parallel_size",
                 fix=f"a number of layers that {chunks} divides, or fewer stages",
             )
+
+    def _check_graphs(self, parallel: ParallelConfig) -> None:
+        """Raise ConfigError for a model whose pass of a row cannot be captured."""
+        reasons = {
+            "num_experts": f"num_experts is {self.num_experts}: what an expert computes depends on the tokens that it "
+            "gets, which are counted on the host"
+            if self.num_experts
+            else "",
+            "fp8": f"fp8 is {self.fp8}: nothing has captured the scales of products in 8 bits"
+            if self.fp8 != "off"
+            else "",
+        }
+        for name, reason in reasons.items():
+            if parallel.cuda_graphs and reason:
+                raise ConfigError(
+                    f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
+                    where=f"parallel.cuda_graphs, model.{name}",
+                    fix="parallel.cuda_graphs=false",
+                )
 
     def _check_fp8_sizes(self, parallel: ParallelConfig) -> None:
         """Raise ConfigError for a matrix whose sides on a rank are not whole blocks."""

@@ -274,6 +274,12 @@ class RunConfig(ABC):
                 where="optimizer.moments_dtype, trainer.device",
                 fix="optimizer.moments_dtype=float32",
             )
+        if self.parallel.cuda_graphs and self.trainer.device == "cpu":
+            raise ConfigError(
+                "parallel.cuda_graphs is true, and trainer.device is cpu",
+                where="parallel.cuda_graphs, trainer.device",
+                fix="parallel.cuda_graphs=false",
+            )
         attention = self.model.attention
         if not self.model.names_engine:
             return
@@ -382,6 +388,12 @@ class SftConfig(RunConfig):
                 "data.live.window_sequences is set, and the run has no live data",
                 where="data.live.window_sequences",
                 fix="leave it out, or train on live chunks with data=live data.live.path=DIR",
+            )
+        if live.folders and self.parallel.cuda_graphs:
+            raise ConfigError(
+                "parallel.cuda_graphs needs the most sequences that a row has, which nobody knows of live data",
+                where="parallel.cuda_graphs, data.live",
+                fix="parallel.cuda_graphs=false",
             )
         self.model.check(self.parallel)
         self.parallel.check(

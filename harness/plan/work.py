@@ -213,7 +213,8 @@ def estimate_step(
     busy = products + attention + memory + tensor + context + expert
     kernels = work.microbatches * count_kernels(model, parallel)
     launches = kernels * machine.gap_s
-    launches += max(0.0, kernels * machine.launch_s - busy - launches)
+    launched = work.microbatches if parallel.cuda_graphs else kernels
+    launches += max(0.0, launched * machine.launch_s - busy - launches)
     busy += launches
     chunks = parallel.virtual_pipeline_parallel_size or 1
     idle = busy * (stages - 1) / (work.microbatches * chunks)
@@ -233,7 +234,8 @@ def estimate_step(
     # Gradients are reduced during the last microbatch's backward pass, weights gathered in the first's forward pass.
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     reduce = gradient * rings * (1 if parallel.distributed_optimizer else 2)
-    hidden_by = busy / work.microbatches * 2 / 3 if parallel.overlap_gradients else 0.0
+    overlaps = parallel.overlap_gradients and not parallel.cuda_graphs
+    hidden_by = busy / work.microbatches * 2 / 3 if overlaps else 0.0
     gather = item * rings if parallel.distributed_optimizer else 0.0
     data = max(0.0, reduce - hidden_by) + max(0.0, gather - (hidden_by / 2 if parallel.overlap_weights else 0.0))
     # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.

@@ -22,6 +22,7 @@ from harness.schedule.batch import GlobalBatch, SequenceCost
 from harness.schedule.cost_balanced import place_cost_balanced
 from harness.schedule.dp_balanced import place_dp_balanced
 from harness.schedule.imbalance import Imbalance, measure_imbalance
+from harness.schedule.row_bounds import most_sequences
 
 __all__ = [
     "SCHEDULERS",
@@ -30,6 +31,7 @@ __all__ = [
     "ScheduleConfig",
     "SequenceCost",
     "measure_imbalance",
+    "most_sequences",
     "schedule",
 ]
 

@@ -198,7 +198,7 @@ def run_once(
     return kept[0], torch.cat([weight.main_grad.float().flatten() for weight in chunks[0].parameters()])
 
 
-def _one_sequence(row: ThdBatch, device: torch.device, **slices: int) -> RowTensors:
+def _one_sequence(row: ThdBatch, device: torch.device, **slices: Any) -> RowTensors:
     """Return the row with its second and third sequence made one for attention alone."""
     bounds = np.delete(row.cu_seqlens_padded, 2)
     joined = replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds, max_seqlen=int(np.diff(bounds).max()))

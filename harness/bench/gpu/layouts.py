@@ -14,6 +14,7 @@ from harness.bench.gpu.sizes import Place, allow_deterministic
 from harness.bench.step import write_rows
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
+from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.megatron import MegatronStep
@@ -47,6 +48,8 @@ def measure_layouts(place: Place, ranks: int) -> BenchReport:
     presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}
     # Rows that never change in shape are padded at their end.
     presets["static rows"] = ParallelConfig(static_rows=True)
+    if runtime.choose_device(place.device).type == "cuda":
+        presets["CUDA graphs"] = ParallelConfig(static_rows=True, cuda_graphs=True)
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.
@@ -64,7 +67,13 @@ def _compare(
     # Every rank trains the whole batch: sums and counts are all multiplied by the ranks.
     whole = _train(model, ParallelConfig(), job, data, start, saves=True)
     for name, parallel in presets.items():
-        losses = _train(model, parallel, job, data, start, saves=False)
+        try:
+            losses = _train(model, parallel, job, data, start, saves=False)
+        except ConfigError as error:
+            if not parallel.cuda_graphs:
+                raise
+            report.notes.append(f"{name}: {error.what}")
+            continue
         differs = max(abs(loss / other - 1) for loss, other in zip(losses, whole, strict=True))
         title = f"{job.world_size} ranks, {name}"
         nearness = _NEARNESS[model.dtype]
@@ -112,6 +121,7 @@ def _train(
         vocab_size=_VOCABULARY,
         optimizer=OptimizerConfig(warmup_steps=1),
         pad_rows_to=2 * _PACK if parallel.static_rows else None,
+        max_sequences=2 * _PACK,
     )
     if saves:
         for chunk in step.chunks:

@@ -398,11 +398,13 @@ def get_batch_on_this_rank_for_sequence_packing(
         broadcast_tensor(tensor, source, tp_group)
         return tensor
 
-    bounds = {name: shared(name, (ends,), torch.int32) for name in ("cu_seqlens", "cu_seqlens_padded")}
+    bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in ("cu_seqlens", "cu_seqlens_padded"))
     size = (1, total // cp_group.size())
     row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
-    params = packed_seq_params(**bounds, max_seqlen=max_seqlen, is_padded=bool(padded))
+    params = packed_seq_params(
+        cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, max_seqlen=max_seqlen, is_padded=bool(padded)
+    )
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 
 

@@ -84,7 +84,9 @@ class VarlenAttention(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
-        lengths: list[int] = torch.diff(bounds).tolist()
+        if getattr(packed_seq_params, "is_static", False):
+            return self._forward_as_one(query, key, value, bounds)
+        lengths = [length for length in torch.diff(bounds).tolist() if length]
         if self.cp_size > 1:
             return self._forward_on_slices(query, key, value, lengths)
         pieces = [
@@ -92,6 +94,19 @@ class VarlenAttention(torch.nn.Module):
             for qkv in zip(*(torch.split(t, lengths) for t in (query, key, value)), strict=True)
         ]
         return torch.cat(pieces).flatten(1)
+
+    def _forward_as_one(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend over the whole row by a mask [T, T], which no value on the host decides about."""
+        places = torch.arange(query.shape[0], device=query.device)
+        sequence = torch.searchsorted(bounds, places, right=True)
+        back = places.unsqueeze(1) - places
+        allowed = (back >= 0) & (sequence.unsqueeze(1) == sequence)
+        if self.window is not None:
+            allowed &= back < self.window
+        out = self._attend_block(_heads_first(query), _heads_first(key), _heads_first(value), allowed)
+        return out.squeeze(0).transpose(0, 1).flatten(1)
 
     def _forward_on_slices(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
@@ -126,10 +141,11 @@ class VarlenAttention(torch.nn.Module):
             blocks.append(self._attend_block(query[..., start:stop, :], key[..., seen, :], value[..., seen, :]))
         return torch.cat(blocks, dim=-2)
 
-    def _attend_block(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_block(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         size, total = query.shape[-2], key.shape[-2]
-        allowed = None
-        if size < total or (self.window is not None and total > self.window):
+        if allowed is None and (size < total or (self.window is not None and total > self.window)):
             places = torch.arange(total, device=query.device)
             back = places[total - size :].unsqueeze(1) - places
             allowed = back >= 0 if self.window is None else (back >= 0) & (back < self.window)

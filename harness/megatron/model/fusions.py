@@ -87,6 +87,10 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         and (reason := model.why_not_grouped or _no_engine(has_engine))
     ):
         found.append(f"model.grouped_gemm is auto, and {reason}: experts are computed one after another")
+    if parallel.cuda_graphs and parallel.overlap_gradients:
+        found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, not while rows go on")
+    if parallel.cuda_graphs and not has_engine:
+        found.append("parallel.cuda_graphs is true: PyTorch's attention computes the scores of all pairs in a row")
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -122,6 +123,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.weight_gradient,
         persist_layer_norm=False,
+        # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
+        # weights again: what it does for the captured row, it does for all.
+        disable_parameter_transpose_cache=parallel.cuda_graphs,
         attention_backend=_BACKENDS.get(model.attention, AttnBackend.auto),
         # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
         # each shard is drawn in place, which large models need.
@@ -348,7 +352,13 @@ def build_chunks(
     """
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
-    tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
+    if parallel.cuda_graphs:
+        _check_graphs(model, parallel, device)
+    # A graph cannot set the state of a generator, but it can change generators.
+    by_generators = parallel.cuda_graphs and device.type == "cuda"
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        model.seed, use_cudagraphable_rng=by_generators, force_reset_rng=by_generators
+    )
     torch.manual_seed(model.seed)
     chunks = []
     num_chunks = parallel.virtual_pipeline_parallel_size or 1
@@ -419,6 +429,37 @@ def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
     chunk.output_layer.register_forward_hook(hide)
 
 
+def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
+    """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
+    if not _has_graphs(device):
+        raise ConfigError(
+            f"parallel.cuda_graphs is true, and the run is on a {device.type}",
+            where="parallel.cuda_graphs",
+            fix="parallel.cuda_graphs=false",
+        )
+    if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
+        raise ConfigError(
+            f"parallel.cuda_graphs is true, and megatron-core {compat.MEGATRON_VERSION} cannot tell this version of "
+            "Transformer Engine that rows are padded, which then looks on the host",
+            where="parallel.cuda_graphs",
+            fix="megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false",
+        )
+    if (
+        "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0"
+    ):
+        raise ConfigError(
+            f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed "
+            "exchanges would use memory that has moved",
+            where="environment, NCCL_GRAPH_REGISTER",
+            fix="NCCL_GRAPH_REGISTER=0",
+        )
+
+
 def _runs_behind(device: torch.device) -> bool:
     """Return True where exchanges between ranks run while the device computes."""
     return device.type == "cuda"
@@ -442,7 +483,8 @@ def build_model(
     if fill is not None:
         fill(chunks)
     config = chunks[0].config
-    overlaps = _runs_behind(device) and parallel.overlap_gradients
+    # A replayed graph calls none of the functions that begin an exchange.
+    overlaps = _runs_behind(device) and parallel.overlap_gradients and not parallel.cuda_graphs
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,
@@ -454,11 +496,19 @@ def build_model(
         and not model.lora_rank,
         average_in_collective=False,
     )
-    wrapped = [
-        # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    # Functions that add gradients run on the stream that they were made on: that of a capture has to be the same.
+    stream = torch.cuda.Stream() if parallel.cuda_graphs else None  # type: ignore[no-untyped-call]
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        wrapped = [
+            # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+        wrapped[0].capture_stream = stream
     config.finalize_model_grads_func = finalize_with_experts if model.num_experts else finalize_model_grads
     if ddp.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in wrapped]

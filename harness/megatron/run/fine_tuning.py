@@ -29,6 +29,8 @@ from harness.megatron.run.training import Task, run_training
 from harness.megatron.weights import Pretrained, find_pretrained
 from harness.plan import SftConfig, sequence_cost
 from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.schedule import most_sequences
+from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION, Progress, check_trackers
 
 
@@ -52,6 +54,7 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
         pad_rows_to=max_tokens_per_row if config.parallel.static_rows else None,
+        max_sequences=_max_sequences(config, data) if config.parallel.cuda_graphs else None,
         pretrained=pretrained,
         data_names=config.data.live.folders or _paths(config.data),
         facts={
@@ -61,6 +64,18 @@ def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
         sources=data.named_sources if isinstance(data, RunData) else None,
         warnings=_warnings(config, data),
+    )
+
+
+def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
+    assert isinstance(data, RunData), "settings with live data are refused"
+    return most_sequences(
+        config.schedule.name,
+        padded_lengths(data.train.sequence_lengths, config.parallel.pad_to_multiple),
+        data.train.pack_offsets,
+        max_tokens_per_row=config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank),
+        global_batch_size=config.loader.global_batch_size,
+        repeats=data.blend is not None,
     )
 
 

@@ -54,6 +54,7 @@ def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
         feeds=partial(make_feeds, config, packs),
         vocab_size=vocab_size,
         pad_rows_to=data.micro_batch_size * row if config.parallel.static_rows else None,
+        max_sequences=data.micro_batch_size if config.parallel.cuda_graphs else None,
         pretrained=pretrained,
         data_names=sources,
         facts={

@@ -82,7 +82,8 @@ def rehearse(
     """
     small = narrow(model, parallel)
     # Sizes of rows that ranks would exchange come from nobody.
-    parallel = replace(parallel, static_rows=parallel.static_rows or parallel.pipeline_parallel_size > 1, ranks=None)
+    static = parallel.static_rows or parallel.pipeline_parallel_size > 1
+    parallel = replace(parallel, static_rows=static, cuda_graphs=False, ranks=None)
     small.check(parallel)
     parallel.dp_size(world_size)
     return [

@@ -76,6 +76,7 @@ class Task:
             read once per validation; every rank takes part.
         vocab_size: of the model.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
+        max_sequences: the most that a row has, for `parallel.cuda_graphs`; None without.
         pretrained: initial weights.
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
@@ -87,6 +88,7 @@ class Task:
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
     vocab_size: int
     pad_rows_to: int | None
+    max_sequences: int | None
     pretrained: Pretrained | None
     data_names: Sequence[str]
     facts: Mapping[str, str]
@@ -172,6 +174,8 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
 
 def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
     trainer = config.trainer
+    if config.parallel.cuda_graphs:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # else with expandable segments it keeps memory that moves
     with ExitStack() as stack:
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
         ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
@@ -259,6 +263,7 @@ def _open_run(
         optimizer=config.optimizer,
         decay_steps=trainer.steps,
         pad_rows_to=task.pad_rows_to,
+        max_sequences=task.max_sequences,
         fill=fill,
     )
     step.sources = task.sources

@@ -56,6 +56,8 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
     assert "no float32 attention with parallel.context_parallel_size" in padded[0]
     quick = ModelConfig(dtype="bfloat16", fuse_weight_gradient="off")
     assert slow_parts(quick, ParallelConfig(), GPU, has_engine=True) == []
+    graphs = ParallelConfig(static_rows=True, cuda_graphs=True)
+    assert "reduced after the last row" in slow_parts(quick, graphs, GPU, has_engine=True)[0]
     with start("cpu", deterministic=True):
         attention, _ = slow_parts(quick, ParallelConfig(context_parallel_size=2), GPU, has_engine=True)
         assert "with parallel.context_parallel_size such a row ends the run" in attention

@@ -21,11 +21,28 @@ from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
             "2 ranks that share experts gather rows of one",
         ),
         ({"expert_dispatcher": "flex"}, "no rank has experts for the tokens of others"),
+        ({"cuda_graphs": True}, "static_rows is false: rows that differ in length have no graph"),
+        ({"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2}, "and there are 2 pipeline stages"),
+        ({"cuda_graphs": True, "static_rows": True, "context_parallel_size": 2}, "and context_parallel_size is 2"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32}, "num_experts is 4: what an expert"),
+        ({"fp8": "tensorwise"}, "fp8 is tensorwise: nothing"),
+    ],
+)
+def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> None:
+    model = ModelConfig(hidden_size=512, ffn_hidden_size=1024, **changes)
+    model.check(ParallelConfig(static_rows=True))
+    with pytest.raises(ConfigError, match=message):
+        model.check(ParallelConfig(static_rows=True, cuda_graphs=True))
 
 
 def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, ScheduleError
-from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, schedule
+from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, most_sequences, schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -29,9 +29,28 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
     assert sorted(placed.order.tolist()) == list(range(len(lengths)))
     assert placed.num_microbatches % group_size == 0
     assert placed.num_microbatches * dp_size == placed.row_offsets.shape[0] - 1
+    most = most_sequences(name, np.asarray(lengths), offsets, max_tokens_per_row=30, global_batch_size=len(packs))
     for microbatch in range(placed.num_microbatches):
         for rank in range(dp_size):
+            assert len(placed.row(microbatch, rank)) <= most
             assert sum(lengths[index] for index in placed.row(microbatch, rank)) <= 30
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "most"),
+    [
+        ("as_packed", {}, 4),
+        ("dp_balanced", {}, 5),  # 2 + 3 + 3 + 3 + 8 model tokens
+        ("cost_balanced", {"max_tokens_per_row": 18}, 4),
+        ("dp_balanced", {"repeats": True}, 8),  # twice the pack of four
+        ("dp_balanced", {"repeats": True, "global_batch_size": 9}, 10),  # ten times the shortest
+        ("dp_balanced", {"max_tokens_per_row": 99}, 6),  # the larger two of three packs
+    ],
+)
+def test_the_most_sequences_of_a_row_follow_from_the_index(name, changes, most) -> None:
+    lengths, offsets = np.asarray([3, 8, 3, 9, 3, 2, 11]), np.asarray([0, 4, 5, 7])
+    settings = {"max_tokens_per_row": 20, "global_batch_size": 2, **changes}
+    assert most_sequences(name, lengths, offsets, **settings) == most
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_of_the_known() -> None:
