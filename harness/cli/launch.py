@@ -157,7 +157,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
     from harness.megatron import rehearse
 
     print(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
-    for done in rehearse(config.model, config.parallel, world_size=world_size):
+    for done in rehearse(config.model, config.parallel, world_size=world_size, optimizer=config.optimizer):
         print(f"  {done.describe()}", flush=True)
 
 

@@ -24,7 +24,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.model import routers
 from harness.megatron.state import count_sharded_tensors
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, ParallelConfig, plan_stage_memory
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_stage_memory
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
 
@@ -43,7 +43,8 @@ class RankRehearsal:
         layers, microbatches: that it trained.
         sharded_tensors: that it describes for a checkpoint.
         found, planned: bytes of weights, gradients, optimizer state and activations that it had, and of the plan for
-            its stage. Activations are what autograd keeps, at the step's peak.
+            its stage. Activations are what autograd keeps, at the step's peak; the optimizer's state is also that on
+            the host.
     """
 
     rank: int
@@ -70,12 +71,18 @@ def usual_ranks(world_size: int) -> list[int]:
 
 
 def rehearse(
-    model: ModelConfig, parallel: ParallelConfig, *, world_size: int, ranks: Sequence[int] | None = None
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> list[RankRehearsal]:
     """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
 
     Args:
         ranks: None for the first, the middle and the last.
+        optimizer: None for the settings' defaults. Its moments are in float32, as those of PyTorch's AdamW.
 
     Raises:
         ConfigError: the layout does not divide the model or the ranks.
@@ -86,8 +93,9 @@ def rehearse(
     parallel = replace(parallel, static_rows=static, cuda_graphs=False, ranks=None)
     small.check(parallel)
     parallel.dp_size(world_size)
+    optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")
     return [
-        _rehearse_rank(small, parallel, rank, world_size)
+        _rehearse_rank(small, parallel, optimizer, rank, world_size)
         for rank in (usual_ranks(world_size) if ranks is None else ranks)
     ]
 
@@ -185,13 +193,21 @@ def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: A
     return routing(logits, *arguments, **options)
 
 
-def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, world_size: int) -> RankRehearsal:
+def _rehearse_rank(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, rank: int, world_size: int
+) -> RankRehearsal:
     with runtime.alone(rank, world_size) as job:
         layout = join(parallel, world_size)
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep.build(
-            model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded
+            model,
+            parallel,
+            layout,
+            device=job.device,
+            vocab_size=_VOCABULARY,
+            pad_rows_to=padded,
+            optimizer=optimizer,
         )
         ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY
         mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
@@ -211,7 +227,9 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
             dp_size=layout.dp_size,
             max_tokens_per_rank=_SEQUENCES * tokens // parallel.context_parallel_size,
             microbatches=microbatches,
+            optimizer=optimizer,
         )
+        memory = replace(memory, optimizer=memory.optimizer + memory.host)
         return RankRehearsal(
             rank=rank,
             place={"tp": layout.tp_rank, "cp": layout.cp_rank, "dp": layout.dp_rank, "pp": layout.pp_rank},
@@ -221,18 +239,24 @@ def _rehearse_rank(model: ModelConfig, parallel: ParallelConfig, rank: int, worl
             found={
                 "weights": sum(weight.numel() * weight.element_size() for weight in weights),
                 "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
-                "optimizer": _optimizer_bytes(step, is_float32=model.dtype == "float32"),
+                "optimizer": _optimizer_bytes(step),
                 "activations": kept.peak,
             },
             planned={name: getattr(memory, name) for name in _PARTS},
         )
 
 
-def _optimizer_bytes(step: MegatronStep, *, is_float32: bool) -> int:
+def _optimizer_bytes(step: MegatronStep) -> int:
+    """Return the bytes of main weights and moments, and with `optimizer.offload` of gradients, that are no model's."""
+    weights = [weight for chunk in step.chunks for weight in chunk.parameters() if weight.requires_grad]
+    model = {one.untyped_storage().data_ptr() for weight in weights for one in (weight, weight.main_grad)}
     total = 0
     for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer]):
-        for main, state in part.optimizer.state.items():
-            values = [value for value in state.values() if value.dim()]
-            total += sum(value.numel() * value.element_size() for value in values)
-            total += 0 if is_float32 else main.numel() * 4
+        is_offloaded = hasattr(part.optimizer, "sub_optimizers")
+        for adam in part.optimizer.sub_optimizers if is_offloaded else [part.optimizer]:
+            for main, state in adam.state.items():
+                gradients = [main.grad] if is_offloaded else []
+                tensors = {value.data_ptr(): value for value in (main, *gradients, *state.values()) if value.dim()}
+                own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in model]
+                total += sum(one.nbytes for one in own)
     return total

@@ -12,7 +12,7 @@ from harness.errors import ConfigError
 from harness.megatron.job import join, runtime
 from harness.megatron.run import RankRehearsal, rehearse
 from harness.megatron.run.rehearsal import narrow, usual_ranks
-from harness.plan import ModelConfig, ParallelConfig, SftConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from recipes.parity import ParityConfig
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*node*.yaml"))
@@ -46,11 +46,13 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(
-    ("preset", "parallel", "world_size"), [("llama3_8b", DENSE, 512), ("qwen3_30b_a3b", EXPERTS, 64)]
+    ("preset", "parallel", "world_size", "offload"),
+    [("llama3_8b", DENSE, 512, 0.5), ("qwen3_30b_a3b", EXPERTS, 64, 0.0)],
 )
-def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size) -> None:
+def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size, offload) -> None:
     model = replace(compose_config("sft", SftConfig, [f"model={preset}"]).model, num_layers=4)
-    check(rehearse(model, parallel, world_size=world_size), model, parallel, world_size)
+    optimizer = OptimizerConfig(offload=offload)
+    check(rehearse(model, parallel, world_size=world_size, optimizer=optimizer), model, parallel, world_size)
 
 
 def test_a_layout_that_megatron_or_the_ranks_refuse_is_refused_here() -> None:
