@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from harness.plan import RunConfig
 
 launch_app = typer.Typer()
+# Of a search for settings that name no data; layouts compare alike for any number.
+_ASSUMED_PACKS = 100_000
 
 
 @dataclass
@@ -49,7 +51,8 @@ class PlanSettings:
             of each; `harness preflight` measures a cluster's.
         gpus_per_node: GPUs that share a node.
         file_system_gb_s: GB/s at which all ranks together write a checkpoint; null to leave its time out.
-        packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings.
+        packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings. A search without data
+            assumes 100,000.
         sequence_tokens: tokens of each conversation in them.
         expert_load: tokens that the experts of the busiest rank get, over an even share; the report of a run has the
             load by expert, which is higher than that of a rank with several.
@@ -120,6 +123,14 @@ def plan(
     )
     gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
     num_packs = settings.packs
+    notes: tuple[str, ...] = ()
+    is_default = config.data == type(config.data)() and not Path(config.data.path).exists()
+    if searches and num_packs is None and is_default:
+        num_packs = _ASSUMED_PACKS
+        notes = (
+            f"packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
+            "data.pack_size and sequence_tokens name others, data.path a dataset",
+        )
     packs = None
     if num_packs is not None:
         packs = AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens)
@@ -128,6 +139,8 @@ def plan(
             to_plain(config), machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
         )
         stdout_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
+        for note in (*notes, *found.smallest.plan.notes):
+            print(f"assumed: {note}")
         if not found.fitting and gpu_bytes is not None:
             print(found.explain_misfit(gpu_bytes))
             raise typer.Exit(1)

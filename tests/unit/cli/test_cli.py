@@ -236,6 +236,16 @@ def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe
     assert "time of an epoch" in done.stdout
 
 
+def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, printed, _ = harness("plan", "auto", "model=llama3_8b", "gpus=8", "top=1")
+    assert (code, "8 GPUs" in printed) == (0, True)
+    assert "assumed: packs of 8,192 tokens" in printed
+    assert "assumed: a vocabulary of 131,072 tokens" in printed
+    code, _, message = harness("plan", "auto", "model=llama3_8b", "gpus=8", "data.path=nowhere")
+    assert (code, "no dataset there" in message) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
