@@ -98,6 +98,42 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def find_odd(values: Any, schema: type[Any]) -> str | None:
+    """Return what is wrong with plain values as settings of a dataclass, None if nothing is; bounds are not checked.
+
+    A setting that is missing is none of an earlier version, which is not wrong.
+    """
+    return _find_odd(values, {setting.key: setting.type for setting in explain_settings(schema)}, "")
+
+
+def _find_odd(values: Any, types: dict[str, str], key: str) -> str | None:
+    prefix, kind = f"{key}." if key else "", types.get(key)
+    inner: Iterable[tuple[str, Any]] = ()
+    if kind == "list of records" and isinstance(values, list):
+        inner = ((f"{key}[]", value) for value in values)
+    elif kind is not None:
+        return None if _is_of_kind(values, kind) else f"{key} is {str(values)[:40]!r}, and not of type {kind}"
+    elif not any(name.startswith(prefix) for name in types):
+        return f"there is no setting {key[:80]!r}"
+    elif not isinstance(values, dict):
+        return f"{key or 'the file'} holds {str(values)[:40]!r}, and no settings"
+    else:
+        inner = ((f"{prefix}{name}", value) for name, value in values.items())
+    return next((odd for name, value in inner if (odd := _find_odd(value, types, name))), None)
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind.endswith(" or null"):
+        return value is None or _is_of_kind(value, kind.removesuffix(" or null"))
+    if kind.startswith("list of "):
+        return isinstance(value, list) and all(_is_of_kind(item, kind.removeprefix("list of ")) for item in value)
+    if kind.startswith("map of "):
+        return isinstance(value, dict) and all(_is_of_kind(v, kind.removeprefix("map of ")) for v in value.values())
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    return isinstance(value, {"int": int, "float": (int, float)}.get(kind, str))
+
+
 def render_settings(config: Any) -> str:
     """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
     return "\n".join(_render(config, "")) + "\n"

@@ -48,12 +48,15 @@ from harness.train.digests import (
 )
 from harness.train.folder import (
     SAMPLES_FILE,
+    SETTINGS_FILE,
     alone_in,
+    check_settings,
     choose_run_folder,
     has_run,
     leave_early_stop,
     leave_refusal,
     open_run_folder,
+    read_settings,
 )
 from harness.train.lines import LineFile, keep_lines_before, whole_lines
 from harness.train.local import (
@@ -96,6 +99,7 @@ __all__ = [
     "OWN_VALIDATION",
     "RUN_FILE",
     "SAMPLES_FILE",
+    "SETTINGS_FILE",
     "DigestWriter",
     "DiskPart",
     "Evaluation",
@@ -118,6 +122,7 @@ __all__ = [
     "UnreadableError",
     "alone_in",
     "begin_local_attempt",
+    "check_settings",
     "check_trackers",
     "choose_run_folder",
     "content_digest",
@@ -149,6 +154,7 @@ __all__ = [
     "read_local_record",
     "read_metrics",
     "read_progress",
+    "read_settings",
     "read_status",
     "record_resume",
     "sequence_digests",

@@ -8,14 +8,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
+from harness.plan import PretrainConfig, SftConfig
+from harness.settings import find_odd, to_plain
 from harness.storage import Marker, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 from harness.train.local import may_resume
 
 RESUME = ("false", "true", "auto")
+SETTINGS_FILE = "config.yaml"
+# A run of any recipe has these.
+_SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
 # Answers to `trainer.sample_prompts`.
 SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
@@ -71,6 +79,41 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     return folder
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a run from its config.yaml, as `check_settings` does.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged; the text completes "the run's settings ...".
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot be read: {' '.join(str(error).split())}") from None
+    return check_settings(values)
+
+
+def check_settings(values: Any) -> dict[str, Any]:
+    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
+
+    Raises:
+        ValueError: a section is missing, or they are no settings of this version.
+    """
+    missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
+    if missing:
+        raise ValueError(f"have no {', '.join(missing)}")
+    data = values["data"]
+    schema = PretrainConfig if isinstance(data, dict) and "sequence_length" in data else SftConfig
+    if odd := find_odd(values, schema):
+        raise ValueError(f"are damaged, or of another version: {odd}")
+    return _completed(values, to_plain(schema()))
+
+
+def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    inner = {name: _completed(value, defaults[name]) for name, value in values.items() if isinstance(value, dict)}
+    return {**defaults, **values, **inner}
+
+
 @contextmanager
 def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[None]:
     """Create the folder of a run that is about to train, write its settings, and keep other runs out of it.
@@ -86,7 +129,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[N
     with os_errors_as(ConfigError, "the run's folder cannot be used", where=folder, fix=_ROOM):
         folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
-        path = folder / "config.yaml"
+        path = folder / SETTINGS_FILE
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
             if not path.exists() or (before := path.read_text()) != settings:
                 if path.exists():

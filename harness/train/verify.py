@@ -9,19 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.errors import CheckpointError, FormatError, Problem
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
-from harness.train.folder import SAMPLES_FILE
+from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
 from harness.train.local import read_disk, read_local_record
 from harness.train.metrics import METRICS_FILE
 
-SETTINGS_FILE = "config.yaml"
-# A run of any recipe has these.
-_SECTIONS = ("model", "trainer", "optimizer", "parallel")
 # Null where a step had no validation; elsewhere null is a number that was not finite.
 _OPTIONAL = "validation_loss"
 
@@ -66,7 +61,7 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     exports = sorted(place.parent for place in folder.glob(f"*/{CHECKSUMS_FILE}"))
     parts: list[Callable[[], list[Problem]]] = [
-        lambda: list(_settings_problems(folder / SETTINGS_FILE)),
+        lambda: list(_settings_problems(folder, checkpoints)),
         lambda: list(_metrics_problems(folder / METRICS_FILE, checkpoints)),
         lambda: list(_digests_problems(folder)),
         lambda: list(_samples_problems(folder)),
@@ -152,17 +147,28 @@ def _hash_problems(folder: Path, stored: StoredFile) -> list[Problem]:
         return [Problem(f"the file {stored.path} cannot be read: {error.strerror}", str(folder / stored.path))]
 
 
-def _settings_problems(path: Path) -> Iterator[Problem]:
+def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
+    path = folder / SETTINGS_FILE
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = read_settings(path)
     except FileNotFoundError:
         yield Problem("the run's settings are missing", str(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        yield Problem(f"the run's settings cannot be read: {' '.join(str(error).split())}", str(path))
-    else:
-        missing = [name for name in _SECTIONS if not isinstance(settings, dict) or name not in settings]
-        if missing:
-            yield Problem(f"the run's settings have no {', '.join(missing)}", str(path))
+        return
+    except OSError as error:
+        yield Problem(f"the run's settings cannot be read: {error}", str(path))
+        return
+    except ValueError as error:
+        yield Problem(f"the run's settings {error}", str(path))
+        return
+    known = [settings]
+    for earlier in folder.glob("config.before-*.yaml"):
+        with suppress(OSError, ValueError):
+            known.append(read_settings(earlier))
+    for checkpoint in checkpoints[-1:]:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # `verify_checkpoint` reports these
+            written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
+            if written is not None and check_settings(written) not in known:
+                yield Problem(f"the run's settings are not those that {checkpoint.name} was written with", str(path))
 
 
 def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:

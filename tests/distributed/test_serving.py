@@ -17,6 +17,7 @@ from harness.megatron.chat import Chat, exported
 from harness.megatron.export import Exported, export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare, train_bpe
+from harness.storage import digest_files, read_checksums, write_checksums
 from recipes import sft
 
 from .conftest import run_here
@@ -178,9 +179,17 @@ def test_chats_with_the_run_and_with_the_export_answer_as_the_samples_of_the_run
 def export_of(run: Path, tmp_path: Path, **settings: Any) -> tuple[Exported, str]:
     """Export a copy of a run with other settings of its data; return the summary and the card."""
     shutil.copytree(run, tmp_path / "run")
-    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    config["data"] |= settings
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    # The settings that count are those of the checkpoint, which its checksums cover.
+    (tmp_path / "run" / "config.yaml").write_text("model: {num_layers: 9}\n")
+    for file in (tmp_path / "run").glob("checkpoints/*/run.json"):
+        document = json.loads(file.read_text())
+        document["settings"]["data"] |= settings
+        if "sequence_length" in settings:  # of a corpus: nothing of packs
+            document["settings"]["data"] = settings
+            del document["settings"]["schedule"]
+        file.write_text(json.dumps(document))
+        files = read_checksums(file.parent) or []
+        write_checksums(file.parent, digest_files(file.parent, [stored.path for stored in files]))
     done = export_checkpoint(tmp_path / "run", tmp_path / "out")
     return done, (tmp_path / "out" / "README.md").read_text()
 

@@ -273,9 +273,15 @@ def _run(arguments: Sequence[str], ranks: int, limit_s: float, *, log: Path) -> 
             return 1, f"it did not end within {limit_s:g} s"
         finally:
             _end(process)
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line] or lines
-    return code, (errors[-1] if errors else f"exit code {code}, and no output")[-500:]
+    return code, _find_reason(log.read_text(errors="replace")) or f"exit code {code}, and no output"
+
+
+def _find_reason(output: str) -> str:
+    """Return the last line of an output that names an error, or its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # The launcher's own error comes last, and has no reason.
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line] or lines
+    return errors[-1][-500:] if errors else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

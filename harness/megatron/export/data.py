@@ -61,7 +61,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     """Find the data of a run; what is missing does not raise, unless `moved_to` says where it is.
 
     Args:
-        settings: the run's config.yaml.
+        settings: the run's.
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
 

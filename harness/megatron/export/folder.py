@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,7 +25,7 @@ from harness.megatron.state import find_damage, find_newest, load_tree, put_weig
 from harness.megatron.weights import INDEX_FILE, HfWeights, expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
-from harness.train import CHECKPOINTS, RUN_FILE, read_progress
+from harness.train import CHECKPOINTS, RUN_FILE, SETTINGS_FILE, check_settings, read_progress, read_settings
 
 SHARD_BYTES = 5 * 10**9
 # Left in the marker by an export that was killed while its folder got its name.
@@ -210,7 +209,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint and the settings of its run."""
     is_checkpoint = (source / RUN_FILE).is_file()
     run = source.resolve().parents[1] if is_checkpoint else source
-    config = run / "config.yaml"
+    config = run / SETTINGS_FILE
     if not config.is_file():
         fix = "name the folder of a run (runs/sft-001), or one of its checkpoints"
         raise ConfigError("not a run: there is no config.yaml", where=str(config), fix=fix)
@@ -226,17 +225,16 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         raise CheckpointError(
             "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
         )
+    own = json.loads((path / RUN_FILE).read_text()).get("settings")
     try:
-        settings = yaml.safe_load(config.read_text())
-        if isinstance(settings, dict):
-            return path, settings
-        reason = "it holds no settings"
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
+        # Older checkpoints have none of their own.
+        return path, read_settings(config) if own is None else check_settings(own)
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
     raise ConfigError(
-        f"the run's settings cannot be read: {reason}",
-        where=str(config),
-        fix="copy config.yaml of the run again; `harness verify RUN` lists all damage",
+        f"the run's settings {reason}",
+        where=str(config if own is None else path / RUN_FILE),
+        fix="copy the run again, or export it with the version that wrote it; `harness verify RUN` lists all damage",
     )
 
 

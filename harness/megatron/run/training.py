@@ -37,7 +37,7 @@ from harness.megatron.state import (
 from harness.megatron.step import MegatronStep
 from harness.megatron.weights import Pretrained
 from harness.plan import OptimizerConfig, RunConfig, plan_memory
-from harness.settings import to_yaml
+from harness.settings import to_plain, to_yaml
 from harness.train import (
     CHECKPOINTS,
     EXIT_STOPPED,
@@ -109,6 +109,7 @@ class _OpenRun:
         training, validation: of `Task.feeds`.
         step: has the weights that `first_step` begins with.
         validated: losses of the validations before it.
+        settings: as they are in its config.yaml.
     """
 
     task: Task
@@ -121,6 +122,7 @@ class _OpenRun:
     validation: dict[str, Feed]
     step: MegatronStep
     validated: list[float]
+    settings: RunConfig
 
 
 def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
@@ -272,12 +274,14 @@ def _open_run(
         load_checkpoint(newest, step)
     watchdog.at(first_step, "opening the run's folder")
     # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
-    settings = to_yaml(replace(config, trainer=replace(trainer, device=ranks.device.type)))
-    opened = open_run_folder(folder, settings=settings, resumes=config.resume != "false")
+    settings = replace(config, trainer=replace(trainer, device=ranks.device.type))
+    opened = open_run_folder(folder, settings=to_yaml(settings), resumes=config.resume != "false")
     runtime.on_rank_0(lambda: stack.enter_context(opened))
     watchdog.training_begins(folder, limit_s=trainer.timeout_s)
     validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
-    return _OpenRun(task, layout, folder, newest, passed_over, first_step, training, validation, step, validated)
+    return _OpenRun(
+        task, layout, folder, newest, passed_over, first_step, training, validation, step, validated, settings
+    )
 
 
 def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
@@ -329,6 +333,8 @@ def _train_and_save(
         # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
         on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
         local=local,
+        # What an export needs, whatever becomes of config.yaml.
+        facts={"settings": to_plain(run.settings)},
     )
 
     def save(number: int, state: LoaderState) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints by Megatron-Core's `dist_checkpointing`, written in the background; any layout can load any of them.
 
-A checkpoint has the model, the optimizer, the learning-rate schedule, and in `run.json` the step and the loader's
-state. There is no random state: nothing draws from a generator after the weights are made (dropout is not supported).
+A checkpoint has the model, the optimizer, the learning-rate schedule, and in `run.json` the step, the loader's state
+and the run's settings. There is no random state: nothing draws from a generator after the weights are made (dropout is
+not supported).
 `checksums.json` has the hash of every file, taken while it was written, and is checked before anything is loaded.
 
 Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs to pinned memory, and writes in a
@@ -17,7 +18,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -215,6 +216,7 @@ class CheckpointWriter:
         keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
+        facts: more values for the `run.json` of each.
         hashes: takes the hashes of files while they are written; None for a new one.
         local: the nodes' own disks, for `start_local`.
     """
@@ -227,11 +229,13 @@ class CheckpointWriter:
         keep: int,
         in_background: bool = True,
         on_whole: Callable[[Progress], None] = lambda progress: None,
+        facts: Mapping[str, Any] | None = None,
         hashes: compat.WrittenHashes | None = None,
         local: LocalStore | None = None,
     ) -> None:
         self._folder, self._step = folder, step
         self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
+        self._facts = facts or {}
         compat.keep_checkpoint_results_in_a_file()
         self._hashes = hashes or compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
@@ -375,6 +379,7 @@ class CheckpointWriter:
             "megatron_core": compat.MEGATRON_VERSION,
             "torch": torch.__version__,
             "world_size": torch.distributed.get_world_size(),
+            **self._facts,
         }
         # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
         others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]

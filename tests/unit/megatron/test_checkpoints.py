@@ -18,11 +18,14 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, LoaderError
+from harness.errors import CheckpointError, ConfigError, LoaderError
 from harness.loader import LoaderState
 from harness.megatron import compat
+from harness.megatron.export import export_checkpoint
 from harness.megatron.state import checkpoint as checkpoints
 from harness.megatron.state import find_newest
+from harness.plan import SftConfig
+from harness.settings import to_yaml
 from harness.storage import checksums, digest_files, file_digest, write_checksums
 from harness.train import Progress, read_progress
 
@@ -45,6 +48,15 @@ def test_the_newest_whole_checkpoint_is_chosen_and_unfinished_ones_do_not_count(
     checkpoint(tmp_path, 15).rename(tmp_path / "step-00000015.unfinished-host-17")
     assert find_newest(tmp_path) == (newest, [])
     assert read_progress(newest) == Progress(10, STATE)
+
+
+@pytest.mark.parametrize("settings", ["{}", "model: {}", "[", "- 1", None])
+def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Path, settings: str | None) -> None:
+    checkpoint(tmp_path / "checkpoints", 5)
+    text = to_yaml(SftConfig()).replace("num_layers", "num_layerr") if settings is None else settings
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"the run's settings (have no|cannot be read|are damaged)"):
+        export_checkpoint(tmp_path, tmp_path / "model")
 
 
 def test_a_checkpoint_that_lost_its_run_file_is_named(tmp_path: Path) -> None:

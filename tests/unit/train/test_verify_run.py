@@ -13,10 +13,14 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.loader import LoaderState
+from harness.plan import SftConfig
+from harness.settings import to_plain, to_yaml
 from harness.storage import digest_files, write_checksums
 from harness.train import LocalRecord, Progress, verify_run, write_local_record, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
 from harness.train.verify import describe_run_checks, find_run_check, verify_checkpoint
+
+YAML = to_yaml(SftConfig())
 
 
 def line(step: int, **changes: Any) -> str:
@@ -29,13 +33,14 @@ def run(tmp_path: Path) -> Path:
     """A run of four steps, with a checkpoint of steps 2 and 4 and an exported model."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.yaml").write_text("model: {}\ntrainer: {}\noptimizer: {}\nparallel: {}\n")
+    (folder / "config.yaml").write_text(to_yaml(SftConfig()))
     (folder / "metrics.jsonl").write_text("".join(line(step) for step in (1, 2, 3, 4)))
     for step in (2, 4):
         checkpoint = folder / "checkpoints" / f"step-{step:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "weights").write_bytes(bytes(100))
-        write_run_file(checkpoint, Progress(step, LoaderState(0)), {}, [], ["weights"])
+        facts = {"settings": to_plain(SftConfig())} if step == 4 else {}
+        write_run_file(checkpoint, Progress(step, LoaderState(0)), facts, [], ["weights"])
     (folder / "model").mkdir()
     (folder / "model" / "model.safetensors").write_bytes(bytes(50))
     write_checksums(folder / "model", digest_files(folder / "model", ["model.safetensors"]))
@@ -105,7 +110,15 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
     [
         (None, "the run's settings are missing"),
         ("model: [", "the run's settings cannot be read"),
-        ("model: {}\n", "the run's settings have no trainer, optimizer, parallel"),
+        ("model: {}\n", "the run's settings have no data, loader, optimizer, parallel, trainer"),
+        (YAML.replace("num_layers", "num_layerr"), "the run's settings are damaged, or of another version: there is"),
+        (YAML.replace("lr: 0.002", "lr: 1e-3"), "the run's settings are damaged, or of another version: optimizer.lr"),
+        (
+            YAML.replace("blend: []", "blend: [{path: 3}]"),
+            "the run's settings are damaged, or of another version: data",
+        ),
+        (YAML.replace("parallel:", "parallel: 5\n#", 1), "the run's settings cannot be read"),
+        (YAML.replace("num_layers: 4", "num_layers: 5"), "the run's settings are not those that step-00000004 was"),
     ],
 )
 def test_settings_are_there_and_readable(run: Path, text: str | None, message: str) -> None:
@@ -114,6 +127,12 @@ def test_settings_are_there_and_readable(run: Path, text: str | None, message: s
         (run / "config.yaml").write_text(text)
     (what,) = found(run)
     assert what.startswith(message)
+
+
+def test_a_checkpoint_may_be_of_settings_before_the_newest_or_of_a_version_with_fewer(run: Path) -> None:
+    (run / "config.before-1.yaml").write_text(YAML)
+    (run / "config.yaml").write_text(YAML.replace("lr: 0.002", "lr: 0.001").replace("  num_workers: 2\n", ""))
+    assert found(run) == []
 
 
 def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
