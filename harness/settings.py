@@ -131,7 +131,8 @@ def _is_of_kind(value: Any, kind: str) -> bool:
         return isinstance(value, dict) and all(_is_of_kind(v, kind.removeprefix("map of ")) for v in value.values())
     if kind == "bool" or isinstance(value, bool):
         return kind == "bool" and isinstance(value, bool)
-    return isinstance(value, {"int": int, "float": (int, float)}.get(kind, str))
+    types: dict[str, tuple[type[Any], ...]] = {"int": (int,), "float": (int, float)}
+    return isinstance(value, types.get(kind, (str,)))
 
 
 def render_settings(config: Any) -> str:

@@ -124,8 +124,7 @@ def plan(
     gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
     num_packs = settings.packs
     notes: tuple[str, ...] = ()
-    is_default = config.data == type(config.data)() and not Path(config.data.path).exists()
-    if searches and num_packs is None and is_default:
+    if searches and num_packs is None and _names_no_data(config):
         num_packs = _ASSUMED_PACKS
         notes = (
             f"packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
@@ -154,6 +153,13 @@ def plan(
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+
+
+def _names_no_data(config: RunConfig) -> bool:
+    from harness.plan import SftConfig
+
+    data = SftConfig().data
+    return isinstance(config, SftConfig) and config.data == data and not Path(data.path).exists()
 
 
 def _rehearse(config: RunConfig, world_size: int) -> None:
