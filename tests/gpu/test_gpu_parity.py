@@ -96,6 +96,19 @@ def test_layouts_train_in_bfloat16_like_one_gpu(tmp_path, data, attention, ranks
     assert [step["grad_norm"] for step in many] == pytest.approx([step["grad_norm"] for step in one], rel=5e-2)
 
 
+@pytest.mark.parametrize("choice", ["optimizer.offload=0.5", "optimizer.offload=1", "optimizer.moments_dtype=bfloat16"])
+def test_a_smaller_optimizer_trains_like_the_whole_one_which_resumes_from_it(tmp_path, data, choice) -> None:
+    if "moments" in choice and "transformer_engine" not in ATTENTIONS:
+        pytest.skip("needs Transformer Engine's Adam")
+    settings = ["model.dtype=bfloat16", "parallel=data_distributed", "model.attention=torch"]
+    whole = run(tmp_path / "whole", data, *settings)
+    small = run(tmp_path / "small", data, *settings, choice, "trainer.steps=5")
+    again = run(tmp_path / "small", data, *settings, "resume=true")
+    assert again[: len(small)] == small
+    assert [step["step"] for step in again] == [step["step"] for step in whole]
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in whole], rel=1e-2)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "data"), (2, "data_distributed"), (2, "tp2_sp")])
 def test_rows_replayed_from_a_graph_train_like_computed_ones(tmp_path, data, attention, ranks, layout) -> None:
