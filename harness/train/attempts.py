@@ -286,7 +286,7 @@ def _reading(path: Path) -> Iterator[Path]:
 def steps_done(folder: Path) -> int:
     """Return the last step in the run's metrics, 0 for none."""
     newest = 0
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         for line in whole_lines(folder / METRICS_FILE):
-            newest = json.loads(line)["step"]
+            newest = int(json.loads(line)["step"])
     return newest

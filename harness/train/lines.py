@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from harness.errors import HarnessError, os_errors_as
+from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.storage import write_atomically
 
 ROOM_FIX = "make room or have the disk checked; resume=true then continues from the newest checkpoint"
+
+DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
 
 
 class LineFile:
@@ -50,9 +52,12 @@ class LineFile:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the lines that end; a process that was killed may have left half of one. An OSError names the file."""
+    """Yield the lines that end; a process that was killed may have left half of one. An OSError names the file.
+
+    Damaged text is no error here: bytes that are not UTF-8 become surrogates.
+    """
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             yield from (line for line in file if line.endswith("\n"))
     except OSError as error:
         error.filename = error.filename or str(path)
@@ -63,8 +68,21 @@ def keep_lines_before(path: Path, first_step: int) -> None:
     """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
 
     Raises:
+        FormatError: a line is damaged.
         HarnessError: the disk refuses; the file is then as it was.
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
-        kept = [line for line in whole_lines(path) if json.loads(line)["step"] < first_step] if path.exists() else []
-        write_atomically(path, "".join(kept).encode())
+        lines = whole_lines(path) if path.exists() else ()
+        kept = [line for number, line in enumerate(lines, start=1) if _step_of(line, number, path) < first_step]
+        write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
+
+
+def _step_of(line: str, number: int, path: Path) -> int:
+    try:
+        step = json.loads(line)["step"]
+        if type(step) is int:
+            return step
+        reason = f"the step is {str(step)[:40]!r}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = str(error)
+    raise FormatError(f"line {number} is not one of a step: {reason}", where=str(path), fix=DAMAGED_FIX)

@@ -9,14 +9,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.storage import write_atomically
 from harness.train.events import EventFile
-from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before, whole_lines
+from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
@@ -190,10 +190,15 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
 
+    numbers = [one.name for one in fields(StepMetrics) if one.default_factory is MISSING]
+
     def parse(values: dict[str, Any]) -> StepMetrics:
+        odd = [name for name in numbers if not isinstance(values.get(name, 0), int | float | None)]
+        if odd or type(values["step"]) is not int:
+            raise ValueError(f"{(odd or ['step'])[0]} is not a number")
         return StepMetrics(**{**values, **{name: math.nan for name in ("loss", "grad_norm") if values[name] is None}})
 
-    return read_lines(path, parse, "metrics", remedy="start a new run folder")
+    return read_lines(path, parse, "metrics", remedy=DAMAGED_FIX)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
@@ -202,7 +207,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             steps.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             fix = f"the file was changed by hand or written by another version; {remedy}"
             raise FormatError(f"line {number} is not a step's {kind}: {error}", where=str(path), fix=fix) from error
     return steps

@@ -72,11 +72,11 @@ def read_status(folder: Path) -> RunStatus:
     steps = None
     with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
-    newest: list[dict[str, Any]] = []
+    newest: list[tuple[int, float | None, float]] = []
     age_s = None
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         path = folder / METRICS_FILE
-        newest = [json.loads(line) for line in list(whole_lines(path))[-_RECENT:]]
+        newest = _read_newest(path)
         age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
     checkpoints = whole_checkpoints(folder / CHECKPOINTS)
     attempts: list[dict[str, Any]] = []
@@ -92,9 +92,9 @@ def read_status(folder: Path) -> RunStatus:
         folder=str(folder),
         steps=steps,
         reported=(folder / REPORT_FILE).exists(),
-        step=newest[-1]["step"] if newest else 0,
-        loss=newest[-1]["loss"] if newest else None,
-        step_s=statistics.median(line["step_s"] for line in newest) if newest else None,
+        step=newest[-1][0] if newest else 0,
+        loss=newest[-1][1] if newest else None,
+        step_s=statistics.median(step_s for _, _, step_s in newest) if newest else None,
         age_s=age_s,
         checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
         local_checkpoint=local.step if local is not None and local.step else None,
@@ -102,3 +102,14 @@ def read_status(folder: Path) -> RunStatus:
         attempts=attempts,
         stopped=stopped,
     )
+
+
+def _read_newest(path: Path) -> list[tuple[int, float | None, float]]:
+    """Return step, loss and seconds of the newest steps, without lines that are damaged: `verify_run` names those."""
+    found = []
+    for line in list(whole_lines(path))[-_RECENT:]:
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            values = json.loads(line)
+            loss = None if values["loss"] is None else float(values["loss"])
+            found.append((int(values["step"]), loss, float(values["step_s"])))
+    return found

@@ -124,7 +124,8 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     slurm(*queued(run_dir))
     (run_dir / "config.yaml").write_text("trainer:\n  steps: 400\n")
     steps = [{"step": step, "loss": 3 - step / 100, "step_s": 1.5} for step in range(1, 101)]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    damaged = b'{"step": "a"}\n[]\n{"stex": 101}\n{"step": \xb2}\n'  # says nothing
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(json.dumps(step).encode() + b"\n" for step in steps) + damaged)
     attempt = {"step": 40, "reason": "hang", "message": "rank 1 has died", "rank": 1, "requeue": True, "job": "11"}
     (run_dir / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     (run_dir / "checkpoints" / "step-000080").mkdir(parents=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import HarnessError
+from harness.errors import FormatError, HarnessError
 from harness.train.lines import LineFile, keep_lines_before
 
 
@@ -45,6 +45,25 @@ def test_a_line_that_does_not_fit_is_refused_by_name_and_leaves_no_half(full: Li
     assert refused.value.what == "the run's metrics cannot be written: No space left on device"
     assert refused.value.where == str(tmp_path / "metrics.jsonl")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"[]", b"{}", b'{"step": "a"}', b'{"step": 1.0}', b'{"stex": 1}', b'{"step": \xb2}', b"[" * 100_000]
+)
+def test_a_damaged_line_is_named_and_stays(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damaged + b"\n")
+    with pytest.raises(FormatError, match="line 2 is not one of a step") as refused:
+        keep_lines_before(path, 2)
+    assert refused.value.where == str(path)
+    assert path.read_bytes() == b'{"step": 1}\n' + damaged + b"\n"
+
+
+def test_bytes_that_are_no_text_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b'{"step": 1, "answer": "\xff "}\n{"step": 2}\n')
+    keep_lines_before(path, 2)
+    assert path.read_bytes() == b'{"step": 1, "answer": "\xff "}\n'
 
 
 def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(

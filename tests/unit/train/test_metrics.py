@@ -108,8 +108,10 @@ def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
     assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].grad_norm)
 
 
-def test_a_line_that_is_not_a_step_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+@pytest.mark.parametrize("change", [{"step": "1"}, {"loss": "a"}, {"fill": []}, {"unknown": 1}, None])
+def test_a_line_that_is_not_a_step_is_named(tmp_path, change):
+    values = {} if change is None else vars(metrics(1)) | change
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(values) + "\n")
     with pytest.raises(FormatError, match="line 1 is not a step's metrics"):
         read_metrics(tmp_path / "metrics.jsonl")
 
