@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from harness.thd import build_thd_batch  # noqa: E402
 from harness.train import Progress  # noqa: E402
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, dtype="bfloat16")
-SMALL, FLOAT = OptimizerConfig(lr=1e-2, warmup_steps=1, moments_dtype="bfloat16"), OptimizerConfig(warmup_steps=1)
+SMALL = OptimizerConfig(lr=1e-2, warmup_steps=1, moments_dtype="bfloat16")
+# A constant rate: loading adds to the steps of a schedule, and some of these have trained before.
+FLOAT = OptimizerConfig(warmup_steps=1, decay="constant")
 
 
 def main(folder: Path) -> None:
@@ -97,10 +100,10 @@ def main(folder: Path) -> None:
         found["loaded"] = all(
             torch.equal(one[name], was[name]) for one, was in zip(states(third), kept, strict=True) for name in was
         )
-        others = {}
+        others, following = {}, {}
         for name, optimizer, parallel in (
             ("float32", FLOAT, split),
-            ("host", OptimizerConfig(offload=0.5, warmup_steps=1), split),
+            ("host", replace(FLOAT, offload=0.5), split),
             ("bfloat16 gradients", SMALL, narrow),
             ("plain", FLOAT, plain),
         ):
@@ -110,8 +113,8 @@ def main(folder: Path) -> None:
             load_checkpoint(path, other)
             load_checkpoint(save(other, name), back)
             others[name] = same(back, third, torch.bfloat16)
-            train(other, 4)
-        found["others"] = others
+            following[name] = train(other, 4, 5)
+        found["others"], found["following"] = others, following
         rounded = make(SMALL)
         load_checkpoint(folder / "whole" / "step-00000003", rounded)
         found["rounded"] = same(rounded, whole, torch.bfloat16) and not same(rounded, whole, torch.float32)

@@ -106,6 +106,9 @@ def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_p
         assert 0 < found["differ"] < 1e-2
         assert [found["resumed"], found["loaded"], found["rounded"]] == [True, True, True]
         assert found["others"] == dict.fromkeys(("float32", "host", "bfloat16 gradients", "plain"), True)
+        whole, host, plain = (found["following"][name] for name in ("float32", "host", "plain"))
+        assert host == pytest.approx(whole, rel=1e-5)
+        assert plain == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.nightly
