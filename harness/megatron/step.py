@@ -27,6 +27,7 @@ from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.model import (
     build_model,
     expert_metrics,
+    open_user_buffers,
     predicted_losses,
     reset_predictions,
     routers,
@@ -83,6 +84,14 @@ def _choices(
         "pin_cpu_grads": pinned,
         "pin_cpu_params": pinned,
     }
+
+
+def _no_limit(setting: str, arguments: str) -> ConfigError:
+    return ConfigError(
+        f"parallel.{setting} is for rows of one shape, and nothing limits them",
+        where=f"MegatronStep, {arguments}",
+        fix=f"give {arguments}, or parallel.{setting}=false",
+    )
 
 
 class MegatronStep:
@@ -164,11 +173,7 @@ class MegatronStep:
         self._graph: RowGraph | None = None
         if parallel.cuda_graphs:
             if pad_rows_to is None or max_sequences is None:
-                raise ConfigError(
-                    "a CUDA graph is for rows of one shape, and their tokens or sequences have no limit",
-                    where="MegatronStep, pad_rows_to and max_sequences",
-                    fix="give both, or parallel.cuda_graphs=false",
-                )
+                raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
             self._to_shape = partial(static_row, total=pad_rows_to, num_sequences=max_sequences)
             self._graph = RowGraph(self._compute_row, chunks[0].capture_stream)
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -194,6 +199,10 @@ class MegatronStep:
             layout: from `join`, which comes first.
             fill: replaces the random weights, before the optimizer copies them.
         """
+        if parallel.overlap_tensor_parallel:
+            if pad_rows_to is None:
+                raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
+            open_user_buffers(model, parallel, device, tokens=pad_rows_to)
         return cls(
             build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill),
             optimizer=optimizer or OptimizerConfig(),

@@ -16,6 +16,12 @@ DEEPEP_RANKS = {
     **{64: (288, 140), 128: (560, 132), 144: (720, 132), 160: (720, 132)},
 }
 
+_OVERLAP_NEEDS = {
+    "sequence_parallel": "divides the gathers and scatters of sequence parallelism",
+    "static_rows": "needs buffers of one row's shape",
+    "cuda_graphs": "has streams of its own, which nothing here has captured",
+}
+
 
 @dataclass
 class ParallelConfig:
@@ -43,6 +49,9 @@ class ParallelConfig:
         overlap_gradients: on GPUs, reduce gradients while the backward pass goes on.
         overlap_weights: on GPUs with overlap_gradients and the distributed optimizer, gather the weights of a step in
             the forward pass of the next one, while layers before them are computed; adapters are gathered at once.
+        overlap_tensor_parallel: on GPUs with Transformer Engine, sequence_parallel and static_rows, send parts of the
+            exchanges of tensor-parallel ranks while others are multiplied, through buffers of one row's shape. For
+            dense models that are trained whole, whose tensor-parallel ranks are on one node.
         ranks: number of ranks that memory and batch are planned for: `harness train` starts them on this machine, and
             any other number is refused; null for any.
     """
@@ -61,6 +70,7 @@ class ParallelConfig:
     gradient_dtype: str = "float32"
     overlap_gradients: bool = True
     overlap_weights: bool = True
+    overlap_tensor_parallel: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     def __post_init__(self) -> None:
@@ -100,6 +110,15 @@ class ParallelConfig:
             )
 
         self._check_graphs()
+        if self.overlap_tensor_parallel:
+            for name, wanted in (("sequence_parallel", True), ("static_rows", True), ("cuda_graphs", False)):
+                now, fix = ("false", "true") if wanted else ("true", "false")
+                if getattr(self, name) is not wanted:
+                    raise ConfigError(
+                        f"parallel.overlap_tensor_parallel is true, and {name} {now}: it {_OVERLAP_NEEDS[name]}",
+                        where=f"parallel.overlap_tensor_parallel, parallel.{name}",
+                        fix=f"parallel.overlap_tensor_parallel=false, or parallel.{name}={fix}",
+                    )
 
     def _check_graphs(self) -> None:
         if not self.cuda_graphs:

@@ -24,6 +24,10 @@ from harness.plan.settings import OptimizerConfig
 ROOM = 0.1
 
 
+# Buffers of Transformer Engine, each of a row's hidden states: three for each of the four linear layers' products.
+_EXCHANGES = 12
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank, and its pipeline stage.
@@ -32,6 +36,7 @@ class Memory:
         fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
             next.
         dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
+        exchange: buffers of tensor-parallel exchanges that overlap with products.
         host: of the optimizer, in the memory of the rank's host, which is no part of the total.
     """
 
@@ -42,11 +47,13 @@ class Memory:
     activations: int
     fp8: int = 0
     dispatch: int = 0
+    exchange: int = 0
     host: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.fp8 + self.dispatch
+        kept = self.weights + self.gradients + self.optimizer + self.activations
+        return kept + self.fp8 + self.dispatch + self.exchange
 
     def fits(self, gpu_bytes: float) -> bool:
         """Return True if a GPU has this memory, with room for CUDA, NCCL and the allocator."""
@@ -60,7 +67,8 @@ class Memory:
             f"weights + {self.gradients / gib:,.1f} gradients + {self.optimizer / gib:,.1f} optimizer + "
             f"{self.activations / gib:,.1f} activations"
             + (f" + {self.fp8 / gib:,.1f} weights in 8 bits" if self.fp8 else "")
-            + (f" + {self.dispatch / gib:,.1f} tokens to experts)" if self.dispatch else ")")
+            + (f" + {self.dispatch / gib:,.1f} tokens to experts" if self.dispatch else "")
+            + (f" + {self.exchange / gib:,.1f} tensor-parallel exchanges)" if self.exchange else ")")
         )
 
 
@@ -393,6 +401,7 @@ def plan_stage_memory(
             is_grouped=kernels.grouped,
         )
         * any(own),
+        exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
 
 

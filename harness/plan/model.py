@@ -535,6 +535,7 @@ class ModelConfig:
         self._check_expert_layout(parallel)
         self._check_fp8_sizes(parallel)
         self._check_graphs(parallel)
+        self._check_overlap(parallel)
         if VOCAB_MULTIPLE % tp:
             raise ConfigError(
                 f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
@@ -567,6 +568,34 @@ class ModelConfig:
                     f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
                     where=f"parallel.cuda_graphs, model.{name}",
                     fix="parallel.cuda_graphs=false",
+                )
+
+    def _check_overlap(self, parallel: ParallelConfig) -> None:
+        """Raise ConfigError for a model whose layers have no buffers for tensor-parallel exchanges."""
+        reasons = {
+            "lora_rank": f"lora_rank is {self.lora_rank}: adapters read what lies in a buffer that is written again"
+            if self.lora_rank
+            else "",
+            "kv_lora_rank": f"kv_lora_rank is {self.kv_lora_rank}: Transformer Engine has no buffers for the "
+            "projections of latent attention"
+            if self.kv_lora_rank
+            else "",
+            "num_experts": f"num_experts is {self.num_experts}: Transformer Engine has no buffers for experts"
+            if self.num_experts
+            else "",
+            "fp8": f"fp8 is {self.fp8}: only products in bfloat16 and tensorwise ones have buffers here"
+            if self.fp8 not in ("off", "tensorwise")
+            else "",
+            "attention": "attention is torch: the buffers are those of Transformer Engine's layers"
+            if self.attention == "torch"
+            else "",
+        }
+        for name, reason in reasons.items():
+            if parallel.overlap_tensor_parallel and reason:
+                raise ConfigError(
+                    f"parallel.overlap_tensor_parallel is true, and {reason}",
+                    where=f"parallel.overlap_tensor_parallel, model.{name}",
+                    fix="parallel.overlap_tensor_parallel=false",
                 )
 
     def _check_fp8_sizes(self, parallel: ParallelConfig) -> None:

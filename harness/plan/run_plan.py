@@ -123,6 +123,8 @@ class RunPlan:
             row("  weights in 8 bits", f"{memory.fp8 / gib:,.2f} GiB")
         if memory.dispatch:
             row("  tokens to experts", f"{memory.dispatch / gib:,.2f} GiB")
+        if memory.exchange:
+            row("  tensor-parallel exchanges", f"{memory.exchange / gib:,.2f} GiB")
         if memory.host:
             node = memory.host * min(self.ranks, self.machine.ranks)
             row("  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node")

@@ -280,6 +280,8 @@ class RunConfig(ABC):
                 where="parallel.cuda_graphs, trainer.device",
                 fix="parallel.cuda_graphs=false",
             )
+        if self.parallel.overlap_tensor_parallel:
+            self._check_overlap(model.dtype)
         attention = self.model.attention
         if not self.model.names_engine:
             return
@@ -303,6 +305,24 @@ class RunConfig(ABC):
                 where="model.dtype, model.attention",
                 fix="model.dtype=bfloat16, or model.attention=torch",
             )
+
+    def _check_overlap(self, dtype: str) -> None:
+        reasons = {
+            "trainer.device": "trainer.device is cpu" if self.trainer.device == "cpu" else "",
+            "model.dtype": "model.dtype is float32: Transformer Engine has no attention for padded rows in it"
+            if dtype == "float32"
+            else "",
+            "trainer.sample_prompts": "trainer.sample_prompts are set, which may be longer than a row"
+            if self.trainer.sample_prompts
+            else "",
+        }
+        for where, reason in reasons.items():
+            if reason:
+                raise ConfigError(
+                    f"parallel.overlap_tensor_parallel is true, and {reason}",
+                    where=f"parallel.overlap_tensor_parallel, {where}",
+                    fix="parallel.overlap_tensor_parallel=false, or the other setting",
+                )
 
     def _check_fp8(self) -> None:
         model = self.model

@@ -111,6 +111,38 @@ def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_p
         assert plain == pytest.approx(whole, rel=1e-5)
 
 
+OVERLAPS = {
+    "qkv": ["ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag"],
+    "fc1": ["ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag"],
+    "proj": ["ub_overlap_ag", "ub_overlap_rs"],
+    "fc2": ["ub_overlap_ag", "ub_overlap_rs"],
+}
+
+
+def test_exchanges_that_overlap_have_buffers_of_a_whole_row_and_are_refused_elsewhere(tmp_path, engine) -> None:
+    code, output = run_command([*forked(1), "tests.distributed.user_buffers", str(tmp_path / "found.json")])
+    assert code == 0, output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "the run is on a cpu" in found["on a cpu"]
+    assert "2 tensor-parallel ranks are on several nodes of 1" in found["on two nodes"]
+    assert "nothing limits them" in found["without a limit"]
+    assert found["made before"] == 0
+    assert found["made"] == [[[24, 64], "torch.bfloat16", 2, ["NONE"], False]] * 2  # of 48 tokens on two CP ranks
+    assert found["older"] is False
+    assert "Transformer Engine has no buffers for exchanges here: no" in found["without multicast"]
+    assert {name: found[name] for name in OVERLAPS} == OVERLAPS
+
+
+@pytest.mark.nightly
+def test_a_wheel_makes_the_buffers_that_its_layers_look_for(tmp_path, run_with_wheel) -> None:
+    code, output = run_with_wheel(1, "tests.distributed.user_buffers", str(tmp_path / "found.json"))
+    assert code == 0, output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["made"] == [[[48, 64], "torch.bfloat16", 2, False]] * 12 * 2
+    assert found["qkv"] == found["fc1"] == ["ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_fprop"]
+    assert found["proj"] == found["fc2"] == ["ub_overlap_ag_dgrad", "ub_overlap_rs_fprop"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_on_a_cpu_is_the_same_where_transformer_engine_can_be_imported(tmp_path, sft, request, ranks) -> None:

@@ -127,6 +127,21 @@ def test_rows_replayed_from_a_graph_train_like_computed_ones(tmp_path, data, att
     assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
 
 
+@pytest.mark.skipif(GPUS < 2 or "transformer_engine" not in ATTENTIONS, reason="needs 2 GPUs and Transformer Engine")
+def test_exchanges_that_overlap_with_products_train_like_those_that_do_not(tmp_path, data) -> None:
+    settings = ["parallel=tp2_sp", "parallel.static_rows=true", "model.attention=transformer_engine"]
+    start = tmp_path / "start"
+    run(start, data, *settings, "trainer.steps=1", ranks=2)
+    losses = {}
+    for overlaps in ("false", "true"):
+        folder = tmp_path / overlaps
+        _copy(start, folder)
+        steps = run(folder, data, *settings, f"parallel.overlap_tensor_parallel={overlaps}", "resume=true", ranks=2)
+        losses[overlaps] = [(step["loss"], step["grad_norm"]) for step in steps]
+    assert len(losses["true"]) == len(losses["false"]) == 8
+    assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
+
+
 def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
     code, output = run_command(bench)

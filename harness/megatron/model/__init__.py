@@ -9,6 +9,7 @@ from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.model.mtp import decoder_layers, predicted_losses, reset_predictions
 from harness.megatron.model.rotary import RowSelfAttention
 from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads, weigh_tokens
+from harness.megatron.model.user_buffers import open_user_buffers
 
 __all__ = [
     "RowSelfAttention",
@@ -19,6 +20,7 @@ __all__ = [
     "engine_layers",
     "expert_metrics",
     "lora",
+    "open_user_buffers",
     "predicted_losses",
     "reset_predictions",
     "routers",

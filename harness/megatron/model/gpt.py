@@ -138,6 +138,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.overlap_tensor_parallel,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         **_experts(model, parallel, device),
@@ -352,6 +353,13 @@ def build_chunks(
     """
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
+    if parallel.overlap_tensor_parallel and not engine_layers(model, parallel, device):
+        raise ConfigError(
+            "parallel.overlap_tensor_parallel is true, and layers are PyTorch's: Transformer Engine is not installed, "
+            "or not on this device",
+            where="parallel.overlap_tensor_parallel",
+            fix="install the `gpu` extra, use a container with it, or parallel.overlap_tensor_parallel=false",
+        )
     if parallel.cuda_graphs:
         _check_graphs(model, parallel, device)
     # A graph cannot set the state of a generator, but it can change generators.

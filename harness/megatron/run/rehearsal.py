@@ -90,7 +90,7 @@ def rehearse(
     small = narrow(model, parallel)
     # Sizes of rows that ranks would exchange come from nobody.
     static = parallel.static_rows or parallel.pipeline_parallel_size > 1
-    parallel = replace(parallel, static_rows=static, cuda_graphs=False, ranks=None)
+    parallel = replace(parallel, static_rows=static, cuda_graphs=False, overlap_tensor_parallel=False, ranks=None)
     small.check(parallel)
     parallel.dp_size(world_size)
     optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")

@@ -41,9 +41,11 @@ class Linear(_WithExtraState):
         parallel_mode: str | None = None,
         tp_size: int = 1,
         device: Any = "cuda",
-        **unused: Any,
+        **options: Any,
     ) -> None:
         super().__init__()
+        self.ub_name = options.get("ub_name")
+        self.overlaps = {name: value for name, value in options.items() if name.startswith("ub_") and value is True}
         self.parallel_mode, self.use_bias = parallel_mode, bias
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
         columns = in_features // (tp_size if parallel_mode == "row" else 1)

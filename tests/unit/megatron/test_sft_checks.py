@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from harness.loader import (
 )
 from harness.loader.live import LiveFolder
 from harness.megatron.run import training
-from harness.megatron.run.fine_tuning import check
+from harness.megatron.run.fine_tuning import check, open_task
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -60,6 +61,24 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
         check(config(), data(vocab_size=None), 1)
     with pytest.raises(ConfigError, match=r"model.vocab_size is 50, and the dataset's tokenizer has 90"):
         check(config(vocab_size=50), data(), 1)
+
+
+def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(tmp_path):
+    path = tmp_path / "data"
+    with open_writer(path, format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})) as writer:
+        for starts in ([0, 20], [0, 10, 20, 30, 40], [0]):
+            writer.append(Pack([1] * 48, [1] * 47 + [0], starts))
+    made = SftConfig(data=DataConfig(path=str(path)), loader=LoaderConfig(global_batch_size=2))
+    made.parallel.static_rows = True
+    ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    assert open_task(made, ranks).max_sequences is None
+    made.parallel.cuda_graphs = True
+    for schedule, most in (
+        (ScheduleConfig("as_packed", max_tokens_per_rank=64), 5),
+        (ScheduleConfig("dp_balanced", max_tokens_per_rank=64), 6),  # 7 + 4 * 9 + 19 model tokens
+        (ScheduleConfig("dp_balanced"), 7),  # the two packs with the most
+    ):
+        assert open_task(replace(made, schedule=schedule), ranks).max_sequences == most
 
 
 def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):

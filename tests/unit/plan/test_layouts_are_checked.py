@@ -7,6 +7,14 @@ import pytest
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.settings import SftConfig, TrainerConfig
+
+OVERLAPS = {
+    "tensor_parallel_size": 2,
+    "sequence_parallel": True,
+    "static_rows": True,
+    "overlap_tensor_parallel": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +32,9 @@ from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
         ({"cuda_graphs": True}, "static_rows is false: rows that differ in length have no graph"),
         ({"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2}, "and there are 2 pipeline stages"),
         ({"cuda_graphs": True, "static_rows": True, "context_parallel_size": 2}, "and context_parallel_size is 2"),
+        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel false: it divides the gathers"),
+        ({**OVERLAPS, "static_rows": False}, "static_rows false: it needs buffers of one row's shape"),
+        ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs true: it has streams of its own"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
@@ -43,6 +54,29 @@ def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> No
     model.check(ParallelConfig(static_rows=True))
     with pytest.raises(ConfigError, match=message):
         model.check(ParallelConfig(static_rows=True, cuda_graphs=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "message"),
+    [
+        ({"lora_rank": 4}, {}, "lora_rank is 4: adapters read"),
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 64}, {}, "no buffers for experts"),
+        ({"fp8": "mxfp8"}, {}, "fp8 is mxfp8: only products"),
+        ({"attention": "torch"}, {}, "attention is torch: the buffers"),
+        ({"dtype": "float32"}, {}, r"model\.dtype is float32"),
+        ({}, {"device": "cpu"}, r"trainer\.device is cpu"),
+        ({}, {"sample_prompts": ["Hi"]}, "may be longer than a row"),
+    ],
+)
+def test_runs_whose_exchanges_cannot_overlap_with_products_are_refused(model, trainer, message) -> None:
+    def check(**changes: bool) -> None:
+        sized = ModelConfig(hidden_size=512, ffn_hidden_size=1024, num_query_groups=4, **model)
+        parallel = ParallelConfig(**{**OVERLAPS, **changes})
+        SftConfig(model=sized, parallel=parallel, trainer=TrainerConfig(**trainer)).check(2)
+
+    check(overlap_tensor_parallel=False)
+    with pytest.raises(ConfigError, match=f"overlap_tensor_parallel is true, and .*{message}"):
+        check()
 
 
 def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -394,3 +395,13 @@ def test_a_seed_that_the_shuffle_of_megatron_cannot_take_is_refused(seed):
     with pytest.raises(ConfigError, match="seed is") as error:
         compose_config("pretrain", PretrainConfig, [f"loader.seed={seed}"])
     assert error.value.where == "loader.seed"
+
+
+def test_buffers_of_overlapping_exchanges_are_twelve_rows_of_hidden_states() -> None:
+    model = ModelConfig(hidden_size=512, num_query_groups=4, dtype="bfloat16")
+    plain = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, static_rows=True)
+    sizes = {"vocab_size": 1000, "dp_size": 1, "max_tokens_per_rank": 100}
+    before, after = (plan_memory(model, one, **sizes) for one in (plain, replace(plain, overlap_tensor_parallel=True)))
+    assert after.total - before.total == 12 * 100 * 512 * 2
+    assert "GiB of" in after.explain(8e10)
+    assert "tensor-parallel exchanges)" in after.explain(8e10)

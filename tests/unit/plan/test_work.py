@@ -115,6 +115,8 @@ def test_a_device_waits_between_kernels_and_for_a_host_that_is_slower_than_it() 
     fast, slow = (seconds(machine=replace(MACHINE, launch_s=share * busy / kernels)) for share in (0.99, 1.5))
     assert fast["launches"] == 0
     assert slow["launches"] == pytest.approx(busy / 2)
+    graphs = ParallelConfig(static_rows=True, cuda_graphs=True)
+    assert seconds(graphs, machine=replace(MACHINE, launch_s=1.5 * busy / kernels))["launches"] == 0
 
 
 def test_products_of_layers_are_faster_in_8_bits_and_the_output_matrix_is_not() -> None:

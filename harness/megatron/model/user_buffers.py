@@ -1,0 +1,59 @@
+"""Buffers through which Transformer Engine sends parts of tensor-parallel exchanges while it multiplies others."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from harness.errors import ConfigError
+from harness.megatron.compat import accepts
+from harness.plan import ModelConfig, ParallelConfig
+
+
+def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, tokens: int) -> None:
+    """Register the buffers of layers whose hidden states are those of rows of `tokens` tokens; every rank takes part.
+
+    Layers look for them when they first compute. Those of a model before are given back.
+
+    Raises:
+        ConfigError: there is no GPU, the tensor-parallel ranks are on several nodes, or this machine or version of
+            Transformer Engine cannot have them.
+    """
+    ranks, here = parallel.tensor_parallel_size, os.environ.get("LOCAL_WORLD_SIZE")
+    reason = "" if _has_user_buffers(device) else f"the run is on a {device.type}"
+    if here is not None and ranks > int(here):
+        reason = f"{ranks} tensor-parallel ranks are on several nodes of {here}, which NVLink does not connect"
+    if reason:
+        raise ConfigError(
+            f"parallel.overlap_tensor_parallel is true, and {reason}",
+            where="parallel.overlap_tensor_parallel",
+            fix="parallel.overlap_tensor_parallel=false",
+        )
+    from transformer_engine.pytorch.module import base
+
+    if base._ub_communicators is not None:
+        base.destroy_ub()
+    options: dict[str, Any] = {"use_fp8": model.fp8 != "off"}
+    if accepts(base.initialize_ub, "quantization_modes"):  # since 2.7
+        modes = base.UserBufferQuantizationMode
+        options = {"quantization_modes": [modes.FP8 if model.fp8 != "off" else modes.NONE]}
+    try:
+        base.initialize_ub(
+            shape=[tokens // parallel.context_parallel_size, model.hidden_size],
+            tp_size=ranks,
+            dtype=getattr(torch, model.on("cuda").dtype),
+            bootstrap_backend="nccl" if device.type == "cuda" else "gloo",
+            **options,
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Transformer Engine has no buffers for exchanges here: {str(error).strip().splitlines()[0]}",
+            where="parallel.overlap_tensor_parallel",
+            fix="parallel.overlap_tensor_parallel=false; UB_SKIPMC=1 does without multicast, where that is missing",
+        ) from error
+
+
+def _has_user_buffers(device: torch.device) -> bool:
+    return device.type == "cuda"
