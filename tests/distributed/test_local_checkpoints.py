@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from .conftest import forked, kill_when, overrides_of, read_metrics, run_command
+import pytest
+
+from harness.megatron.state import LocalStore
+from harness.plan import SftConfig
+from harness.train import read_local_record
+from recipes import sft as sft_recipe
+
+from .conftest import forked, kill_when, overrides_of, read_metrics, run_command, run_here
 from .test_resume import SAME
 
 SETTINGS = ("trainer.eval_interval=0", "trainer.checkpoint_interval=0", "trainer.local_checkpoint_interval=3")
@@ -27,9 +37,13 @@ class Nodes:
         disks = "trainer.local_checkpoints=" + str(self._folder / "disk-${oc.env:RANK}")
         return [*forked(ranks), "recipes.sft", *overrides_of(self._dataset, self.run, *SETTINGS, disks, *overrides)]
 
-    def kill_after_copies(self, *overrides: str, ranks: int = 2) -> int:
-        """Kill a run once all copies of a local checkpoint are there; return its step, then the newest on the disks."""
-        kill_when(self.copied, self.command(ranks, "trainer.steps=100000", *overrides))
+    def kill_after_copies(self, *overrides: str, ranks: int = 2, after: int = 0) -> int:
+        """Kill a run once all copies of a local checkpoint are there; return its step, then the newest on the disks.
+
+        Args:
+            after: a step before that checkpoint.
+        """
+        kill_when(lambda: self.copied() > after, self.command(ranks, "trainer.steps=100000", *overrides))
         step = self.copied()
         for path in self._folder.glob("disk-*/*/attempt-*/step-*"):
             if path.name != f"step-{step:08d}":
@@ -98,3 +112,104 @@ def test_a_killed_run_resumes_from_copies_of_a_lost_and_of_a_damaged_file_with_t
     # The local files of a finished run are gone, and nobody else's.
     assert sorted(nodes.disk(0).rglob("*")) == [strange.parents[1], strange.parent, strange]
     assert list(nodes.disk(1).iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_what_a_lost_node_wrote_comes_from_its_peer_on_other_nodes_and_at_another_layout(dataset, tmp_path):
+    nodes = Nodes(dataset, tmp_path)
+    step = nodes.kill_after_copies(ranks=3)
+    before = nodes.curve()
+    shutil.rmtree(nodes.disk(1))
+    nodes.disk(2).rename(nodes.disk(1))
+    output = nodes.resume(len(before) + 2, "parallel.tensor_parallel_size=2", "resume=auto")
+    assert f"resuming after step {step}, from {nodes.run / 'checkpoints' / f'step-{step:08d}'}" in output
+    assert [line["loss"] for line in nodes.curve()[: len(before)]] == pytest.approx(
+        [line["loss"] for line in before], rel=1e-5
+    )
+
+
+@pytest.mark.nightly
+def test_with_both_disks_of_a_file_lost_the_run_resumes_from_its_own_folder_and_names_what_is_missing(
+    dataset, tmp_path
+):
+    nodes = Nodes(dataset, tmp_path)
+    step = nodes.kill_after_copies("trainer.checkpoint_interval=4", "trainer.keep_checkpoints=100", after=4)
+    before = nodes.curve()
+    record = read_local_record(nodes.run)
+    assert record is not None
+    assert record.step >= step
+    shared = max(int(path.name[5:]) for path in (nodes.run / "checkpoints").glob("step-????????"))
+    for path in (nodes.run / "checkpoints").glob("step-????????"):
+        if int(path.name[5:]) > 4:
+            shutil.rmtree(path)
+    for rank in (0, 1):
+        shutil.rmtree(nodes.disk(rank))
+    output = nodes.resume(len(before) + 2, "trainer.checkpoint_interval=4")
+    assert shared >= 4
+    assert f"passed over: the local checkpoint of step {record.step} (written on " in output
+    assert "is not whole: no node of this job has any of its files" in output
+    assert nodes.resumed_after() == [4]
+    assert nodes.curve()[: len(before)] == before
+
+
+@pytest.mark.nightly
+def test_a_run_killed_again_and_again_while_it_writes_and_copies_has_the_losses_of_one_that_was_not(dataset, tmp_path):
+    nodes, undisturbed = Nodes(dataset, tmp_path / "killed"), Nodes(dataset, tmp_path / "undisturbed")
+    often = ("trainer.local_checkpoint_interval=1", "trainer.steps=40", "resume=auto")
+    code, output = run_command(undisturbed.command(2, *often[1:]))
+    assert code == 0, output
+    for step in (5, 12, 19, 26):
+        kill_when(lambda step=step: len(read_metrics(nodes.run)) >= step, nodes.command(2, *often))
+    code, output = run_command(nodes.command(2, *often))
+    assert code == 0, output
+    assert nodes.curve() == undisturbed.curve()
+    resumed = nodes.resumed_after()
+    assert resumed
+    assert resumed == sorted(resumed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            "file",
+            r"the local checkpoint of step 2 cannot be written: rank 0: .*Is a directory: '\S+/__0_0.distcp'\n  where",
+        ),
+        pytest.param(
+            "folder",
+            r"warning: the local checkpoint of step 2 cannot be written: \S+: Not a directory, \S+/attempt-1",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
+    dataset, tmp_path, monkeypatch, capsys, fault, message
+):
+    """One rank, whose disk fails for the folder of a checkpoint, or for a file in the process that writes it."""
+    make_folder: Callable[..., Any] = LocalStore.make_folder
+
+    def fail(store: LocalStore, step: int) -> Path | None:
+        (disk,) = tmp_path.glob("disk-0/*/attempt-1")
+        if fault == "folder" and step == 2:
+            disk.rename(disk.with_name("away"))
+            disk.touch()
+        folder: Path | None = make_folder(store, step)
+        if fault == "folder" and step == 2:
+            disk.unlink()
+            disk.with_name("away").rename(disk)
+        elif fault == "file" and step == 2:
+            assert folder is not None
+            for number in range(4):
+                (folder / f"__0_{number}.distcp").mkdir()
+        return folder
+
+    monkeypatch.setattr(LocalStore, "make_folder", fail)
+    monkeypatch.setattr(LocalStore, "remove", LocalStore.close)
+    local = (f"trainer.local_checkpoints={tmp_path}/disk-0", "trainer.local_checkpoint_interval=2")
+    settings = overrides_of(dataset, tmp_path / "run", *SETTINGS, *local, "trainer.steps=5", "loader.num_workers=0")
+    run_here(sft_recipe, SftConfig, [*settings, "trainer.background_checkpoints=false"])
+    printed = "".join(capsys.readouterr())
+    assert re.search(message, printed), printed
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    (disk,) = tmp_path.glob("disk-0/*/attempt-1")
+    assert [path.name for path in disk.iterdir()] == ["step-00000004"]

@@ -290,7 +290,8 @@ class LocalStore:
 
     def give_up(self, error: CheckpointError) -> None:
         """Log that a checkpoint cannot be written, and remove what there is of it."""
-        self._warn(f"{error.what}\n  where: {error.where}\n  training continues without it")
+        what = error.what.replace("the checkpoint", "the local checkpoint", 1)
+        self._warn(f"{what}\n  where: {error.where}\n  training continues without it")
         self._discard()
 
     def _agree(self, problem: str) -> bool:
