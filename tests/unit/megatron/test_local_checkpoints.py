@@ -111,6 +111,7 @@ def test_a_full_disk_and_a_file_cut_short_are_named_and_end_the_copy(peers: Peer
 
 def test_closing_ends_a_copy_whose_peers_never_come(peers: Peers) -> None:
     copy = peers.start(2, timeout_s=1000)
+    time.sleep(0.2)  # so that it waits for a connection
     assert not copy.is_done
     copy.close()
     assert copy.is_done
