@@ -384,7 +384,8 @@ def plan_stage_memory(
         # The last norm, and the input of the output matrix for its gradient.
         norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
         # Exponents of the logits in float32, which the fused loss keeps once too.
-        kept += norm * model.hidden_size + 4 + 4 * padded_vocab_size(vocab_size) / tp + 17
+        kept += (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1)
+        kept += 4 * padded_vocab_size(vocab_size) / tp + 17
         kept += model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
     return Memory(
         stage=stage,

@@ -30,7 +30,7 @@ from harness.thd import build_thd_batch
 
 _VOCABULARY = 256
 # Many short ones: PyTorch's attention with context parallelism also keeps masks, which grow with their squares.
-_SEQUENCES = 4
+_SEQUENCES = 16
 _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -160,7 +160,7 @@ class _Kept:
 
 def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the tokens of a sequence of which every rank can send as many to each expert."""
-    tokens = 4 * parallel.pad_to_multiple
+    tokens = math.lcm(8, parallel.pad_to_multiple)
     if not model.num_experts:
         return tokens
     groups, each = _blocks(model)
