@@ -202,7 +202,7 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
                 log(f"resuming after step {run.first_step - 1}, from {run.newest}")
                 if ranks.rank == 0 and not read_checkpoint(run.newest)[1]:
                     log("this checkpoint was written before there were checksums; only file sizes were checked")
-                for note in notes_of_moments(run.newest, config.optimizer):
+                for note in notes_of_moments(run.newest, config.optimizer) if ranks.rank == 0 else ():
                     log(note)
                 resumed = partial(record_resume, run.folder, run.first_step - 1, run.newest, run.passed_over)
                 runtime.on_rank_0(resumed)
