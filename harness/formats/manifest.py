@@ -18,9 +18,9 @@ from harness.storage import Folder, LocalFolder, StoredFile
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
 # A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
+MAX_MANIFEST_BYTES = 64 << 20
 # 65,000 bits, each tried in a tenth of a millisecond.
 _MAX_SEARCHED_BYTES = 1 << 13
-MAX_MANIFEST_BYTES = 64 << 20
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
 _HEX64 = re.compile(r"[0-9a-f]{16}")

@@ -80,6 +80,7 @@ def test_numbers_within_the_bounds_of_their_fields_pass():
 
 def test_more_than_eight_processes_a_core_are_refused():
     require_cores(32, setting="loader.num_workers", cores=4)
+    require_cores(16, setting="loader.num_workers", cores=1)
     with pytest.raises(ConfigError, match=r"33 processes on 4 cores") as error:
         require_cores(33, setting="loader.num_workers", cores=4)
     assert error.value.where == "loader.num_workers"

@@ -11,7 +11,7 @@ import yaml
 from harness.checks import require_numbers
 from harness.cli.settings import parse_settings
 from harness.errors import ConfigError
-from harness.settings import Setting, explain_settings, nearest_name, render_settings
+from harness.settings import Setting, explain_settings, find_odd, nearest_name, render_settings, to_plain
 
 
 @dataclass
@@ -128,3 +128,27 @@ def test_rendered_settings_are_yaml_with_every_explanation():
     text = render_settings(Outer(Inner(8)))
     assert yaml.safe_load(text)["data"] == {"pack_size": 8, "seed": 0, "sizes": []}
     assert "# Settings of packing.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "odd"),
+    [
+        ({}, None),
+        ({"rate": None, "split": {"train": 1}, "blend": [{"path": "a"}]}, None),
+        ([], "the file holds '[]', and no settings"),
+        ({"nam": "x"}, "there is no setting 'nam'"),
+        ({"data": 3}, "data holds '3', and no settings"),
+        ({"data": {"seed": True}}, "data.seed is 'True', and not of type int"),
+        ({"data": {"seed": 1.5}}, "data.seed is '1.5', and not of type int"),
+        ({"data": {"sizes": [1, "2"]}}, "data.sizes is \"[1, '2']\", and not of type list of int"),
+        ({"rate": "0.5"}, "rate is '0.5', and not of type float or null"),
+        ({"name": None}, "name is 'None', and not of type str"),
+        ({"is_on": 1}, "is_on is '1', and not of type bool"),
+        ({"split": {"train": "a"}}, "split is \"{'train': 'a'}\", and not of type map of float"),
+        ({"blend": {}}, "blend is '{}', and not of type list of records"),
+        ({"blend": [{"path": 3}]}, "blend[].path is '3', and not of type str"),
+    ],
+)
+def test_plain_values_that_are_no_settings_are_named(values, odd):
+    assert find_odd(values, Outer) == odd
+    assert find_odd(to_plain(Outer(Inner(8))), Outer) is None

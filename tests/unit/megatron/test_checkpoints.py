@@ -117,6 +117,19 @@ def test_a_checkpoint_without_recorded_sizes_is_whole(tmp_path: Path) -> None:
     assert find_newest(tmp_path) == (path, [])
 
 
+def test_the_progress_of_a_checkpoint_is_read_only_if_its_run_file_is_listed_and_whole(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 5)
+    write_checksums(path, digest_files(path, ["weights"]))
+    with pytest.raises(CheckpointError, match=r"checksums\.json does not list run\.json"):
+        read_progress(path)
+    write_checksums(path, digest_files(path, ["run.json", "weights"]))
+    assert read_progress(path) == Progress(5, STATE)
+    text = (path / "run.json").read_text()
+    (path / "run.json").write_text(text.replace('"step": 5', '"step": 7'))
+    with pytest.raises(CheckpointError, match=r"the checkpoint's file run\.json has the hash"):
+        read_progress(path)
+
+
 def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over_by_name(tmp_path: Path, monkeypatch) -> None:
     older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
     for path in (older, newest):

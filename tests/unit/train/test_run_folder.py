@@ -86,6 +86,8 @@ def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_pa
         second = open_run_folder(folder, settings="steps: 2\n", resumes=True)
         with pytest.raises(ConfigError, match="another run is still writing to this folder"):
             second.__enter__()
+        with pytest.raises(ConfigError, match="another run is still writing to this folder"):
+            choose(tmp_path, str(folder), "auto")
         assert (folder / "config.yaml").read_text() == "steps: 1\n"
     with open_run_folder(folder, settings="steps: 2\n", resumes=True):
         pass
