@@ -9,7 +9,7 @@ from pathlib import Path
 
 import megatron.core
 import pytest
-from engine_backends import ask, compile_gpu, folder, golden, is_made, python
+from engine_backends import ask, compile_gpu, folder, golden, is_built, is_made, python
 
 from . import conftest
 from .conftest import ROOT, forked, run_command
@@ -23,8 +23,9 @@ def engine(monkeypatch) -> None:
     monkeypatch.setattr(conftest, "environment", lambda: {**before, "PYTHONPATH": path})
 
 
-# Newer ones load a GPU's driver when they are imported.
+# Newer ones load a GPU's driver when they are imported with a stand-in for their extension.
 WHEEL = "2.14.1"
+BUILT = "2.20.2"
 
 
 def _need(version: str) -> None:
@@ -57,17 +58,24 @@ def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine
 
 
 @pytest.fixture
-def run_with_wheel(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
-    """run_with_wheel(ranks, module, *arguments, megatron=None): a module on ranks that have the wheel.
+def run_with_engine(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
+    """run_with_engine(ranks, module, *arguments, built=False, megatron=None): a module on ranks that have an engine.
 
-    Megatron-Core is that of the other interpreter, 0.19, unless a folder with another is given.
+    It is the one with a built extension, or the wheel with a stand-in for its extension. Megatron-Core is that of the
+    other interpreter, 0.19, unless a folder with another is given.
     """
-    _need(WHEEL)
 
-    def run(ranks: int, *module: str, megatron: Path | None = None) -> tuple[int, str]:
-        tests = ROOT / "tests"
-        path = [*filter(None, [megatron]), ROOT, tests / "engine_wheel", tests / "samples", folder(WHEEL)]
-        known = {"PYTHONPATH": os.pathsep.join(map(str, path)), "ENGINE_OPENER": str(compile_gpu(tmp_path))}
+    def run(ranks: int, *module: str, built: bool = False, megatron: Path | None = None) -> tuple[int, str]:
+        path, known = [*filter(None, [megatron]), ROOT], {}
+        if built:
+            if not is_built(BUILT):
+                pytest.skip(f"needs its extension: python tests/samples/engine_backends.py build {BUILT}")
+            path += [folder(BUILT)]
+        else:
+            _need(WHEEL)
+            path += [ROOT / "tests/engine_wheel", ROOT / "tests/samples", folder(WHEEL)]
+            known["ENGINE_OPENER"] = str(compile_gpu(tmp_path))
+        known["PYTHONPATH"] = os.pathsep.join(map(str, path))
         before = conftest.environment()
         monkeypatch.setattr(conftest, "environment", lambda: {**before, **known})
         return run_command([python(), *forked(ranks)[1:], *module])
@@ -77,8 +85,10 @@ def run_with_wheel(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_checkpoints_load_into_the_layers_of_a_wheel_and_back(tmp_path, run_with_wheel, tp_size) -> None:
-    code, output = run_with_wheel(tp_size, "tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *ALL)
+@pytest.mark.parametrize("built", [False, True])
+def test_checkpoints_load_into_the_layers_of_an_engine_and_back(tmp_path, run_with_engine, tp_size, built) -> None:
+    program = ("tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *ALL)
+    code, output = run_with_engine(tp_size, *program, built=built)
     assert code == 0, output
     expected = {"attentions": 2, "forgotten": 0, "same": True, "optimizer": "AdamW"}
     assert json.loads((tmp_path / "found.json").read_text()) == dict.fromkeys(ALL, expected)
@@ -86,14 +96,14 @@ def test_checkpoints_load_into_the_layers_of_a_wheel_and_back(tmp_path, run_with
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_older", [False, True])
-def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_path, run_with_wheel, is_older) -> None:
+def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_path, run_with_engine, is_older) -> None:
     """Adam is the wheel's, and its kernel PyTorch's operations (`samples/engine_extension.py`)."""
     older = None
     if is_older:  # the Megatron-Core of this environment
         older = tmp_path / "older"
         older.mkdir()
         (older / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
-    code, output = run_with_wheel(2, "tests.distributed.moments_ranks", str(tmp_path), megatron=older)
+    code, output = run_with_engine(2, "tests.distributed.moments_ranks", str(tmp_path), megatron=older)
     assert code == 0, output
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
@@ -134,8 +144,8 @@ def test_exchanges_that_overlap_have_buffers_of_a_whole_row_and_are_refused_else
 
 
 @pytest.mark.nightly
-def test_a_wheel_makes_the_buffers_that_its_layers_look_for(tmp_path, run_with_wheel) -> None:
-    code, output = run_with_wheel(1, "tests.distributed.user_buffers", str(tmp_path / "found.json"))
+def test_a_wheel_makes_the_buffers_that_its_layers_look_for(tmp_path, run_with_engine) -> None:
+    code, output = run_with_engine(1, "tests.distributed.user_buffers", str(tmp_path / "found.json"))
     assert code == 0, output
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["made"] == [[[48, 64], "torch.bfloat16", 2, False]] * 12 * 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -20,6 +21,17 @@ import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+# What a training run imports late; it takes longer than a run's steps.
+LATE = (
+    "matplotlib.axes",
+    "matplotlib.backends.backend_agg",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.summary.writer.record_writer",
+    "torch._dynamo",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_python",
+)
 
 
 def run(arguments: list[str]) -> object:
@@ -129,6 +141,12 @@ def main() -> None:
         import harness.megatron.export
         import harness.megatron.run
         import recipes.sft  # noqa: F401
+        from harness.config import compose_config
+        from harness.plan.settings import SftConfig
+
+        for name in LATE:
+            importlib.import_module(name)
+        compose_config("sft", SftConfig, [])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

@@ -2,6 +2,7 @@
 
     python tests/samples/engine_backends.py make 2.14.1     # install a version outside the checkout: 1 GB
     python tests/samples/engine_backends.py write 2.14.1    # ask it, and write its row of the golden table
+    python tests/samples/engine_backends.py build 2.20.2    # install it, and build its extension: needs nvcc 13
 
 Versions lie in `$VERSIONS_DIR`, by default `~/.cache/megatron-sft-harness`, beside the environment of `make
 test-versions`, whose PyTorch and libraries of NVIDIA they use.
@@ -93,6 +94,42 @@ def make(version: str) -> None:
     (target / "installed").touch()  # last, so that an interrupted installation starts again
 
 
+def is_built(version: str) -> bool:
+    return (folder(version) / "built").is_file()
+
+
+def build(version: str) -> None:
+    """Install a version and build its extension, by which PyTorch calls its library: 20 minutes of a core's time."""
+    if not is_made(version):
+        make(version)
+    target = folder(version)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")).resolve()  # nvcc may be a wrapper elsewhere
+    if not (toolkit / "bin/nvcc").exists():
+        sys.exit(f"there is no nvcc in {toolkit}/bin: install the CUDA toolkit, or name it with CUDA_HOME=...")
+    with tempfile.TemporaryDirectory() as place:
+        tools, result = Path(place, "tools"), Path(place, "result")
+        pip = [python(), "-m", "pip", "install", "--quiet", "--no-compile", "--target"]
+        subprocess.run([*pip, tools, "setuptools", "wheel", "ninja", "packaging", "pydantic"], check=True)
+        purelib = [python(), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        libraries = Path(subprocess.run(purelib, check=True, capture_output=True, text=True).stdout.strip(), "nvidia")
+        # The toolkit may lack headers of the other libraries, which come with PyTorch.
+        headers = [libraries / name / "include" for name in ("cu13", "cudnn", "nccl")]
+        environment = os.environ | {
+            "PATH": os.pathsep.join([f"{tools}/bin", str(Path(python()).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(tools), str(target)]),
+            "NVTE_FRAMEWORK": "pytorch",
+            "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # instead of a download
+            "CUDA_HOME": str(toolkit),
+            "TORCH_CUDA_ARCH_LIST": "9.0",
+            "CPATH": os.pathsep.join(map(str, headers)),
+            "LIBRARY_PATH": str(libraries / "cu13/lib"),
+        }
+        options = ["--no-build-isolation", "--no-deps", f"transformer_engine_torch=={version}"]
+        subprocess.run([*pip, result, *options], env=environment, check=True)
+        shutil.copytree(result, target, dirs_exist_ok=True)
+    (target / "built").touch()
+
+
 def compile_gpu(place: Path) -> Path:
     """Compile `engine_gpu.c` into a folder."""
     subprocess.run([*_COMPILE, "-o", place / "gpu.so", HERE / "engine_gpu.c", "-ldl"], check=True)
@@ -151,6 +188,10 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["make"]:
         for one in sys.argv[2:]:
             make(one)
+            print(f"{one}: {folder(one)}", flush=True)
+    elif sys.argv[1:2] == ["build"]:
+        for one in sys.argv[2:]:
+            build(one)
             print(f"{one}: {folder(one)}", flush=True)
     elif sys.argv[1:2] == ["write"]:
         _write(sys.argv[2:])
