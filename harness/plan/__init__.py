@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from harness.plan.families import FAMILIES, ExpertNames
 from harness.plan.hf_config import MTP_SETTINGS, check_model, find_weights, read_hf_config, to_hf_config
-from harness.plan.layout import ParallelConfig
-from harness.plan.memory import ROOM, plan_memory, plan_stage_memory
-from harness.plan.model import (
+from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
     LORA_TARGETS,
     ON_EVERY_RANK,
-    ModelConfig,
+    ParallelConfig,
     fp8_row_multiple,
     padded_vocab_size,
-    sequence_cost,
 )
+from harness.plan.memory import ROOM, plan_memory, plan_stage_memory
+from harness.plan.model import ModelConfig, sequence_cost
 from harness.plan.run_plan import AssumedPacks, check_memory, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig

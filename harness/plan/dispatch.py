@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 
-from harness.plan.layout import DEEPEP_RANKS, ParallelConfig
-from harness.plan.model import DTYPE_BYTES, ModelConfig
+from harness.plan.layout import DEEPEP_RANKS, DTYPE_BYTES, ParallelConfig
+from harness.plan.model import ModelConfig
 
 # cuBLAS's workspace on a GPU of compute capability 9 or later, one for each of the streams that products alternate on.
 GROUPED_GEMM_BYTES = 4 * (32 << 20)

@@ -1,4 +1,4 @@
-"""Sizes of the parallel dimensions, and the checks that need only numbers."""
+"""Sizes of the parallel dimensions, how they divide a model and its rows, and the checks that need only numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
+VOCAB_MULTIPLE = 128
+# The linear layers of a Megatron layer: queries, keys and values; the attention output; both of the gated MLP.
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Tensor-parallel ranks divide the inputs of these, and the outputs of the others.
+DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
+# Every tensor-parallel rank has all of these.
+ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
+# Bytes of one number.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Tokens and features of a matrix that a product in 8 bits divides into blocks, by recipe.
+FP8_BLOCKS = {"off": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # Numbers of ranks that DeepEP is tuned for, each with the tokens that a channel has room for from a rank over NVLink
 # and from a node over RDMA: the larger of its two tables (`deep_ep/buffer.py`), in whole messages.
 DEEPEP_RANKS = {
@@ -237,3 +248,25 @@ class ParallelConfig:
 def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
     """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
     return expert_load if parallel.expert_parallel_size > 1 else 1.0
+
+
+def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:
+    """Return the number of tokens to a multiple of which a whole row is padded for products in 8 bits; 1 for none.
+
+    A rank's part of the row, which context and sequence parallelism divide, has whole blocks.
+    """
+    block = FP8_BLOCKS[fp8]
+    if block == 1:
+        return 1
+    parts = parallel.context_parallel_size
+    parts *= parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+    return math.lcm(block * parts, parallel.pad_to_multiple)
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Return `vocab_size` rounded up to a multiple of 128.
+
+    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so with that
+    rule the loss would depend on the layout, and a checkpoint of one layout would not fit another.
+    """
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

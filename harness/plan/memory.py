@@ -16,8 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from harness.plan.dispatch import dispatch_bytes
-from harness.plan.layout import ParallelConfig, uneven_load
-from harness.plan.model import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ModelConfig, padded_vocab_size
+from harness.plan.layout import (
+    DIVIDED_BY_COLUMNS,
+    DTYPE_BYTES,
+    ON_EVERY_RANK,
+    ParallelConfig,
+    padded_vocab_size,
+    uneven_load,
+)
+from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
 # Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.

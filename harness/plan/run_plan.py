@@ -17,7 +17,7 @@ from rich.table import Table
 from harness.errors import ConfigError, HarnessError
 from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_datasets
 from harness.plan.hf_config import find_weights, read_hf_config
-from harness.plan.layout import ParallelConfig
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig
 from harness.plan.memory import (
     ROOM,
     Checkpoint,
@@ -30,7 +30,7 @@ from harness.plan.memory import (
     plan_checkpoint,
     plan_memory,
 )
-from harness.plan.model import DTYPE_BYTES, ModelConfig
+from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig, RunConfig
 from harness.plan.work import Machine, Work, estimate_step, plan_work
 from harness.records import Int64Array

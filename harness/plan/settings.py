@@ -15,8 +15,8 @@ from typing import Self
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
-from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig, fp8_row_multiple
+from harness.plan.layout import ParallelConfig, fp8_row_multiple
+from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.plan.layout import ParallelConfig, uneven_load
-from harness.plan.model import DTYPE_BYTES, ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, uneven_load
+from harness.plan.model import ModelConfig, sequence_cost
 from harness.records import Int64Array
 
 # A backward pass costs two forward passes; recomputation costs one more.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import ConfigError
-from harness.plan.layout import ParallelConfig
-from harness.plan.model import ModelConfig, padded_vocab_size, sequence_cost
+from harness.plan.layout import ParallelConfig, padded_vocab_size
+from harness.plan.model import ModelConfig, sequence_cost
 from harness.plan.settings import SftConfig, TrainerConfig
 
 OVERLAPS = {

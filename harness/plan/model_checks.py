@@ -1,0 +1,417 @@
+"""Checks of a model's settings, and of a model on a layout, that need only numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.checks import check_numbers, require_choice
+from harness.errors import ConfigError
+from harness.plan.families import FAMILIES
+from harness.plan.layout import (
+    DIVIDED_BY_COLUMNS,
+    DTYPE_BYTES,
+    FP8_BLOCKS,
+    LORA_TARGETS,
+    ON_EVERY_RANK,
+    VOCAB_MULTIPLE,
+    ParallelConfig,
+)
+
+if TYPE_CHECKING:
+    from harness.plan.model import ModelConfig
+
+_CHOICES = {
+    "fp8": tuple(FP8_BLOCKS),
+    "family": tuple(FAMILIES),
+    "rope_scaling": ("none", "llama3", "linear", "yarn"),
+    "dtype": ("auto", *DTYPE_BYTES),
+    "recompute": ("none", "selective", "full"),
+    "attention": ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"),
+    "fuse_swiglu": ("auto", "on", "off"),
+    "fuse_cross_entropy": ("auto", "on", "off"),
+    "fuse_weight_gradient": ("auto", "on", "off"),
+    "grouped_gemm": ("auto", "on", "off"),
+    "router_score": ("softmax", "sigmoid"),
+}
+
+
+def check_fields(model: ModelConfig) -> None:
+    """Raise ConfigError for values that no layout could train."""
+    check_numbers(model, "model")
+    for name, choices in _CHOICES.items():
+        require_choice(getattr(model, name), choices, setting=f"model.{name}")
+    _check_latents(model)
+    if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"hidden_size {model.hidden_size} is not a multiple of {model.num_attention_heads} attention heads",
+            where="model.num_attention_heads",
+            fix="choose a number of heads that divides hidden_size, or set model.head_dim",
+        )
+    if model.num_attention_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{model.num_attention_heads} attention heads cannot share {model.num_query_groups} query groups evenly",
+            where="model.num_query_groups",
+            fix="choose a number of groups that divides num_attention_heads",
+        )
+    if not model.kv_lora_rank and (model.head_size < 2 or model.head_size % 2):
+        raise ConfigError(
+            f"a head of {model.head_size} numbers cannot be rotated in pairs "
+            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads)",
+            where="model.hidden_size, model.num_attention_heads, model.head_dim",
+            fix="choose them so that the size of a head is even",
+        )
+    if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
+        raise ConfigError(
+            f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}",
+            where="model.lora_targets",
+            fix=f"some of {', '.join(LORA_TARGETS)}",
+        )
+    if (model.qk_norm is not None) != FAMILIES[model.family].chooses_head_norms:
+        all_have = "" if FAMILIES[model.family].has_head_norms else "no "
+        raise ConfigError(
+            f"some models of the family {model.family} have norms of queries and keys, and qk_norm is null"
+            if model.qk_norm is None
+            else f"models of the family {model.family} have {all_have}norms of queries and keys, and qk_norm is set",
+            where="model.qk_norm, model.family",
+            fix="model.qk_norm=true or false" if model.qk_norm is None else "model.qk_norm=null",
+        )
+    if model.rope_scaling == "yarn" and FAMILIES[model.family].rotated_part != 1:
+        raise ConfigError(
+            f"Megatron-Core's yarn turns whole heads, and the family {model.family} a part of each",
+            where="model.rope_scaling, model.family",
+            fix="model.rope_scaling=none, or linear",
+        )
+    if (model.sliding_window is not None) != FAMILIES[model.family].has_windows:
+        raise ConfigError(
+            f"models of the family {model.family} have {'' if model.sliding_window is None else 'no '}layers with a "
+            f"window, and sliding_window is {model.sliding_window}",
+            where="model.sliding_window, model.family",
+            fix="model.sliding_window=128 for gpt_oss, null for other families",
+        )
+    if model.num_experts:
+        _check_experts(model)
+    elif FAMILIES[model.family].experts is not None:
+        raise ConfigError(
+            f"models of the family {model.family} have experts, and num_experts is 0",
+            where="model.num_experts",
+            fix="set it, or choose a dense family",
+        )
+
+    if model.mtp_layers:
+        _check_predictions(model)
+
+
+def _check_predictions(model: ModelConfig) -> None:
+    where = "model.mtp_layers"
+    if not FAMILIES[model.family].predicts_further:
+        raise ConfigError(
+            f"models of the family {model.family} have no layers that predict further tokens, and could not be "
+            "exported",
+            where=f"{where}, model.family",
+            fix="model.mtp_layers=0, or a family such as deepseek_v3",
+        )
+    if model.lora_rank:
+        raise ConfigError(
+            "adapters do not train the layers that predict further tokens",
+            where=f"{where}, model.lora_rank",
+            fix="model.mtp_layers=0 leaves them out",
+        )
+    if model.fp8 != "off":
+        raise ConfigError(
+            "layers that predict further tokens are not proved in 8 bits",
+            where=f"{where}, model.fp8",
+            fix="model.fp8=off, or model.mtp_layers=0",
+        )
+    if model.tie_embeddings:
+        raise ConfigError(
+            "layers that predict further tokens share both the input embedding and the output layer with the "
+            "model, and tie_embeddings makes these one",
+            where=f"{where}, model.tie_embeddings",
+            fix="model.tie_embeddings=false, or model.mtp_layers=0",
+        )
+
+
+def _check_latents(model: ModelConfig) -> None:
+    if bool(model.kv_lora_rank) != FAMILIES[model.family].has_latents:
+        raise ConfigError(
+            f"models of the family {model.family} have "
+            f"{'' if FAMILIES[model.family].has_latents else 'no '}latent attention, and kv_lora_rank is "
+            f"{model.kv_lora_rank}",
+            where="model.family, model.kv_lora_rank",
+            fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
+        )
+    if model.rope_mscale != 1 and not model.rope_mscale_all_dim:
+        raise ConfigError(
+            f"rope_mscale is {model.rope_mscale} and rope_mscale_all_dim 0, which transformers reads as 1 and 0",
+            where="model.rope_mscale, model.rope_mscale_all_dim",
+            fix="set both, or neither",
+        )
+    if not model.kv_lora_rank:
+        return
+    if model.num_query_groups != model.num_attention_heads or model.head_dim is not None:
+        raise ConfigError(
+            "with latent attention every head has its own keys and values, of other sizes",
+            where="model.num_query_groups, model.head_dim",
+            fix=f"model.num_query_groups={model.num_attention_heads} model.head_dim=null",
+        )
+    if model.qk_rope_head_dim % 2:
+        raise ConfigError(
+            f"{model.qk_rope_head_dim} numbers of a head cannot be rotated in pairs",
+            where="model.qk_rope_head_dim",
+            fix="an even number",
+        )
+    if model.rope_scaling not in ("none", "yarn"):
+        raise ConfigError(
+            f"Megatron-Core's latent attention has no rope_scaling {model.rope_scaling}",
+            where="model.rope_scaling",
+            fix="none or yarn",
+        )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    if model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"a token cannot be sent to {model.experts_per_token} of {model.num_experts} experts",
+            where="model.experts_per_token",
+            fix=f"{model.num_experts} or fewer",
+        )
+    if model.dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts",
+            where="model.dense_layers",
+            fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
+        )
+    groups, top = model.router_groups, model.router_top_groups
+    if (groups is None) != (top is None):
+        fix = "set both, or neither"
+        raise ConfigError("one of them is set", where="model.router_groups, model.router_top_groups", fix=fix)
+    if groups is not None and top is not None:
+        if model.num_experts % groups or top > groups or model.experts_per_token % top:
+            raise ConfigError(
+                f"{model.experts_per_token} experts a token cannot come evenly from {top} of {groups} groups of "
+                f"{model.num_experts} experts",
+                where="model.router_groups, model.router_top_groups",
+                fix="groups that divide num_experts, and top groups that divide experts_per_token",
+            )
+        if model.experts_per_token // top > model.num_experts // groups:
+            raise ConfigError(
+                f"a group has {model.num_experts // groups} experts, and a token needs "
+                f"{model.experts_per_token // top} of each",
+                where="model.router_groups, model.router_top_groups",
+                fix="fewer groups, or more top groups",
+            )
+        # Megatron-Core ranks a group by as many of its experts as a token takes of each.
+        ranked_by = FAMILIES[model.family].ranks_groups_by
+        if not ranked_by:
+            raise ConfigError(
+                f"models of the family {model.family} have no groups of experts, and could not be exported",
+                where="model.router_groups, model.family",
+                fix="model.router_groups=null model.router_top_groups=null",
+            )
+        if model.experts_per_token // top != ranked_by:
+            raise ConfigError(
+                f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
+                f"Megatron-Core by that of its best {model.experts_per_token // top}",
+                where="model.experts_per_token, model.router_top_groups",
+                fix=f"model.experts_per_token={ranked_by * top}, or no groups",
+            )
+    names = FAMILIES[model.family].experts
+    if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
+        raise ConfigError(
+            f"models of the family {model.family} have experts in every layer, and could not be exported",
+            where="model.dense_layers, model.family",
+            fix="model.dense_layers=0, or a family such as qwen3_moe",
+        )
+    if names is not None and names.shared is not None and model.shared_ffn_hidden_size % model.expert_size:
+        raise ConfigError(
+            f"shared experts of {model.shared_ffn_hidden_size} are no whole number of experts of {model.expert_size}",
+            where="model.shared_ffn_hidden_size, model.expert_ffn_hidden_size",
+            fix=f"a multiple of {model.expert_size}",
+        )
+    if model.expert_bias and model.router_score != "sigmoid":
+        raise ConfigError(
+            "Megatron-Core adds a bias to the scores of a sigmoid router only",
+            where="model.expert_bias",
+            fix="model.router_score=sigmoid, or model.expert_bias=false",
+        )
+    if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
+        raise ConfigError(
+            f"the products of experts cannot be grouped: {reason}",
+            where="model.grouped_gemm",
+            fix="model.grouped_gemm=auto, which computes one expert after another",
+        )
+    if model.experts_per_token == 1 and model.router_score == "softmax" and model.router_normalize:
+        raise ConfigError(
+            "the weight of a token's single expert would always be 1, and the router would not train",
+            where="model.router_normalize",
+            fix="model.router_normalize=false",
+        )
+
+
+def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError, with the arithmetic, if a model cannot be divided over the layout."""
+    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if getattr(model, name) % tp:
+            raise ConfigError(
+                f"{name} {getattr(model, name)} is not a multiple of tensor_parallel_size {tp}",
+                where=f"model.{name}, parallel.tensor_parallel_size",
+                fix=f"a tensor_parallel_size that divides {getattr(model, name)}",
+            )
+    if model.kv_lora_rank and tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"latent attention on {tp} tensor-parallel ranks needs sequence parallelism: each has all of its "
+            "down-projections",
+            where="parallel.sequence_parallel",
+            fix="parallel.sequence_parallel=true",
+        )
+    _check_expert_layout(model, parallel)
+    _check_fp8_sizes(model, parallel)
+    _check_graphs(model, parallel)
+    _check_overlap(model, parallel)
+    if VOCAB_MULTIPLE % tp:
+        raise ConfigError(
+            f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
+            "divide evenly",
+            where="parallel.tensor_parallel_size",
+            fix="a power of two up to 128",
+        )
+    chunks = stages * (parallel.virtual_pipeline_parallel_size or 1)
+    if model.num_layers % chunks:
+        raise ConfigError(
+            f"{model.num_layers} layers cannot be cut into {chunks} equal pipeline chunks",
+            where="model.num_layers, parallel.pipeline_parallel_size",
+            fix=f"a number of layers that {chunks} divides, or fewer stages",
+        )
+
+
+def _check_graphs(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a model whose pass of a row cannot be captured."""
+    reasons = {
+        "num_experts": f"num_experts is {model.num_experts}: what an expert computes depends on the tokens that it "
+        "gets, which are counted on the host"
+        if model.num_experts
+        else "",
+        "fp8": f"fp8 is {model.fp8}: nothing has captured the scales of products in 8 bits"
+        if model.fp8 != "off"
+        else "",
+    }
+    for name, reason in reasons.items():
+        if parallel.cuda_graphs and reason:
+            raise ConfigError(
+                f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
+                where=f"parallel.cuda_graphs, model.{name}",
+                fix="parallel.cuda_graphs=false",
+            )
+
+
+def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a model whose layers have no buffers for tensor-parallel exchanges."""
+    reasons = {
+        "lora_rank": f"lora_rank is {model.lora_rank}: adapters read what lies in a buffer that is written again"
+        if model.lora_rank
+        else "",
+        "kv_lora_rank": f"kv_lora_rank is {model.kv_lora_rank}: Transformer Engine has no buffers for the "
+        "projections of latent attention"
+        if model.kv_lora_rank
+        else "",
+        "num_experts": f"num_experts is {model.num_experts}: Transformer Engine has no buffers for experts"
+        if model.num_experts
+        else "",
+        "fp8": f"fp8 is {model.fp8}: only products in bfloat16 and tensorwise ones have buffers here"
+        if model.fp8 not in ("off", "tensorwise")
+        else "",
+        "attention": "attention is torch: the buffers are those of Transformer Engine's layers"
+        if model.attention == "torch"
+        else "",
+    }
+    for name, reason in reasons.items():
+        if parallel.overlap_tensor_parallel and reason:
+            raise ConfigError(
+                f"parallel.overlap_tensor_parallel is true, and {reason}",
+                where=f"parallel.overlap_tensor_parallel, model.{name}",
+                fix="parallel.overlap_tensor_parallel=false",
+            )
+
+
+def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a matrix whose sides on a rank are not whole blocks."""
+    block, tp = FP8_BLOCKS[model.fp8], parallel.tensor_parallel_size
+    if model.fp8 == "off":
+        return
+    sizes = {
+        f"the {side} of {name}": size
+        for name, both in model.linear_sizes.items()
+        for side, size in _sides(name, both, tp)
+    }
+    if model.num_experts:
+        sizes["the inner size of an expert"] = model.expert_size // parallel.expert_tensor_parallel_size
+    uneven = next((name for name, size in sizes.items() if size % block), None)
+    if uneven is not None:
+        raise ConfigError(
+            f"model.fp8 is {model.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}",
+            where="model.fp8, parallel.tensor_parallel_size",
+            fix="a smaller tensor_parallel_size, tensorwise, or off",
+        )
+
+
+def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    tp, ep, etp = (
+        parallel.tensor_parallel_size,
+        parallel.expert_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if not model.num_experts:
+        if ep > 1 or etp > 1:
+            raise ConfigError(
+                "the model has no experts to divide",
+                where="parallel.expert_parallel_size, parallel.expert_tensor_parallel_size",
+                fix="set both to 1, or model.num_experts",
+            )
+        return
+    if model.num_experts % ep:
+        raise ConfigError(
+            f"{model.num_experts} experts cannot be divided evenly over {ep} expert-parallel ranks",
+            where="model.num_experts, parallel.expert_parallel_size",
+            fix=f"an expert_parallel_size that divides {model.num_experts}",
+        )
+    if model.expert_size % etp:
+        raise ConfigError(
+            f"experts of inner size {model.expert_size} cannot be cut into {etp} equal parts",
+            where="model.expert_ffn_hidden_size, parallel.expert_tensor_parallel_size",
+            fix=f"an expert_tensor_parallel_size that divides {model.expert_size}",
+        )
+    if etp > 1 and model.has_biases:
+        raise ConfigError(
+            f"experts with biases cannot be cut into {etp} parts: Megatron-Core would add each bias {etp} times",
+            where="model.family, parallel.expert_tensor_parallel_size",
+            fix="parallel.expert_tensor_parallel_size=1",
+        )
+    if etp > 1 and model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}:
+        raise ConfigError(
+            f"adapters on experts cannot be cut into {etp} parts",
+            where="model.lora_targets, parallel.expert_tensor_parallel_size",
+            fix="parallel.expert_tensor_parallel_size=1, or model.lora_targets=[linear_qkv,linear_proj]",
+        )
+    if model.shared_ffn_hidden_size % tp:
+        raise ConfigError(
+            f"shared_ffn_hidden_size {model.shared_ffn_hidden_size} is not a multiple of tensor_parallel_size {tp}",
+            where="model.shared_ffn_hidden_size, parallel.tensor_parallel_size",
+            fix=f"a tensor_parallel_size that divides {model.shared_ffn_hidden_size}",
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"Megatron-Core trains experts on {tp} tensor-parallel ranks only with sequence parallelism",
+            where="parallel.sequence_parallel",
+            fix="parallel.sequence_parallel=true",
+        )
+
+
+def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:
+    """Return inputs and outputs of a linear layer on a tensor-parallel rank."""
+    inputs, outputs = sizes
+    if name in ON_EVERY_RANK:
+        return [("inputs", inputs), ("outputs", outputs)]
+    if name in DIVIDED_BY_COLUMNS:
+        return [("inputs", inputs // tp), ("outputs", outputs)]
+    return [("inputs", inputs), ("outputs", outputs // tp)]
