@@ -80,13 +80,20 @@ def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
 
 
 def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
-    size = config.loader.global_batch_size
-    if isinstance(data, LiveData) or data.blend is not None or size <= len(data.train):
+    size, batches, warnings = config.loader.global_batch_size, config.trainer.eval_batches, []
+    if isinstance(data, LiveData):
         return []
-    return [
-        f"loader.global_batch_size is {size:,}, and the dataset has {len(data.train):,} packs: "
-        f"every step trains all {len(data.train):,}, which are one epoch"
-    ]
+    if data.blend is None and size > len(data.train):
+        warnings.append(
+            f"loader.global_batch_size is {size:,}, and the dataset has {len(data.train):,} packs: "
+            f"every step trains all {len(data.train):,}, which are one epoch"
+        )
+    if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
+        warnings.append(
+            f"trainer.eval_batches is {batches:,}, and the validation set has {len(data.validation):,} packs: "
+            "every validation reads all of them"
+        )
+    return warnings
 
 
 def _paths(data: DataConfig) -> list[str]:

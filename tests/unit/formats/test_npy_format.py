@@ -125,36 +125,49 @@ DTYPE_I4 = b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R"
 
 
 @pytest.mark.parametrize(
-    ("name", "pickled"),
+    ("name", "message", "pickled"),
     [
-        ("_reconstruct of a huge shape", RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R."),
-        ("_reconstruct of another type", RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R."),
-        ("ndarray called", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
-        ("state of a function", RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b."),
-        ("state of a class", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
+        (
+            "_reconstruct of a huge shape",
+            "not an array of packed samples",
+            RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R.",
+        ),
+        (
+            "_reconstruct of another type",
+            "reconstructs something other",
+            RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R.",
+        ),
+        ("ndarray called", "calls numpy.ndarray", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
+        (
+            "state of a function",
+            "sets the state of a function",
+            RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b.",
+        ),
+        ("state of a class", "sets the state of a function", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
         (
             "huge shape without bytes",
+            "with other bytes",
             RECONSTRUCT
             + b"cnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01J\xff\xff\xff\x7f\x85"
             + DTYPE_I4
             + b"\x89C\x00tb.",
         ),
-        ("memo number", b"]r\xff\xff\xff\x7f."),
-        ("bytes of 2**60", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
-        ("text of 2**31", b"X\xff\xff\xff\x7f."),
-        ("frame of 2**60", b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"]."),
-        ("long of 2**31 bytes", b"\x8b\xff\xff\xff\x7f."),
-        ("persistent id", b"Pname\n."),
-        ("extension code", b"\x82\x01."),
-        ("instance", b"(ios\nsystem\n."),
-        ("text protocol", b"I5\n."),
-        ("empty stack", b"t."),
-        ("no end", b"](K\x01K"),
-        ("name without an end", b"c" + b"a" * 5000),
+        ("memo number", "memoizes object 2,147,483,647", b"]r\xff\xff\xff\x7f."),
+        ("bytes of 2**60", "bytes where 1 are left", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
+        ("text of 2**31", "bytes where 1 are left", b"X\xff\xff\xff\x7f."),
+        ("frame of 2**60", "claims a frame of", b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"]."),
+        ("long of 2**31 bytes", "uses opcode", b"\x8b\xff\xff\xff\x7f."),
+        ("persistent id", "uses opcode", b"Pname\n."),
+        ("extension code", "uses opcode", b"\x82\x01."),
+        ("instance", "uses opcode", b"(ios\nsystem\n."),
+        ("text protocol", "uses opcode", b"I5\n."),
+        ("empty stack", "is damaged", b"t."),
+        ("no end", "is cut short", b"](K\x01K"),
+        ("name without an end", "names something without an end", b"c" + b"a" * 5000),
     ],
 )
-def test_crafted_opcodes_are_refused(name: str, pickled: bytes) -> None:
-    with pytest.raises(FormatError):
+def test_crafted_opcodes_are_refused(name: str, message: str, pickled: bytes) -> None:
+    with pytest.raises(FormatError, match=message):
         unpickle_objects(pickled)
 
 

@@ -6,6 +6,8 @@ import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from harness.errors import CheckpointError
-from harness.megatron.state.loading import read_metadata
+from harness.megatron.state.loading import _CheckedObjects, read_metadata
 
 FOLDER = Path("/checkpoint")
 
@@ -75,3 +77,27 @@ def test_files_outside_the_checkpoint_are_refused(file: str) -> None:
 def test_damaged_metadata_is_a_named_error(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"file \.metadata"):
         read(data)
+
+
+def load_object(name: str, value: Any) -> list[bytes]:
+    """Return what reaches Megatron of an object of a checkpoint."""
+    saved, passed = io.BytesIO(), []
+    torch.save(value, saved)
+    planner = SimpleNamespace(load_bytes=lambda item, file: passed.append(file.read()))
+    item: Any = SimpleNamespace(storage_index="s", dest_index=SimpleNamespace(fqn=name))
+    storage = {"s": SimpleNamespace(relative_path="__0_0.distcp")}
+    saved.seek(0)
+    _CheckedObjects(planner, FOLDER, storage).load_bytes(item, saved)
+    assert passed == [saved.getvalue()]
+    return passed
+
+
+def test_a_state_that_transformer_engine_would_unpickle_is_refused_and_an_empty_one_passes() -> None:
+    pickled = torch.tensor(list(pickle.dumps({"scale": 1})), dtype=torch.uint8)
+    for empty in ([None], [torch.empty(0, dtype=torch.uint8)]):
+        assert load_object("decoder.layers.0._extra_state", empty)
+    assert load_object("rng_state", [pickled])
+    with pytest.raises(CheckpointError, match=r"layers\.0\._extra_state holds a pickled state"):
+        load_object("decoder.layers.0._extra_state", [None, pickled])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds more than tensors and plain values"):
+        load_object("rng_state", [os.getcwd])

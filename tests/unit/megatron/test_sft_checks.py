@@ -63,6 +63,24 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
         check(config(vocab_size=50), data(), 1)
 
 
+def test_batches_larger_than_the_data_are_warned_of(tmp_path):
+    for name in ("train", "validation"):
+        with open_writer(tmp_path / name, format="parquet", pack_size=8) as writer:
+            for _ in range(3):
+                writer.append(Pack([1, 2], [1, 0], [0]))
+    made = SftConfig(data=DataConfig(path=str(tmp_path)), loader=LoaderConfig(global_batch_size=2))
+    made.model.vocab_size = 90
+    ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    made.trainer.eval_batches = 2
+    assert open_task(made, ranks).warnings == []
+    made.trainer.eval_batches = 3
+    [warning] = open_task(made, ranks).warnings
+    assert warning.startswith("trainer.eval_batches is 3, and the validation set has 3 packs")
+    made.loader.global_batch_size, made.trainer.eval_batches = 4, None
+    [warning] = open_task(made, ranks).warnings
+    assert warning.startswith("loader.global_batch_size is 4, and the dataset has 3 packs")
+
+
 def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(tmp_path):
     path = tmp_path / "data"
     with open_writer(path, format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})) as writer:
