@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,15 +15,20 @@ from megatron.core.tensor_parallel.random import get_all_rng_states
 from recorded_graphs import Launches, recorded_graphs
 
 from harness.errors import ConfigError, ScheduleError
-from harness.loader import DataConfig, LiveConfig
+from harness.formats import Provenance, open_writer
+from harness.loader import DataConfig, LiveConfig, LoaderConfig
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
 from harness.megatron.model import gpt
 from harness.megatron.model.attention import VarlenAttention
 from harness.megatron.row_graph import RowGraph
+from harness.megatron.run import fine_tune
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
+from harness.records import Pack
+from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, build_thd_batch, static_row, zero_loss_row
+from harness.train import METRICS_FILE, read_metrics
 
 from .conftest import VOCAB, make_sequence
 
@@ -67,7 +73,10 @@ def train(model: ModelConfig, *, graphs: bool) -> list[tuple[float, ...]]:
     "changes",
     [
         {},
-        {"family": "qwen3", "head_dim": 32, "recompute": "full", "tie_embeddings": False},
+        pytest.param(
+            {"family": "qwen3", "head_dim": 32, "recompute": "full", "tie_embeddings": False},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({"lora_rank": 4}, marks=pytest.mark.nightly),
     ],
 )
@@ -84,6 +93,38 @@ def test_replayed_rows_give_the_losses_and_gradient_norms_of_computed_ones(chang
     plain = train(model, graphs=False)
     assert np.array(replayed) == pytest.approx(np.array(plain), rel=1e-4)
     assert len({round(one[0], 6) for one in plain}) == len(plain)
+
+
+def test_a_run_of_the_recipe_replays_its_rows(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    counts = Provenance(counts={"vocab_size": VOCAB})
+    with open_writer(tmp_path / "data", format="parquet", pack_size=64, provenance=counts) as writer:
+        for number in range(12):
+            parts = [make_sequence(length, number) for length in (5 + number, 20 - number, 30)[: 1 + number % 3]]
+            starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+            fields = ([getattr(part, name) for part in parts] for name in ("input_ids", "loss_mask"))
+            writer.append(Pack(*map(np.concatenate, fields), starts))
+    metrics = {}
+    for graphs in (True, False):
+        config = SftConfig(
+            model=replace(MODEL, num_layers=1),
+            data=DataConfig(path=str(tmp_path / "data")),
+            loader=LoaderConfig(global_batch_size=5, num_workers=0),
+            schedule=ScheduleConfig(max_tokens_per_rank=64),
+            parallel=ParallelConfig(static_rows=True, cuda_graphs=graphs),
+            trainer=TrainerConfig(steps=4, checkpoint_interval=0),
+            run_dir=str(tmp_path / str(graphs)),
+        )
+        with recorded_graphs() as made:
+            assert fine_tune(config) == 0
+        steps = read_metrics(tmp_path / str(graphs) / METRICS_FILE)
+        assert [graph.replays for graph in made] == [sum(one.num_microbatches for one in steps[1:])] * graphs
+        metrics[graphs] = [(one.loss, one.grad_norm) for one in steps]
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert np.array(metrics[True]) == pytest.approx(np.array(metrics[False]), rel=1e-4)
+    assert len(metrics[True]) == 4
 
 
 def test_a_replayed_row_launches_nothing_but_copies_of_its_values() -> None:
@@ -118,8 +159,22 @@ def test_gradient_functions_are_made_on_the_stream_of_the_capture(monkeypatch) -
     with runtime.start("cpu") as job, recorded_graphs():
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or mock.MagicMock())
         monkeypatch.setattr(gpt, "DistributedDataParallel", Wrapped)
+        monkeypatch.setattr(gpt, "_runs_behind", lambda _: True)
         step = make(job)
     assert entered == [step.chunks[0].capture_stream, "wrap"]
+    # Nothing that Python decides row by row: exchanges behind layers, and what Transformer Engine does in a first row.
+    assert not step.chunks[0].ddp_config.overlap_grad_reduce
+    assert step.config.disable_parameter_transpose_cache
+
+
+def test_generators_of_a_gpu_are_those_that_a_graph_can_change(monkeypatch) -> None:
+    seeds = mock.Mock(side_effect=StopAsyncIteration)
+    monkeypatch.setattr(gpt.tensor_parallel, "model_parallel_cuda_manual_seed", seeds)
+    for graphs in (True, False):
+        parallel = ParallelConfig(static_rows=True, cuda_graphs=graphs)
+        with pytest.raises(StopAsyncIteration):
+            gpt.build_chunks(MODEL, parallel, vocab_size=VOCAB, device=torch.device("cuda"))
+        assert seeds.mock_calls[-1] == mock.call(MODEL.seed, use_cudagraphable_rng=graphs, force_reset_rng=graphs)
 
 
 def test_attention_that_reads_a_bound_on_the_host_cannot_be_captured(monkeypatch) -> None:
