@@ -122,8 +122,8 @@ class LocalStore:
         self._is_first = any(ranks[0] == self._rank for ranks in self._disks)
         self._hosts = [places[ranks[0]].host for ranks in self._disks]
         if self._is_first:
-            others = [path for path in self._folder.parent.iterdir() if path != self._folder]
-            _remove_in_background(others)
+            with suppress(OSError):  # of earlier attempts; the next one tries again
+                _remove_in_background([path for path in self._folder.parent.iterdir() if path != self._folder])
         setting = f"local checkpoints below {self._folder.parent.parent}"
         if len({place.host for place in places}) > 1 and any(place.is_shared for place in places):
             self._warn(f"{setting}: this is the file system of the run's folder, not a disk of each node")
@@ -162,8 +162,9 @@ class LocalStore:
         other = next((place.listens[0] for place in places if place.listens and not _is_loopback(place)), None)
         if other is not None and _is_loopback(places[self._rank]):
             # The first node may know itself by its loopback address alone.
-            self._listener.close()
-            self._listener = Listener(address_towards(other))
+            with suppress(OSError):  # then its peers cannot connect, and say so
+                before, self._listener = self._listener, Listener(address_towards(other))
+                before.close()
         everywhere: list[tuple[str, int]] = _from_all(self._listener.place)
         return everywhere
 
