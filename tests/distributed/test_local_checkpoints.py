@@ -173,7 +173,7 @@ def test_a_run_killed_again_and_again_while_it_writes_and_copies_has_the_losses_
     [
         (
             "file",
-            r"the local checkpoint of step 2 cannot be written: rank 0: .*Is a directory: '\S+/__0_0.distcp'\n  where",
+            r"the local checkpoint of step 2 cannot be written: rank 0: .*Is ?a ?directory.*\n  where: \S+/step-",
         ),
         pytest.param(
             "folder",
@@ -209,7 +209,7 @@ def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
     settings = overrides_of(dataset, tmp_path / "run", *SETTINGS, *local, "trainer.steps=5", "loader.num_workers=0")
     run_here(sft_recipe, SftConfig, [*settings, "trainer.background_checkpoints=false"])
     printed = "".join(capsys.readouterr())
-    assert re.search(message, printed), printed
+    assert re.search(message, printed, re.IGNORECASE), printed
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     (disk,) = tmp_path.glob("disk-0/*/attempt-1")
     assert [path.name for path in disk.iterdir()] == ["step-00000004"]
