@@ -1,4 +1,4 @@
-"""Find Hugging Face weights, and convert them to Megatron's parameters and back, one tensor at a time.
+"""Convert Hugging Face weights to Megatron's parameters and back, one tensor at a time.
 
 Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron keeps
 queries, keys and values of a group together, and the two halves of the gated layer one after the other on each rank.
@@ -6,28 +6,20 @@ queries, keys and values of a group together, and the two halves of the gated la
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import ConfigError, FormatError
-from harness.loader import RankLayout
 from harness.megatron import compat
-from harness.plan import FAMILIES, ExpertNames, ModelConfig, check_model, find_weights, read_hf_config
-from harness.prep import tokenizer_hash
+from harness.megatron.hf_files import HfWeights
+from harness.plan import FAMILIES, ExpertNames, ModelConfig
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
-INDEX_FILE = "model.safetensors.index.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -69,9 +61,6 @@ _PREDICTING = {
 # Copies of the model's own that such a layer has in published weights, by the names of these.
 _COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
 _ROUTER_BIAS = "mlp.router.bias"
-# Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
 _LOCAL_EXPERT = re.compile(
@@ -102,78 +91,6 @@ class TensorShard:
         """Return the bounds of this rank's share of `count` rows or columns."""
         share = count // self.size
         return self.rank * share, (self.rank + 1) * share
-
-
-class HfWeights(ExitStack):
-    """The safetensors files of a folder, mapped into memory. Use as a context manager.
-
-    Raises:
-        FormatError: there are none, or one cannot be opened.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        super().__init__()
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._quantized: set[str] = set()
-        try:
-            if (folder / INDEX_FILE).is_file():
-                names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
-            else:
-                names = sorted(path.name for path in folder.glob("*.safetensors"))
-            for name in names:
-                file = self.enter_context(safe_open(folder / name, framework="pt"))
-                self._files.update(dict.fromkeys(file.keys(), file))
-            for name in [name for name in self._files if name.endswith(_BLOCKS)]:
-                self._quantized.add(name.removesuffix(_BLOCKS))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            self.close()
-            raise FormatError(
-                f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
-            ) from None
-        if not self._files:
-            fix = "write them with save_pretrained(..., safe_serialization=True)"
-            raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)
-
-    @property
-    def names(self) -> set[str]:
-        # Older files store values that are computed from the settings.
-        own = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
-        return own.difference(*({name + _BLOCKS, name + _SCALES} for name in self._quantized)) | self._quantized
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._quantized:
-            experts, outputs, groups, half = self.shape(name + _BLOCKS)
-            return experts, groups * half * 2, outputs
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        if name in self._quantized:
-            return _from_mxfp4(self.rows(name + _BLOCKS, start, stop), self.rows(name + _SCALES, start, stop))
-        part = self._files[name].get_slice(name)
-        rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
-        return rows
-
-    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
-        return columns
-
-
-def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [experts, inputs, outputs] of matrices in 4 bits, with a power of two for each 32 numbers.
-
-    Args:
-        blocks: uint8 [experts, outputs, inputs / 32, 16], two numbers each, the first in the low bits.
-        scales: uint8 [experts, outputs, inputs / 32], exponents, 127 for 1.
-
-    Source: OCP Microscaling Formats (MX) Specification, 2023.
-    """
-    values = torch.tensor(_FP4 + [-value for value in _FP4], dtype=torch.bfloat16)
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    numbers = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
-    return numbers.flatten(-2).transpose(1, 2)
 
 
 def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -488,90 +405,3 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
     for group, other, _, start, stop in _qkv_pieces(model, TensorShard()):
         pieces.setdefault(f"{layer}{other}.{kind}", []).append(groups[group][start:stop])
     return {other: torch.cat(parts) for other, parts in pieces.items()}
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """A folder of Hugging Face weights that fit the model.
-
-    Attributes:
-        vocab_size: rows of its embedding, padding included.
-        mtp_layers: its layers that predict further tokens (MTP) and are left out.
-    """
-
-    folder: Path
-    model: ModelConfig
-    vocab_size: int
-    mtp_layers: int = 0
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences about what of the weights is not used."""
-        if not self.mtp_layers:
-            return []
-        return [
-            f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
-            f"loaded or trained; model.mtp_layers={self.mtp_layers} trains them, `harness export --mtp` copies them"
-        ]
-
-    def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
-        """Raise ConfigError, with both values, if the data has another tokenizer.
-
-        Args:
-            vocab_size: of the data's tokenizer; None if unknown.
-            dataset_tokenizer: its hash; empty if unknown.
-        """
-        problem = ""
-        if vocab_size is not None and vocab_size > self.vocab_size:
-            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"
-        elif dataset_tokenizer and any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
-            own = tokenizer_hash(str(self.folder))
-            if own != dataset_tokenizer:
-                problem = (
-                    f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
-                )
-        if problem:
-            raise ConfigError(
-                problem,
-                where=f"{where} and model.init_from={self.model.init_from}",
-                fix="prepare the data with the tokenizer of the weights: "
-                f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
-            )
-
-    def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
-        """Return a function that loads this rank's part of the weights into its chunks."""
-
-        def fill(chunks: list[GPTModel]) -> None:
-            with HfWeights(self.folder) as weights:
-                check_weights(weights, self.model, self.vocab_size, self.mtp_layers)
-                experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
-                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
-
-        return fill
-
-
-def find_pretrained(model: ModelConfig) -> Pretrained | None:
-    """Return the weights that `model.init_from` names, or None.
-
-    Raises:
-        ConfigError: there is no such model, or it does not have the sizes of `model`.
-    """
-    if model.init_from is None:
-        return None
-    folder = find_weights(model.init_from)
-    stored = read_hf_config(folder)
-    check_model(model, stored, where=model.init_from)
-    if model.vocab_size not in (None, stored.vocab_size):
-        raise ConfigError(
-            f"model.vocab_size is {model.vocab_size:,}, and the weights have {stored.vocab_size:,} rows",
-            where=f"model.init_from={model.init_from}",
-            fix="leave model.vocab_size null",
-        )
-    if model.mtp_layers not in (0, stored.mtp_layers):
-        raise ConfigError(
-            f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
-            "further tokens",
-            where=f"model.init_from={model.init_from}",
-            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 leaves them out" if stored.mtp_layers else "0",
-        )
-    return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)

@@ -14,16 +14,15 @@ import torch
 import recipes.sft
 from harness.errors import HarnessError
 from harness.megatron.export import export_checkpoint
+from harness.megatron.hf_files import INDEX_FILE, HfWeights
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_chunks
+from harness.megatron.pretrained import find_pretrained
 from harness.megatron.weights import (
-    INDEX_FILE,
-    HfWeights,
     TensorShard,
     check_weights,
     expected_shapes,
     fill_model,
-    find_pretrained,
     global_parameters,
     hf_tensors,
 )

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model.gpt import build_model
-from harness.megatron.weights import find_pretrained
+from harness.megatron.pretrained import find_pretrained
 from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
+from harness.megatron.hf_files import INDEX_FILE, HfWeights
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
-from harness.megatron.weights import INDEX_FILE, HfWeights, expert_names, hf_tensors
+from harness.megatron.weights import expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
 from harness.storage import Marker, digest_files, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, SETTINGS_FILE, check_settings, read_progress, read_settings

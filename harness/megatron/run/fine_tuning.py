@@ -24,9 +24,9 @@ from harness.loader.live import BatchPlan
 from harness.megatron.data import Feed, LiveFeed, readable
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
+from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import Answering
 from harness.megatron.run.training import Task, run_training
-from harness.megatron.weights import Pretrained, find_pretrained
 from harness.plan import SftConfig, sequence_cost
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import most_sequences

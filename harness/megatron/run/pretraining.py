@@ -15,8 +15,8 @@ from harness.loader import LoaderConfig, LoaderState, RankLayout
 from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
+from harness.megatron.pretrained import find_pretrained
 from harness.megatron.run.training import Task, run_training
-from harness.megatron.weights import find_pretrained
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION, Progress, check_trackers

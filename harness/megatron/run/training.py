@@ -24,6 +24,7 @@ from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data import Feed, LiveFeed, together
 from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
 from harness.megatron.model import check_same_adapters, engine_layers, slow_parts
+from harness.megatron.pretrained import Pretrained
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state import (
@@ -35,7 +36,6 @@ from harness.megatron.state import (
     stored_moments,
 )
 from harness.megatron.step import MegatronStep
-from harness.megatron.weights import Pretrained
 from harness.plan import OptimizerConfig, RunConfig, plan_memory
 from harness.settings import to_plain, to_yaml
 from harness.train import (

@@ -1,0 +1,89 @@
+"""The safetensors files of a folder of Hugging Face weights, read in parts."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.errors import FormatError
+
+INDEX_FILE = "model.safetensors.index.json"
+# Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+class HfWeights(ExitStack):
+    """The safetensors files of a folder, mapped into memory. Use as a context manager.
+
+    Raises:
+        FormatError: there are none, or one cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        super().__init__()
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._quantized: set[str] = set()
+        try:
+            if (folder / INDEX_FILE).is_file():
+                names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+            else:
+                names = sorted(path.name for path in folder.glob("*.safetensors"))
+            for name in names:
+                file = self.enter_context(safe_open(folder / name, framework="pt"))
+                self._files.update(dict.fromkeys(file.keys(), file))
+            for name in [name for name in self._files if name.endswith(_BLOCKS)]:
+                self._quantized.add(name.removesuffix(_BLOCKS))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            self.close()
+            raise FormatError(
+                f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
+            ) from None
+        if not self._files:
+            fix = "write them with save_pretrained(..., safe_serialization=True)"
+            raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)
+
+    @property
+    def names(self) -> set[str]:
+        # Older files store values that are computed from the settings.
+        own = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        return own.difference(*({name + _BLOCKS, name + _SCALES} for name in self._quantized)) | self._quantized
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._quantized:
+            experts, outputs, groups, half = self.shape(name + _BLOCKS)
+            return experts, groups * half * 2, outputs
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if name in self._quantized:
+            return _from_mxfp4(self.rows(name + _BLOCKS, start, stop), self.rows(name + _SCALES, start, stop))
+        part = self._files[name].get_slice(name)
+        rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
+        return rows
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
+        return columns
+
+
+def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bfloat16 [experts, inputs, outputs] of matrices in 4 bits, with a power of two for each 32 numbers.
+
+    Args:
+        blocks: uint8 [experts, outputs, inputs / 32, 16], two numbers each, the first in the low bits.
+        scales: uint8 [experts, outputs, inputs / 32], exponents, 127 for 1.
+
+    Source: OCP Microscaling Formats (MX) Specification, 2023.
+    """
+    values = torch.tensor(_FP4 + [-value for value in _FP4], dtype=torch.bfloat16)
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    numbers = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
+    return numbers.flatten(-2).transpose(1, 2)

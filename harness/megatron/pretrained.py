@@ -1,0 +1,106 @@
+"""Weights that a model starts from: found, compared with its settings and its data, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from harness.errors import ConfigError
+from harness.loader import RankLayout
+from harness.megatron.hf_files import HfWeights
+from harness.megatron.weights import TensorShard, check_weights, fill_model
+from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
+from harness.prep import tokenizer_hash
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder of Hugging Face weights that fit the model.
+
+    Attributes:
+        vocab_size: rows of its embedding, padding included.
+        mtp_layers: its layers that predict further tokens (MTP) and are left out.
+    """
+
+    folder: Path
+    model: ModelConfig
+    vocab_size: int
+    mtp_layers: int = 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what of the weights is not used."""
+        if not self.mtp_layers:
+            return []
+        return [
+            f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
+            f"loaded or trained; model.mtp_layers={self.mtp_layers} trains them, `harness export --mtp` copies them"
+        ]
+
+    def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
+        """Raise ConfigError, with both values, if the data has another tokenizer.
+
+        Args:
+            vocab_size: of the data's tokenizer; None if unknown.
+            dataset_tokenizer: its hash; empty if unknown.
+        """
+        problem = ""
+        if vocab_size is not None and vocab_size > self.vocab_size:
+            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"
+        elif dataset_tokenizer and any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
+            own = tokenizer_hash(str(self.folder))
+            if own != dataset_tokenizer:
+                problem = (
+                    f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
+                )
+        if problem:
+            raise ConfigError(
+                problem,
+                where=f"{where} and model.init_from={self.model.init_from}",
+                fix="prepare the data with the tokenizer of the weights: "
+                f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
+            )
+
+    def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
+        """Return a function that loads this rank's part of the weights into its chunks."""
+
+        def fill(chunks: list[GPTModel]) -> None:
+            with HfWeights(self.folder) as weights:
+                check_weights(weights, self.model, self.vocab_size, self.mtp_layers)
+                experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
+                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
+
+        return fill
+
+
+def find_pretrained(model: ModelConfig) -> Pretrained | None:
+    """Return the weights that `model.init_from` names, or None.
+
+    Raises:
+        ConfigError: there is no such model, or it does not have the sizes of `model`.
+    """
+    if model.init_from is None:
+        return None
+    folder = find_weights(model.init_from)
+    stored = read_hf_config(folder)
+    check_model(model, stored, where=model.init_from)
+    if model.vocab_size not in (None, stored.vocab_size):
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size:,}, and the weights have {stored.vocab_size:,} rows",
+            where=f"model.init_from={model.init_from}",
+            fix="leave model.vocab_size null",
+        )
+    if model.mtp_layers not in (0, stored.mtp_layers):
+        raise ConfigError(
+            f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
+            "further tokens",
+            where=f"model.init_from={model.init_from}",
+            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 leaves them out" if stored.mtp_layers else "0",
+        )
+    return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)
