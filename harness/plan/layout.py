@@ -142,8 +142,8 @@ class ParallelConfig:
             "lie apart and exchange tensors with other stages",
             "context_parallel_size": ""
             if self.context_parallel_size == 1
-            else f"context_parallel_size is {self.context_parallel_size}: the ring of Transformer Engine's attention "
-            "reads the end of a row on the host",
+            else f"context_parallel_size is {self.context_parallel_size}: the ring of Transformer Engine's flash "
+            "attention reads the end of a row on the host, and that of its fused one has been captured by nothing here",
         }
         for name, reason in reasons.items():
             if reason:
