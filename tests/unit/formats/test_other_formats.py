@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer
+from harness.formats.base import ShardOptions
 from harness.formats.jsonl import line_of_pack, pack_of_line
+from harness.formats.memmap import MemmapShard, MemmapWriter
 from harness.records import Pack
+from harness.storage import LocalFolder
 
 PACKS = [
     Pack([1, 2, 300, 70_000, 5], [0, 1, 0, 1, 0], [0, 3]),
@@ -85,6 +89,22 @@ def test_inconsistent_memmap_arrays_are_errors(
     np.save(shard / name, values)
     with pytest.raises(FormatError, match=problem):
         list(open_dataset(shard))
+
+
+def test_more_sequences_than_the_offsets_of_a_memmap_shard_hold_are_refused(tmp_path: Path) -> None:
+    writer = MemmapWriter(LocalFolder(tmp_path), "shard", ShardOptions(pack_size=6))
+    writer._num_starts = 2**32 - 2
+    writer.append(PACKS[1])
+    with pytest.raises(FormatError, match="makes 4,294,967,296 sequences in one shard"):
+        writer.append(PACKS[1])
+    writer.abort()
+
+
+def test_a_packed_length_beyond_its_row_is_refused_where_only_one_pack_is_read(tmp_path: Path) -> None:
+    shard = write(tmp_path / "data", "memmap") / "shard_000000"
+    np.save(shard / "packed_len.npy", np.array([5, 7, 3], np.uint32))
+    with closing(MemmapShard(shard)) as reader, pytest.raises(FormatError, match="claims 7 tokens of 6"):
+        reader.read_row(1)
 
 
 def test_a_memmap_header_that_claims_exabytes_is_an_error(tmp_path: Path) -> None:
