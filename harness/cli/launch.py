@@ -51,6 +51,7 @@ class PlanSettings:
             of each; `harness preflight` measures a cluster's.
         gpus_per_node: GPUs that share a node.
         file_system_gb_s: GB/s at which all ranks together write a checkpoint; null to leave its time out.
+        disk_gb_s: GB/s at which a node writes local checkpoints to its own disk; null to leave their time out.
         packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings. A search without data
             assumes 100,000.
         sequence_tokens: tokens of each conversation in them.
@@ -68,6 +69,7 @@ class PlanSettings:
     port_gb_s: float = bounded(40, above=0, highest=1_000_000)
     gpus_per_node: int = bounded(8, lowest=1, highest=1_000_000)
     file_system_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
+    disk_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
     packs: int | None = bounded(None, lowest=1, highest=10**12)
     sequence_tokens: int = bounded(1024, lowest=2)
     expert_load: float = bounded(1.0, lowest=1, highest=1_000_000)
@@ -149,7 +151,9 @@ def plan(
         to_plain(config), machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load
     )
     file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
-    Console(soft_wrap=True).print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
+    disk = None if settings.disk_gb_s is None else settings.disk_gb_s * 1e9
+    table = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
+    Console(soft_wrap=True).print(table)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)

@@ -105,11 +105,18 @@ class RunPlan:
         """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
         return gpu_bytes is None or self.memory.fits(gpu_bytes)
 
-    def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> Table:
+    def render(
+        self,
+        *,
+        gpu_bytes: float | None,
+        file_system_bytes_per_s: float | None = None,
+        disk_bytes_per_s: float | None = None,
+    ) -> Table:
         """Return the plan as a table.
 
         Args:
             file_system_bytes_per_s: that all ranks together write; None to leave the time out.
+            disk_bytes_per_s: that a node writes to its own disk; None to leave the time out.
         """
         table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
         row, gib, memory = table.add_row, 2**30, self.memory
@@ -148,6 +155,9 @@ class RunPlan:
             parts = 1 if self.ranks <= self.machine.ranks else 2
             copied = ", half of them copies of another node's" if parts == 2 else "; there is no other node for a copy"
             row("  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, and as much for the next one")
+            if disk_bytes_per_s is not None:
+                took = f"{parts * node / disk_bytes_per_s:,.3g} s at {disk_bytes_per_s / 1e9:,g} GB/s"
+                row("  written there after", took + (", half of them for the copy" if parts == 2 else ""))
         if file_system_bytes_per_s is not None:
             row(
                 "  written after",

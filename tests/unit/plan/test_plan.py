@@ -288,6 +288,13 @@ def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     console.print(plan_run(settings).render(gpu_bytes=None, file_system_bytes_per_s=5e9))
     text = console.export_text()
     assert "112 GB; there is no other node for a copy, and as much for the next one" in text
+    settings = to_plain(compose_config("sft", SftConfig, ["experiment=llama3_8b_4nodes"]))
+    settings["trainer"]["local_checkpoints"] = "/scratch"
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9))
+    of_nodes = console.export_text()
+    assert "56.2 GB, half of them copies of another node's, and as much for the next one" in of_nodes
+    assert "28.1 s at 2 GB/s, half of them for the copy" in of_nodes
     assert "112 GB; a rank writes 14.1 GB of it" in text
     assert "14.1 GB a rank, 112 GB a node" in text
     assert "22.5 s at 5 GB/s" in text
