@@ -413,3 +413,21 @@ def test_megatrons_own_indexed_files_under_our_names_are_not_an_incomplete_datas
 def test_a_dataset_of_a_single_file_opens_under_the_name_of_a_shard(tmp_path: Path) -> None:
     write(tmp_path / "shard_000000.parquet")
     assert list(open_dataset(tmp_path)) == PACKS
+
+
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_shards_without_manifest_and_index_are_ours_if_the_first_or_the_last_is(tmp_path: Path, damaged: int) -> None:
+    path = write(tmp_path / "data")
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path / "index")
+    [shard] = parts_of(path, "parquet", damaged)
+    shard.write_bytes(b"damaged beyond recognition")
+    assert_refused(path, tmp_path / "out", "the dataset is incomplete: manifest.json")
+
+
+def test_a_manifest_larger_than_any_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.formats.manifest.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(FormatError, match="the manifest is larger than 100 bytes"):
+        open_dataset(write(tmp_path / "data"))

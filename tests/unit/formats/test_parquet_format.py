@@ -52,6 +52,17 @@ def test_files_of_other_tools_are_read_with_their_integer_types(tmp_path: Path, 
     assert reader.pack_offsets.tolist() == [0, 2, 3, 4]
 
 
+def test_page_checksums_of_files_of_other_tools_are_compared(tmp_path: Path) -> None:
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    path = foreign_file(tmp_path / "data.parquet", write_page_checksum=True, **options)
+    assert list(open_dataset(path)) == PACKS
+    data = path.read_bytes()
+    at = data.index((70_000).to_bytes(4, "little"))
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(FormatError, match="damaged or not a Parquet file"):
+        list(open_dataset(path))
+
+
 def test_a_folder_of_shards_of_other_tools_is_read_in_natural_order(tmp_path: Path) -> None:
     for number in (10, 2, 1):
         row = {"input_ids": [[number]], "loss_mask": [[0]], "seq_start_id": [[0]]}
