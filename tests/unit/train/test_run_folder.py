@@ -109,7 +109,7 @@ def test_a_forked_process_of_a_killed_run_does_not_block_another_run(tmp_path):
         "opened.__enter__()\n"
         "child = os.fork()\n"
         "print(child, flush=True) if child else None\n"
-        "time.sleep(60)\n"
+        "time.sleep(900)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
