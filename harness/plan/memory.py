@@ -382,18 +382,20 @@ def plan_stage_memory(
     layers = sum(count(model, with_experts=one) for one in own)
     turned = model.rotated_size
     kept = waiting * (layers + 2 * item * turned)
+    once, last = 0.0, 0.0
     if model.recompute == "full":
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
-        kept += max(count(again, with_experts=one) for one in own)
-        kept += 4 * turned
+        once = max(count(again, with_experts=one) for one in own) + 4 * turned
     if stage == stages - 1:
         # The last norm, and the input of the output matrix for its gradient.
         norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
         # Exponents of the logits in float32, which the fused loss keeps once too.
-        kept += (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1)
-        kept += 4 * padded_vocab_size(vocab_size) / tp + 17
+        last = (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1)
+        last += 4 * padded_vocab_size(vocab_size) / tp + 17
         kept += model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
+    # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
+    kept += once + last if model.mtp_layers else max(once, last)
     return Memory(
         stage=stage,
         weights=item * (weights + adapters),

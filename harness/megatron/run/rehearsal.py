@@ -116,7 +116,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     return replace(model.on("cuda"), init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
 
 
-class _KeptBytes:
+class KeptBytes:
     """Bytes that autograd keeps for the backward pass, without those of some storages.
 
     Attributes:
@@ -135,12 +135,14 @@ class _KeptBytes:
             yield
 
     def add(self, storage: int, size: int) -> None:
+        """Count a tensor's storage, unless another tensor's is counted that shares it."""
         if storage not in self._without:
             self._now += 0 if self._uses[storage] else size
             self._uses[storage] += 1
             self.peak = max(self.peak, self._now)
 
     def remove(self, storage: int, size: int) -> None:
+        """Count it no more, once no tensor that is kept shares it."""
         if storage not in self._without:
             self._uses[storage] -= 1
             self._now -= 0 if self._uses[storage] else size
@@ -149,7 +151,7 @@ class _KeptBytes:
 class _Kept:
     """A tensor that autograd keeps until it lets go of this object."""
 
-    def __init__(self, count: _KeptBytes, tensor: torch.Tensor) -> None:
+    def __init__(self, count: KeptBytes, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.count, self.tensor, self._storage = count, tensor, (storage.data_ptr(), storage.nbytes())
         count.add(*self._storage)
@@ -160,7 +162,7 @@ class _Kept:
 
 def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the tokens of a sequence of which every rank can send as many to each expert."""
-    tokens = math.lcm(8, parallel.pad_to_multiple)
+    tokens = math.lcm(8 if parallel.context_parallel_size > 1 else 16, parallel.pad_to_multiple)
     if not model.num_experts:
         return tokens
     groups, each = _blocks(model)
@@ -215,7 +217,7 @@ def _rehearse_rank(
         microbatches = 2 * parallel.pipeline_parallel_size
         _route_evenly(model, step)
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
-        kept = _KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
+        kept = KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
         with kept.counted():
             step.train_rows([row] * microbatches)
         trained = [weight for weight in weights if weight.requires_grad]

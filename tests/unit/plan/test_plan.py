@@ -15,6 +15,7 @@ from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import join, runtime
+from harness.megatron.run.rehearsal import KeptBytes
 from harness.megatron.step import MegatronStep
 from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
@@ -96,28 +97,15 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
         trained = [one for one in parameters if one.requires_grad]
         assert planned.gradients == sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained)
 
-        own = {one.untyped_storage().data_ptr() for one in parameters}
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = tensor
-            return tensor
-
+        kept = KeptBytes({one.untyped_storage().data_ptr() for one in parameters})
         ids = np.arange(TOKENS + 1, dtype=np.int32) % VOCAB
         row = to_device(
             build_thd_batch([SequenceView(ids, np.ones(TOKENS + 1, np.uint8))]), CPU, mtp_layers=model.mtp_layers
         )
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            losses = run_row(step.chunks[0], row)
-        found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-        if model.recompute == "full":  # the one layer that is computed again comes in the backward pass
-            found += TOKENS * layer_activation_bytes(model_of(**{**settings, "recompute": "none"}), ONE)
-            found += TOKENS * 2 * model.head_size * next(step.chunks[0].parameters()).element_size()  # cosine and sine
-        assert planned.activations == pytest.approx(found, rel=0.01)
+        with kept.counted():
+            run_row(step.chunks[0], row).sum().backward()
+        assert planned.activations == pytest.approx(kept.peak, rel=0.01)
 
-        losses.sum().backward()
         step.optimizer.step()
         state = [value for one in step.optimizer.optimizer.state.values() for value in one.values()]
         moments = sum(value.numel() * value.element_size() for value in state if value.numel() > 1)
