@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from harness.checks import check_numbers, require_choice
@@ -33,6 +34,23 @@ _CHOICES = {
     "grouped_gemm": ("auto", "on", "off"),
     "router_score": ("softmax", "sigmoid"),
 }
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "shared_ffn_hidden_size",
+    "dense_layers",
+    "router_score",
+    "router_normalize",
+    "router_groups",
+    "router_top_groups",
+    "router_scale",
+    "aux_loss",
+    "z_loss",
+    "expert_bias",
+    "expert_bias_rate",
+    "freeze_router",
+    "grouped_gemm",
+)
 
 
 def check_fields(model: ModelConfig) -> None:
@@ -96,9 +114,20 @@ def check_fields(model: ModelConfig) -> None:
             where="model.num_experts",
             fix="set it, or choose a dense family",
         )
-
+    else:
+        _check_unused(model)
     if model.mtp_layers:
         _check_predictions(model)
+
+
+def _check_unused(model: ModelConfig) -> None:
+    unused = [one.name for one in fields(model) if one.name in _OF_EXPERTS and getattr(model, one.name) != one.default]
+    if unused:
+        raise ConfigError(
+            f"the model has no experts, and {', '.join(unused)} would have no effect",
+            where=", ".join(f"model.{name}" for name in unused),
+            fix="leave them as they are by default, or set model.num_experts",
+        )
 
 
 def _check_predictions(model: ModelConfig) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet.pages import Chunk, check_pages
+from harness.formats.parquet.pages import Chunk, check_extent, check_pages
 from harness.formats.parquet.reader import ParquetShard
 from harness.formats.parquet.writer import SCHEMA
 from harness.records import Pack
@@ -207,6 +207,15 @@ def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: 
     with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
         check_pages(source, chunk, limit=100)
     check_pages(source, chunk, limit=2**28)
+
+
+def test_a_chunk_that_claims_more_bytes_than_its_values_can_have_is_an_error(tmp_path: Path) -> None:
+    with (tmp_path / "chunk").open("wb") as file:
+        file.truncate(1 << 30)
+    source, chunk = LocalSource(tmp_path / "chunk"), Chunk("input_ids", num_values=9, start=0, num_bytes=1 << 29)
+    with pytest.raises(FormatError, match=r"claims 536,870,912 bytes, at most .* can be honest"):
+        check_extent(source, chunk, limit=9)
+    check_extent(source, chunk, limit=1 << 28)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,7 +117,7 @@ def test_kernels_of_a_gpu_have_the_buffers_of_their_sources() -> None:
     grouped = dispatch_bytes(model, eight, tokens=8192, is_grouped=True)
     assert grouped == pytest.approx(whole - 2 * 2048 * (given - arrived) + GROUPED_GEMM_BYTES, abs=1)
     assert GROUPED_GEMM_BYTES == 128 * 2**20
-    assert dispatch_bytes(replace(model, num_experts=0), ParallelConfig(), tokens=8192) == 0
+    assert dispatch_bytes(ModelConfig(), ParallelConfig(), tokens=8192) == 0
 
 
 def test_a_dispatcher_that_needs_other_ranks_of_experts_is_refused_and_passed_over_by_a_search() -> None:
