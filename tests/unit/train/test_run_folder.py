@@ -108,7 +108,7 @@ def test_a_forked_process_of_a_killed_run_does_not_block_another_run(tmp_path):
         "opened = open_run_folder(Path(sys.argv[1]), settings='', resumes=False)\n"
         "opened.__enter__()\n"
         "child = os.fork()\n"
-        "print(child, flush=True) if child else None\n"
+        "print(os.getpid(), flush=True) if not child else None\n"  # it has let go of the lock by then
         "time.sleep(900)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
