@@ -316,51 +316,42 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for a model whose pass of a row cannot be captured."""
-    reasons = {
-        "num_experts": f"num_experts is {model.num_experts}: what an expert computes depends on the tokens that it "
-        "gets, which are counted on the host"
-        if model.num_experts
-        else "",
-        "fp8": f"fp8 is {model.fp8}: nothing has captured the scales of products in 8 bits"
-        if model.fp8 != "off"
-        else "",
-    }
-    for name, reason in reasons.items():
-        if parallel.cuda_graphs and reason:
-            raise ConfigError(
-                f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
-                where=f"parallel.cuda_graphs, model.{name}",
-                fix="parallel.cuda_graphs=false",
-            )
+    reasons: dict[str, str] = {}
+    if model.num_experts:
+        reasons["num_experts"] = (
+            "what an expert computes depends on the tokens that it gets, which are counted on the host"
+        )
+    if model.fp8 != "off":
+        reasons["fp8"] = "nothing has captured the scales of products in 8 bits"
+    if parallel.cuda_graphs:
+        _refuse_first(model, reasons, "cuda_graphs", "captures the whole pass of a row")
 
 
 def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for a model whose layers have no buffers for tensor-parallel exchanges."""
-    reasons = {
-        "lora_rank": f"lora_rank is {model.lora_rank}: adapters read what lies in a buffer that is written again"
-        if model.lora_rank
-        else "",
-        "kv_lora_rank": f"kv_lora_rank is {model.kv_lora_rank}: Transformer Engine has no buffers for the "
-        "projections of latent attention"
-        if model.kv_lora_rank
-        else "",
-        "num_experts": f"num_experts is {model.num_experts}: Transformer Engine has no buffers for experts"
-        if model.num_experts
-        else "",
-        "fp8": f"fp8 is {model.fp8}: only products in bfloat16 and tensorwise ones have buffers here"
-        if model.fp8 not in ("off", "tensorwise")
-        else "",
-        "attention": "attention is torch: the buffers are those of Transformer Engine's layers"
-        if model.attention == "torch"
-        else "",
-    }
+    reasons: dict[str, str] = {}
+    if model.lora_rank:
+        reasons["lora_rank"] = "adapters read what lies in a buffer that is written again"
+    if model.kv_lora_rank:
+        reasons["kv_lora_rank"] = "Transformer Engine has no buffers for the projections of latent attention"
+    if model.num_experts:
+        reasons["num_experts"] = "Transformer Engine has no buffers for experts"
+    if model.fp8 not in ("off", "tensorwise"):
+        reasons["fp8"] = "only products in bfloat16 and tensorwise ones have buffers here"
+    if model.attention == "torch":
+        reasons["attention"] = "the buffers are those of Transformer Engine's layers"
+    if parallel.overlap_tensor_parallel:
+        _refuse_first(model, reasons, "overlap_tensor_parallel", "is true")
+
+
+def _refuse_first(model: ModelConfig, reasons: dict[str, str], setting: str, does: str) -> None:
+    """Raise ConfigError if there is a reason, by the model's field, against a setting of the layout."""
     for name, reason in reasons.items():
-        if parallel.overlap_tensor_parallel and reason:
-            raise ConfigError(
-                f"parallel.overlap_tensor_parallel is true, and {reason}",
-                where=f"parallel.overlap_tensor_parallel, model.{name}",
-                fix="parallel.overlap_tensor_parallel=false",
-            )
+        raise ConfigError(
+            f"parallel.{setting} {does}, and {name} is {getattr(model, name)}: {reason}",
+            where=f"parallel.{setting}, model.{name}",
+            fix=f"parallel.{setting}=false",
+        )
 
 
 def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
