@@ -76,6 +76,9 @@ def read_local_record(folder: Path) -> LocalRecord | None:
         values = json.loads(path.read_text())
         if not isinstance(values["step"], int) or not isinstance(values["attempt"], int):
             raise ValueError("step and attempt are not numbers")
+        # All that lies there is removed when the run ends.
+        if values["run"] in ("", "..") or Path(values["run"]).name != values["run"]:
+            raise ValueError(f"{values['run']!r} is no folder of a run")
         return LocalRecord(**{**values, "hosts": tuple(values["hosts"])})
     except FileNotFoundError:
         return None

@@ -180,12 +180,15 @@ def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_ch
     second = begin_local_attempt(tmp_path, "/scratch")
     assert first is not None
     assert second == read_local_record(tmp_path)
+    second_text = (tmp_path / "local_checkpoints.json").read_text()
     assert second.folder("/x") == Path("/x") / first.run / "attempt-2" != first.folder("/x")
     assert begin_local_attempt(tmp_path, "") is None
     assert read_local_record(tmp_path) is None
-    (tmp_path / "local_checkpoints.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
-        read_local_record(tmp_path)
+    # The folder is removed in the end: it has to be one of a run, and not the disk or another one.
+    for damaged in ("{}", *(second_text.replace(first.run, run) for run in ("", ".", "..", "a/b", "/home"))):
+        (tmp_path / "local_checkpoints.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
+            read_local_record(tmp_path)
 
 
 def test_a_disk_that_cannot_be_used_is_a_warning_and_no_error(tmp_path: Path, job: None) -> None:
