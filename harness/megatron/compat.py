@@ -342,8 +342,11 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
-    # This process waits for its own children to report; one that is killed never does.
-    signal.signal(signal.SIGCHLD, _raise_if_killed)
+    # This process waits for its own children to report; one that is killed never does. One that ends before it is in
+    # the list of children is seen at the next look.
+    for signum in (signal.SIGCHLD, signal.SIGALRM):
+        signal.signal(signum, _raise_if_killed)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
         try:
             return write(*arguments, **options)
@@ -352,6 +355,8 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
             assert results is not None
             results.put(RuntimeError(str(error)))
             return None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class _KilledError(Exception):
@@ -364,6 +369,7 @@ def _raise_if_killed(*_: object) -> None:
             # Left to be waited for by those who started it.
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 raise _KilledError(f"a process that writes it was killed by signal {ended.si_status}")
 
 

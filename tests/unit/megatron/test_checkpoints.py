@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,8 +181,16 @@ def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: st
     assert re.fullmatch(reason, checkpoints._reason(worker))
 
 
-def test_a_killed_writer_process_is_an_error_and_no_wait_without_end() -> None:
+@pytest.mark.parametrize("at", ["its work", "its start"])
+def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeypatch) -> None:
     """Megatron's writer waits for a report of each process that it starts, and a killed one sends none."""
+    start = ForkProcess._Popen
+
+    def start_and_wait(child: Any) -> Any:
+        started = start(child)
+        os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)  # The list of children does not have it yet.
+        return started
+
     compat.keep_checkpoint_results_in_a_file()
     forking = multiprocessing.get_context("fork")
     reading, writing = os.pipe()
@@ -189,6 +198,8 @@ def test_a_killed_writer_process_is_an_error_and_no_wait_without_end() -> None:
     def write() -> None:
         reports = forking.JoinableQueue()
         reports.put(0)
+        if at == "its start":
+            monkeypatch.setattr(ForkProcess, "_Popen", staticmethod(start_and_wait))
         forking.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         reports.join()
 
