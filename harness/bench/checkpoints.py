@@ -216,7 +216,7 @@ class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_host(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -5,7 +5,6 @@ Everything but the values is real: Megatron's layers, its schedule and its optim
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,9 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import harness.megatron.step
+from harness.bench.checkpoints import HeldBytes
 from harness.config import compose_config
 from harness.megatron.job import join, runtime
 from harness.megatron.step import MegatronStep
@@ -80,35 +78,6 @@ def without_values(monkeypatch) -> None:
     monkeypatch.setattr(megatron_optimizer, "clip_grad_by_total_norm_fp32", lambda *arguments, **options: None)
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as anything holds them.
-
-    Attributes:
-        peak: the most at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        made = function(*arguments, **(options or {}))
-        given = {_storage(one) for one in tree_leaves((arguments, options)) if isinstance(one, torch.Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, FakeTensor) and (key := _storage(tensor)) not in self._known | given:
-                storage = tensor.untyped_storage()
-                self._known.add(key)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._forget, key, storage.nbytes())
-        return made
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -121,7 +90,7 @@ def _state_bytes(step: MegatronStep, without: set[int]) -> int:
 
 
 @contextmanager
-def _until(step: MegatronStep, live: Live) -> Iterator[None]:
+def _until(step: MegatronStep, live: HeldBytes) -> Iterator[None]:
     """Count up to the optimizer's step, which makes state that stays."""
     update = step.optimizer.step
 
@@ -169,7 +138,7 @@ def test_a_step_of_a_full_size_model_has_the_bytes_of_its_plan(without_values, e
         )
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
         gradients = [weight.main_grad for weight in weights]
-        live = Live()
+        live = HeldBytes()
         with _until(step, live):
             step.train_rows([row] * microbatches)
         plan = plan_stage_memory(
@@ -190,4 +159,4 @@ def test_a_step_of_a_full_size_model_has_the_bytes_of_its_plan(without_values, e
     logits = tokens * padded_vocab_size(model.vocab_size) // parallel.tensor_parallel_size
     expected = plan.total + (2 * logits if is_last else 0)
     # Also what else lives for a moment only: gradients of activations, and what a layer computes in float32.
-    assert sum(held) + state + live.peak == pytest.approx(expected, rel=0.02)
+    assert sum(held) + state + live.most == pytest.approx(expected, rel=0.02)
