@@ -42,6 +42,7 @@ class Memory:
     Attributes:
         fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
             next.
+        logits: gradient of the logits, at the start of the last stage's backward pass.
         dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
         exchange: buffers of tensor-parallel exchanges that overlap with products.
         host: of the optimizer, in the memory of the rank's host, which is no part of the total.
@@ -53,6 +54,7 @@ class Memory:
     optimizer: int
     activations: int
     fp8: int = 0
+    logits: int = 0
     dispatch: int = 0
     exchange: int = 0
     host: int = 0
@@ -60,7 +62,7 @@ class Memory:
     @property
     def total(self) -> int:
         kept = self.weights + self.gradients + self.optimizer + self.activations
-        return kept + self.fp8 + self.dispatch + self.exchange
+        return kept + self.fp8 + self.logits + self.dispatch + self.exchange
 
     def fits(self, gpu_bytes: float) -> bool:
         """Return True if a GPU has this memory, with room for CUDA, NCCL and the allocator."""
@@ -74,6 +76,7 @@ class Memory:
             f"weights + {self.gradients / gib:,.1f} gradients + {self.optimizer / gib:,.1f} optimizer + "
             f"{self.activations / gib:,.1f} activations"
             + (f" + {self.fp8 / gib:,.1f} weights in 8 bits" if self.fp8 else "")
+            + (f" + {self.logits / gib:,.1f} gradient of the logits" if self.logits else "")
             + (f" + {self.dispatch / gib:,.1f} tokens to experts" if self.dispatch else "")
             + (f" + {self.exchange / gib:,.1f} tensor-parallel exchanges)" if self.exchange else ")")
         )
@@ -382,7 +385,7 @@ def plan_stage_memory(
     layers = sum(count(model, with_experts=one) for one in own)
     turned = model.rotated_size
     kept = waiting * (layers + 2 * item * turned)
-    once, last = 0.0, 0.0
+    once, last, logits = 0.0, 0.0, 0.0
     if model.recompute == "full":
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
@@ -393,11 +396,18 @@ def plan_stage_memory(
         # Exponents of the logits in float32, which the fused loss keeps once too.
         last = (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1)
         last += 4 * padded_vocab_size(vocab_size) / tp + 17
+        # In float32, the gradient takes the place of the exponents.
+        logits = item * padded_vocab_size(vocab_size) / tp if item < 4 else 0.0
         kept += model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
     # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
-    kept += once + last if model.mtp_layers else max(once, last)
+    if model.mtp_layers:
+        kept += once + last
+    else:
+        kept += max(once, last)
+        logits = max(once, last + logits) - max(once, last)
     return Memory(
         stage=stage,
+        logits=math.ceil(logits * max_tokens_per_rank),
         weights=item * (weights + adapters),
         gradients=gradient * trained,
         optimizer=own_bytes(state),

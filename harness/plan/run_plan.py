@@ -128,6 +128,8 @@ class RunPlan:
             row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
         if memory.fp8:
             row("  weights in 8 bits", f"{memory.fp8 / gib:,.2f} GiB")
+        if memory.logits:
+            row("  gradient of the logits", f"{memory.logits / gib:,.2f} GiB")
         if memory.dispatch:
             row("  tokens to experts", f"{memory.dispatch / gib:,.2f} GiB")
         if memory.exchange:

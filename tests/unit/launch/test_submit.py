@@ -108,9 +108,9 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
         ),
         (
             ["llama3_8b_1node", "--cluster", "h100_ib", "schedule.max_tokens_per_rank=16384"],
-            "llama3_8b_1node does not fit the cluster's GPUs: the fullest rank, of pipeline stage 0, needs 74.2 GiB of "
-            "72.0 usable (7.5 weights + 15.0 gradients + 11.2 optimizer + 40.6 activations)\n"
-            "  where: cluster.gpu_gib=80",
+            "llama3_8b_1node does not fit the cluster's GPUs: the fullest rank, of pipeline stage 0, needs 76.2 GiB of "
+            "72.0 usable (7.5 weights + 15.0 gradients + 11.2 optimizer + 40.6 activations + 2.0 gradient of the "
+            "logits)\n  where: cluster.gpu_gib=80",
         ),
     ],
 )
