@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from harness.errors import CheckpointError, FormatError
+from harness.settings import find_odd
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, read_checksums, write_atomically
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, whole_checkpoints
 
@@ -74,8 +75,8 @@ def read_local_record(folder: Path) -> LocalRecord | None:
     path = folder / LOCAL_RECORD
     try:
         values = json.loads(path.read_text())
-        if not isinstance(values["step"], int) or not isinstance(values["attempt"], int):
-            raise ValueError("step and attempt are not numbers")
+        if odd := find_odd(values, LocalRecord):
+            raise ValueError(odd)
         # All that lies there is removed when the run ends.
         if values["run"] in ("", "..") or Path(values["run"]).name != values["run"]:
             raise ValueError(f"{values['run']!r} is no folder of a run")

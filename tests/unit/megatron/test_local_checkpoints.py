@@ -185,7 +185,9 @@ def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_ch
     assert begin_local_attempt(tmp_path, "") is None
     assert read_local_record(tmp_path) is None
     # The folder is removed in the end: it has to be one of a run, and not the disk or another one.
-    for damaged in ("{}", *(second_text.replace(first.run, run) for run in ("", ".", "..", "a/b", "/home"))):
+    texts = [second_text.replace(first.run, run) for run in ("", ".", "..", "a/b", "/home")]
+    texts += [second_text.replace(*pair) for pair in (('"/scratch"', "5"), ("[]", "[1]"), ("2", "true"))]
+    for damaged in ("{}", *texts):
         (tmp_path / "local_checkpoints.json").write_text(damaged)
         with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
             read_local_record(tmp_path)
