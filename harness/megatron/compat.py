@@ -12,6 +12,7 @@ import pickle
 import queue
 import signal
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -314,6 +315,8 @@ class WrittenHashes:
         # Some hundred bytes a file, one or two files a rank: a pipe holds hundreds of them.
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
+        for descriptor in (self._reading, self._writing):
+            weakref.finalize(self, os.close, descriptor)
 
     def of_files_written_by(self, request: Any) -> Any:
         """Return the request of a checkpoint, whose writers take hashes; for a rank that writes nothing, the same."""
@@ -328,10 +331,6 @@ class WrittenHashes:
             while block := os.read(self._reading, 1 << 16):
                 data += block
         return [StoredFile(*json.loads(line)) for line in data.splitlines()]
-
-    def __del__(self) -> None:
-        for descriptor in (self._reading, self._writing):
-            os.close(descriptor)
 
 
 def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> Any:
