@@ -27,7 +27,7 @@ import xxhash
 from megatron.core import optimizer, utils
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer_config
@@ -303,6 +303,36 @@ def keep_checkpoint_results_in_a_file() -> None:
         filesystem_async._results_queue = _ResultFile()
 
 
+# Functions that write a file of a checkpoint on rank 0 alone; no version has all.
+_WRITTEN_ALONE = (
+    (filesystem_async.FileSystemWriterAsync, "finish"),
+    (getattr(common, "TorchCommonSaveStrategy", None), "save_common"),
+    (serialization, "save_common"),
+    (serialization, "save_config"),
+)
+
+
+@contextmanager
+def rank_0_goes_on() -> Iterator[list[Exception]]:
+    """Collect the errors of files that rank 0 writes alone inside the block, where the other ranks wait for it."""
+    errors: list[Exception] = []
+
+    def without_errors(write: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(*arguments: Any, **options: Any) -> None:
+            try:
+                write(*arguments, **options)
+            except (OSError, RuntimeError) as error:
+                errors.append(error)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for place, name in _WRITTEN_ALONE:
+            if hasattr(place, name):
+                stack.enter_context(mock.patch.object(place, name, without_errors(getattr(place, name))))
+        yield errors
+
+
 class WrittenHashes:
     """Hashes of checkpoint files, taken from the bytes on their way to the disk.
 
@@ -341,8 +371,8 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
-    # This process waits for its own children to report; one that is killed never does. One that ends before it is in
-    # the list of children is seen at the next look.
+    # This process waits for its own children to report; one that is killed never does. One that ends before its process
+    # is known is seen at the next look.
     for signum in (signal.SIGCHLD, signal.SIGALRM):
         signal.signal(signum, _raise_if_killed)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
@@ -363,13 +393,19 @@ class _KilledError(Exception):
 
 
 def _raise_if_killed(*_: object) -> None:
-    for child in list(process._children):  # type: ignore[attr-defined]
+    # The list of children loses those that have ended when another one starts; this set has all.
+    for child in list(process._dangling):  # type: ignore[attr-defined]
+        if child._parent_pid != os.getpid() or child._popen is None:
+            continue
+        signum = -(child._popen.returncode or 0)
         with suppress(ChildProcessError):
             # Left to be waited for by those who started it.
-            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, child._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                raise _KilledError(f"a process that writes it was killed by signal {ended.si_status}")
+                signum = ended.si_status
+        if signum > 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise _KilledError(f"a process that writes it was killed by signal {signum}")
 
 
 class _HashedFile(io.FileIO):

@@ -175,6 +175,11 @@ def test_a_run_killed_again_and_again_while_it_writes_and_copies_has_the_losses_
             "file",
             r"the local checkpoint of step 2 cannot be written: rank 0: .*Is ?a ?directory.*\n  where: \S+/step-",
         ),
+        (".metadata.tmp", "warning: the local checkpoint of step 2 cannot be written: Is a directory"),
+        *(
+            pytest.param(name, "warning: the local checkpoint of step 2 cannot be", marks=pytest.mark.nightly)
+            for name in ("common.pt", "metadata.json")
+        ),
         pytest.param(
             "folder",
             r"warning: the local checkpoint of step 2 cannot be written: \S+: Not a directory, \S+/attempt-1",
@@ -185,7 +190,8 @@ def test_a_run_killed_again_and_again_while_it_writes_and_copies_has_the_losses_
 def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
     dataset, tmp_path, monkeypatch, capsys, fault, message
 ):
-    """One rank, whose disk fails for the folder of a checkpoint, or for a file in the process that writes it."""
+    """One rank, whose disk fails for the folder of a checkpoint, or for a file: in the process that writes the largest,
+    or of those that rank 0 writes alone."""
     make_folder: Callable[..., Any] = LocalStore.make_folder
 
     def fail(store: LocalStore, step: int) -> Path | None:
@@ -201,6 +207,9 @@ def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
             assert folder is not None
             for number in range(4):
                 (folder / f"__0_{number}.distcp").mkdir()
+        elif fault not in ("folder", "file") and step == 2:
+            assert folder is not None
+            (folder / fault).mkdir()
         return folder
 
     monkeypatch.setattr(LocalStore, "make_folder", fail)

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -296,14 +296,16 @@ class CheckpointWriter:
         self._unfinished = folder
         self._hashes.take()  # of one that failed
         try:
-            request = dist_checkpointing.save(
-                _run_state(self._step, is_loading=False)[0],
-                str(self._unfinished),
-                self._strategy,
-                validate_access_integrity=False,
-                async_sharded_save=True,
-                **compat.async_checkpoint_arguments(dist_checkpointing.save),
-            )
+            with compat.rank_0_goes_on() as errors:
+                request = dist_checkpointing.save(
+                    _run_state(self._step, is_loading=False)[0],
+                    str(self._unfinished),
+                    self._strategy,
+                    validate_access_integrity=False,
+                    async_sharded_save=True,
+                    **compat.async_checkpoint_arguments(dist_checkpointing.save),
+                )
+            on_rank_0(lambda: self._raise_first(errors))
             self._calls.schedule_async_request(self._hashes.of_files_written_by(request))
         except CheckpointException as error:
             self._fail_together(error)
@@ -323,10 +325,12 @@ class CheckpointWriter:
             return
         with self._failing_locally():
             try:
-                finished = self._calls.maybe_finalize_async_calls(blocking=wait)
+                with compat.rank_0_goes_on() as errors:
+                    finished = self._calls.maybe_finalize_async_calls(blocking=wait)
             except CheckpointException as error:
                 self._fail_together(error)
             if finished:
+                on_rank_0(lambda: self._raise_first(errors))
                 progress, own = self._writing, self._hashes.take()
                 if self._is_local:
                     assert self._local is not None
@@ -394,6 +398,10 @@ class CheckpointWriter:
 
         on_rank_0(raise_it)
         raise AssertionError("the error of rank 0 was not shared") from error
+
+    def _raise_first(self, errors: Sequence[Exception]) -> None:
+        if errors:
+            raise self._failed(errors[0]) from errors[0]
 
     def _failed(self, why: object) -> CheckpointError:
         assert self._writing is not None
