@@ -46,7 +46,7 @@ def main() -> int:
             return 0
         pids.append(pid)
     # After the forks: the store has a thread, and a forked process has none but its first.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     for _, writer in pipes:
         os.write(writer, str(store.port).encode())
     failed = False

@@ -259,7 +259,7 @@ def test_both_sides_in_a_bucket_are_killed_and_every_row_is_trained_once(
     producer.wait()
     training.wait()
     producer, training = start(produce, 0), start(rank, 29612)
-    assert training.wait(120) == 0
-    assert producer.wait(120) == 0
+    assert training.wait(600) == 0
+    assert producer.wait(600) == 0
     trained = [one for step in steps() for one in step["ids"]]
     assert len(trained) == len(set(trained)) == sum(pack.num_sequences for pack in rows)

@@ -140,7 +140,7 @@ def train(
     """
     folders = [folder] if isinstance(folder, Path) else [*folder]
     settings["blend"] = [LiveSource(str(path), weight) for path, weight in zip(folders, weights, strict=True)]
-    config = LiveConfig(**{"pack_size": 128, "timeout_s": 20.0, "open_packs": 3, **settings})
+    config = LiveConfig(**{"pack_size": 128, "timeout_s": 300.0, "open_packs": 3, **settings})
     barrier = threading.Barrier(dp_size)
     slots: list[list[Offer]] = [[] for _ in range(dp_size)]
     sent: list[list[UInt8Array]] = [[] for _ in range(dp_size)]
@@ -150,9 +150,9 @@ def train(
     def exchange_of(rank: int) -> Callable[[list[Offer]], list[Offer]]:
         def exchange(mine: list[Offer]) -> list[Offer]:
             slots[rank] = mine
-            barrier.wait(30)
+            barrier.wait(300)
             offers = [offer for some in slots for offer in some]
-            barrier.wait(30)
+            barrier.wait(300)
             return offers
 
         return exchange
@@ -160,9 +160,9 @@ def train(
     def swap_of(rank: int) -> Callable[[list[UInt8Array], list[int]], list[UInt8Array]]:
         def swap(outgoing: list[UInt8Array], expected: list[int]) -> list[UInt8Array]:
             sent[rank] = outgoing
-            barrier.wait(30)
+            barrier.wait(300)
             arrived = [parts[rank] for parts in sent]
-            barrier.wait(30)
+            barrier.wait(300)
             assert [part.shape[0] for part in arrived] == expected
             return arrived
 

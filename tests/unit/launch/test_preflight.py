@@ -119,11 +119,11 @@ def test_checks_run_side_by_side_and_each_reports_its_facts_or_its_error(capsys)
     both = threading.Barrier(2)
 
     def refuses():
-        both.wait(60)
+        both.wait(300)
         raise HarnessError("no", where="here", fix="yes")
 
     def passes():
-        both.wait(60)
+        both.wait(300)
         return {"a": 1}
 
     run_checks({"refuses": refuses, "fails": lambda: 1 // 0, "passes": passes}, node="n1", timeout_s=60)
@@ -167,7 +167,7 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(300)
     assert offsets_s == ahead_s
 
 
@@ -199,7 +199,7 @@ def test_an_address_where_nothing_or_another_job_answers_is_refused():
     with pytest.raises(HarnessError, match="is not a node of this job"):
         check_rendezvous(own, port, place(1, 2), timeout_s=1)
     check_rendezvous(own, port, place(1, 2, "8.0"), timeout_s=60)
-    first.join(90)
+    first.join(300)
 
 
 def wait_until_listening(address: str, port: int) -> None:

@@ -396,7 +396,7 @@ def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_pat
         assert sorted(folder.look().chunks) == [1, 2, 3, 4]
         # A rank that waits for a chunk far ahead gets it, whatever others have left to read.
         (tmp_path / "_consumer").write_text(json.dumps({"waiting_for": [5], "read_below": 1, "read": []}))
-        adding.join(60)
+        adding.join(300)
         assert not adding.is_alive()
     assert sorted(folder.look().ready) == [1, 2, 3, 4, 5]
 

@@ -205,7 +205,7 @@ def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeyp
 
     writer = forking.Process(target=compat._hash_and_write, args=(write, writing))
     writer.start()
-    writer.join(60)
+    writer.join(300)
     assert writer.exitcode == 0
     result = filesystem_async._results_queue.get_nowait()
     assert str(result) == "a process that writes it was killed by signal 9"

@@ -95,7 +95,7 @@ def test_a_signal_ends_a_startup_that_lasts_longer_than_its_grace(ended, capsys)
         ) as watchdog,
     ):
         watchdog.at(8, "loading the checkpoint")
-        assert event.wait(timeout=60)
+        assert event.wait(timeout=300)
     assert codes == [75]
     assert left == [Stop(7, "signal", "SIGTERM received before the first step, in step 8, loading the checkpoint")]
     assert "resume=auto starts again" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_the_first_rank_in_the_store_reports_an_end(ended, capsys) -> None:
         runtime.start("cpu"),
         Watchdog(limit_s=4, requested=lambda: ("SIGTERM", 21.0), leave=lambda stop: False),
     ):
-        assert event.wait(timeout=60)
+        assert event.wait(timeout=300)
     assert "SIGTERM received before the first step" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_a_startup_without_progress_ends_and_names_the_setting_to_raise(ended, c
     left: list[Stop] = []
     with runtime.start("cpu"), Watchdog(limit_s=0.4, leave=lambda stop: not left.append(stop)) as watchdog:
         watchdog.at(1, "opening the data")
-        assert event.wait(timeout=60)
+        assert event.wait(timeout=300)
     assert codes[0] == 70
     assert (left[0].reason, left[0].rank) == ("hang", 0)
     assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err
@@ -137,7 +137,7 @@ def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(end
     with runtime.start("cpu"), Watchdog(limit_s=4) as watchdog:
         watchdog.training_begins(tmp_path, limit_s=0.4)
         watchdog.at(7, "training")
-        assert event.wait(timeout=60)
+        assert event.wait(timeout=300)
     stacks = (tmp_path / "stacks" / "rank-00000.txt").read_text()
     assert stacks.startswith("rank 0 on ")
     assert ", step 7, training\nNCCL_IB_HCA=x\nTORCH_NCCL_TRACE_BUFFER_SIZE=x\n" in stacks
