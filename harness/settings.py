@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import re
@@ -103,7 +104,12 @@ def find_odd(values: Any, schema: type[Any]) -> str | None:
 
     A setting that is missing is none of an earlier version, which is not wrong.
     """
-    return _find_odd(values, {setting.key: setting.type for setting in explain_settings(schema)}, "")
+    return _find_odd(values, _types_of(schema), "")  # type: ignore[arg-type]  # classes are hashable
+
+
+@functools.cache
+def _types_of(schema: type[Any]) -> dict[str, str]:
+    return {setting.key: setting.type for setting in explain_settings(schema)}
 
 
 def _find_odd(values: Any, types: dict[str, str], key: str) -> str | None:

@@ -161,7 +161,7 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
     """Return the nodes that jobs of a run leave out because they failed, and why; the last reason counts."""
     excluded: dict[str, str] = {}
     with suppress(OSError):
-        for line in (run_dir / EXCLUDED_FILE).read_text().splitlines():
+        for line in (run_dir / EXCLUDED_FILE).read_text(errors="replace").splitlines():
             node, _, reason = line.partition(" ")
             if node:
                 excluded[node] = reason

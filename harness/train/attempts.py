@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.settings import find_odd
 from harness.storage import write_atomically
 from harness.train.checkpoints import RUN_FILE
 from harness.train.lines import LineFile, whole_lines
@@ -271,14 +272,19 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _stop(values: dict[str, Any]) -> Stop:
-    return Stop(**{name: values[name] for name in ("step", "reason", "message", "rank", "requeue")})
+    stop = {name: values[name] for name in ("step", "reason", "message", "rank", "requeue")}
+    if odd := find_odd(stop, Stop):
+        raise ValueError(odd)
+    if not isinstance(values.get("lost_s", 0.0), int | float):
+        raise ValueError(f"lost_s is {values['lost_s']!r}")
+    return Stop(**stop)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Path]:
     try:
         yield path
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         fix = "remove the file and start the run by hand"
         raise FormatError(f"cannot be read: {error}", where=str(path), fix=fix) from None
 

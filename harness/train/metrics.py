@@ -9,11 +9,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.settings import explain_settings, find_odd
 from harness.storage import write_atomically
 from harness.train.events import EventFile
 from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, keep_lines_before, whole_lines
@@ -190,13 +191,15 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
 
-    numbers = [one.name for one in fields(StepMetrics) if one.default_factory is MISSING]
+    not_finite = {setting.key: math.nan for setting in explain_settings(StepMetrics) if setting.type == "float"}
 
     def parse(values: dict[str, Any]) -> StepMetrics:
-        odd = [name for name in numbers if not isinstance(values.get(name, 0), int | float | None)]
-        if odd or type(values["step"]) is not int:
-            raise ValueError(f"{(odd or ['step'])[0]} is not a number")
-        return StepMetrics(**{**values, **{name: math.nan for name in ("loss", "grad_norm") if values[name] is None}})
+        given = {**values, **{name: nan for name, nan in not_finite.items() if values[name] is None}}
+        slow = [asdict(Straggler(**one)) for one in given.pop("stragglers", [])]
+        for read, schema in ((given, StepMetrics), *((one, Straggler) for one in slow)):
+            if odd := find_odd(read, schema):
+                raise ValueError(odd)
+        return StepMetrics(**given, stragglers=slow)
 
     return read_lines(path, parse, "metrics", remedy=DAMAGED_FIX)
 

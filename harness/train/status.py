@@ -70,7 +70,7 @@ def read_status(folder: Path) -> RunStatus:
     if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
         raise ConfigError("there is no run in this folder", where=str(folder), fix="name the folder of a run")
     steps = None
-    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
         steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
     newest: list[tuple[int, float | None, float]] = []
     age_s = None
@@ -86,7 +86,7 @@ def read_status(folder: Path) -> RunStatus:
     with suppress(CheckpointError):
         local = read_local_record(folder)
     stopped = None
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         stopped = str(json.loads((folder / STOPPED_FILE).read_text())["message"])
     return RunStatus(
         folder=str(folder),

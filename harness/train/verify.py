@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import CheckpointError, FormatError, Problem
+from harness.settings import find_odd
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
 from harness.train.local import read_disk, read_local_record
-from harness.train.metrics import METRICS_FILE
+from harness.train.metrics import METRICS_FILE, StepMetrics
 
 # Null where a step had no validation; elsewhere null is a number that was not finite.
 _OPTIONAL = "validation_loss"
@@ -203,6 +204,8 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
         odd = [name for name, value in checked.items() if not _is_number(value) and (name, value) != (_OPTIONAL, None)]
         if odd:
             yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
+        elif wrong := find_odd({name: value for name, value in checked.items() if value is not None}, StepMetrics):
+            yield Problem(f"not the metrics of a step: {wrong}", where)
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
     if newest > step:
         yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))

@@ -157,6 +157,9 @@ class RunRecords:
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
+        if not steps:
+            self.progress.log(f"warning: {self._folder / METRICS_FILE} has no steps any more: no report is written")
+            return
         plot_loss(steps, self._folder / "loss.png", title=title)
         if steps[-1].experts:
             plot_experts(steps, self._folder / "experts.png", title=title)

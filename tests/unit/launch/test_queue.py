@@ -152,6 +152,8 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
 
 def test_a_run_without_a_queue_is_shown_from_its_files(run_dir, harness, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
+    (run_dir / "_stopped.json").write_text("[]")
+    (run_dir / "excluded_nodes").write_bytes(b"node\xff\n")
     code, printed, _ = harness("status", run_dir)
     assert code == 0
     assert printed.splitlines()[0] == f"{run_dir}: not finished, its jobs are unknown (squeue is not installed here)"

@@ -160,9 +160,11 @@ def test_the_error_of_the_first_of_several_ranks_is_kept(tmp_path: Path) -> None
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    (tmp_path / ATTEMPTS_FILE).write_text("{}\n")
-    with pytest.raises(FormatError, match="cannot be read"):
-        decide(tmp_path, exit_code=1)
+    whole = {"step": 1, "reason": "hang", "message": "x", "rank": None, "requeue": True}
+    for damaged in ({}, {**whole, "step": []}, {**whole, "step": "1"}, {**whole, "lost_s": None}):
+        (tmp_path / ATTEMPTS_FILE).write_text(json.dumps(damaged) + "\n")
+        with pytest.raises(FormatError, match="cannot be read"):
+            decide(tmp_path, exit_code=1)
 
 
 def noted(folder: Path) -> list[tuple[str, int]]:

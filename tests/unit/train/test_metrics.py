@@ -108,7 +108,19 @@ def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
     assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].grad_norm)
 
 
-@pytest.mark.parametrize("change", [{"step": "1"}, {"loss": "a"}, {"fill": []}, {"unknown": 1}, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "1"},
+        {"loss": "a"},
+        {"fill": []},
+        {"unknown": 1},
+        {"tokens": None},
+        {"experts": []},
+        {"stragglers": [1]},
+        None,
+    ],
+)
 def test_a_line_that_is_not_a_step_is_named(tmp_path, change):
     values = {} if change is None else vars(metrics(1)) | change
     (tmp_path / "metrics.jsonl").write_text(json.dumps(values) + "\n")

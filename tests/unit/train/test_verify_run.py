@@ -93,6 +93,10 @@ def test_damage_of_a_local_checkpoint_is_named_if_it_is_on_the_disk_of_this_node
         ([line(1), line(2, loss=None), line(3), line(4)], "step 2 has no finite loss"),
         ([line(1), line(2, grad_norm=float("inf")), line(3), line(4)], "step 2 has no finite grad_norm"),
         ([line(1), line(2, evaluation_losses={"a": None}), line(3), line(4)], "step 2 has no finite evaluation_losses"),
+        (
+            [line(1), line(2, loss=[]), line(3), line(4)],
+            "not the metrics of a step: loss is '[]', and not of type float",
+        ),
         ([line(1), "{\n", line(3), line(4)], "not the metrics of a step: "),
         ([line(1), "[]\n", line(3), line(4)], "not the metrics of a step: "),
         ([line(1), line(2), line(3), line(4), '{"step": 5'], "the last line is cut short"),
