@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from harness.storage import (
 CHECKPOINTS = "checkpoints"
 # Written into a checkpoint after the weights; without it there is no checkpoint.
 RUN_FILE = "run.json"
+_NAME = re.compile(r"step-[0-9]+")
 CHECKPOINT_FIX = (
     "resume=auto uses the newest whole checkpoint beside it; if none is left, remove the damaged ones, and it starts "
     "from the first step"
@@ -44,8 +46,11 @@ class Progress:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
+    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first.
+
+    Copies that somebody keeps beside them, such as `step-00000100-good`, are none of the run's.
+    """
+    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

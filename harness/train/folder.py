@@ -18,6 +18,7 @@ from harness.plan import PretrainConfig, SftConfig
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
+from harness.train.checkpoints import UnreadableError
 from harness.train.local import may_resume
 
 RESUME = ("false", "true", "auto")
@@ -199,7 +200,7 @@ def leave_refusal(folder: Path, error: HarnessError) -> None:
 
     A launcher may turn every exit code into 1, and a scheduler would restart a run that is refused each time.
     """
-    requeue = isinstance(error, LoaderError | LostRankError)
+    requeue = isinstance(error, LoaderError | LostRankError | UnreadableError)
     rank = error.about if isinstance(error, LostRankError) else None
     leave_early_stop(folder, Stop(steps_done(folder), type(error).__name__, error.what, rank, requeue))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ import xxhash
 from harness.errors import CheckpointError, FormatError
 from harness.settings import find_odd
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, read_checksums, write_atomically
-from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, whole_checkpoints
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, list_checkpoints, whole_checkpoints
 
 LOCAL_RECORD = "local_checkpoints.json"
 # Every node has them; the other files of a checkpoint are on one or two.
@@ -71,6 +72,7 @@ def read_local_record(folder: Path) -> LocalRecord | None:
 
     Raises:
         CheckpointError: it is damaged.
+        UnreadableError: it cannot be read.
     """
     path = folder / LOCAL_RECORD
     try:
@@ -83,7 +85,10 @@ def read_local_record(folder: Path) -> LocalRecord | None:
         return LocalRecord(**{**values, "hosts": tuple(values["hosts"])})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        what = f"the record of local checkpoints cannot be read: {error.strerror} (on {socket.gethostname()})"
+        raise UnreadableError(what, where=str(path), fix="look at that file system, then resume again") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"the record of local checkpoints cannot be read: {error}",
             where=str(path),

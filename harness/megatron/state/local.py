@@ -386,7 +386,7 @@ class LocalCopies:
             if not any(tasks):
                 break
             outcomes = self._copy(name, tasks[torch.distributed.get_rank()], target)
-            _from_all(outcomes, partial(self._note, tried, problems))
+            _from_all(outcomes, partial(self._note, target, tried, problems))
         return on_rank_0(lambda: self._finish(name, target, tried, problems))
 
     def _missing(self, name: str) -> CheckpointError | None:
@@ -442,18 +442,26 @@ class LocalCopies:
         return outcomes
 
     def _note(
-        self, tried: dict[str, int], problems: dict[str, list[str]], outcomes: list[list[tuple[str, str, str]]]
+        self,
+        target: Path,
+        tried: dict[str, int],
+        problems: dict[str, list[str]],
+        outcomes: list[list[tuple[str, str, str]]],
     ) -> None:
         for path, unreadable, unwritable in (outcome for one in outcomes for outcome in one):
             if unwritable:
-                raise CheckpointError(
-                    f"a local checkpoint cannot be copied into the run's folder: {unwritable}",
-                    where=str(self._folder),
-                    fix="make room there and resume again; the local files stay",
-                )
+                raise self._no_room(target, unwritable)
             tried[path] = tried.get(path, 0) + 1 if unreadable else -1
             if unreadable:
                 problems.setdefault(path, []).append(unreadable)
+
+    def _no_room(self, target: Path, why: str) -> CheckpointError:
+        shutil.rmtree(target, ignore_errors=True)  # it would take the room of the next attempt's copy
+        return CheckpointError(
+            f"a local checkpoint cannot be copied into the run's folder: {why}",
+            where=str(self._folder),
+            fix="make room there and resume again; the local files stay",
+        )
 
     def _finish(
         self, name: str, target: Path, tried: dict[str, int], problems: dict[str, list[str]]
@@ -467,16 +475,19 @@ class LocalCopies:
                 where=str(self._folder / name),
                 fix="an older one is used; look at the disks of these nodes",
             )
-        for file, content in self._found[name].manifest.items():
-            (target / file).write_bytes(content)
-            sync_path(target / file)
-        read_checkpoint(target)
-        sync_path(target)
-        final = target.with_name(name)
-        if final.exists():  # damaged, or it would have been used
-            shutil.rmtree(final.rename(final.with_suffix(".removed")))
-        target.rename(final)
-        sync_path(target.parent)
+        try:
+            for file, content in self._found[name].manifest.items():
+                (target / file).write_bytes(content)
+                sync_path(target / file)
+            read_checkpoint(target)
+            sync_path(target)
+            final = target.with_name(name)
+            if final.exists():  # damaged, or it would have been used
+                shutil.rmtree(final.rename(final.with_suffix(".removed")))
+            target.rename(final)
+            sync_path(target.parent)
+        except OSError as error:
+            raise self._no_room(target, f"{socket.gethostname()}: {_reason(error, target)}") from error
         self.notes += [f"{one}; that of another node is used" for found in problems.values() for one in found]
         return None
 

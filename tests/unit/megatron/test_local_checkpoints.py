@@ -16,9 +16,10 @@ from harness.errors import CheckpointError
 from harness.loader import LoaderState
 from harness.megatron.job import runtime
 from harness.megatron.state import LocalCopies, LocalStore, find_newest
+from harness.megatron.state import local as local_checkpoints
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, receiver_of
 from harness.storage import StoredFile, digest_files
-from harness.train import LocalRecord, Progress, begin_local_attempt, read_local_record, write_run_file
+from harness.train import LocalRecord, Progress, begin_local_attempt, copy_verified, read_local_record, write_run_file
 from harness.train.local import may_resume
 
 TOKEN = secrets.token_bytes(32)
@@ -172,6 +173,27 @@ def test_a_local_checkpoint_is_used_where_it_is_the_newest_whole_one(tmp_path: P
     assert "trainer.local_checkpoints is not set" in find_newest(shared, LocalCopies("", record))[1][0].what
     checkpoint(shared, 9)
     assert find_newest(shared, LocalCopies(record.root, record)) == (shared / "step-00000009", [])
+
+
+def test_a_local_checkpoint_that_finds_no_room_in_the_run_s_folder_leaves_nothing_there(
+    tmp_path: Path, job: None, monkeypatch
+) -> None:
+    """Each attempt would otherwise take room from the next."""
+    record = LocalRecord(str(tmp_path / "disk"), "run-1", 1, 6, ("gpu03",))
+    checkpoint(record.folder(record.root), 6)
+    shared = tmp_path / "checkpoints"
+
+    for full in ("__1_0", "run.json"):
+
+        def copy_and_fill(source: Path, target: Path, stored: StoredFile, full: str = full) -> None:
+            copy_verified(source, target, stored)
+            (target.parent / full).unlink(missing_ok=True)
+            (target.parent / full).symlink_to("/dev/full")
+
+        monkeypatch.setattr(local_checkpoints, "copy_verified", copy_and_fill)
+        with pytest.raises(CheckpointError, match=r"cannot be copied into the run's folder: .*No space left on device"):
+            find_newest(shared, LocalCopies(record.root, record))
+        assert list(shared.iterdir()) == []
 
 
 def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_checkpoints_has_none(tmp_path) -> None:

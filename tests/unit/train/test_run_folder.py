@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from harness.errors import ConfigError
+from harness.train import UnreadableError, leave_refusal, read_local_record, read_status, whole_checkpoints
 from harness.train.folder import choose_run_folder, open_run_folder
 
 
@@ -53,6 +55,24 @@ def test_a_named_folder_with_a_run_in_it_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="the run folder is not empty"):
         choose(tmp_path, str(folder))
     assert choose(tmp_path, str(folder), "true") == folder
+
+
+def test_a_copy_that_somebody_keeps_of_a_checkpoint_is_none_of_the_run_s(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    newest = checkpoint_in(tmp_path, 4)
+    (newest.with_name("step-00000004-good")).mkdir()
+    (newest.with_name("step-00000004-good") / "run.json").write_text("{}")
+    assert whole_checkpoints(tmp_path / "checkpoints") == [newest]
+    assert read_status(tmp_path).checkpoint == 4
+
+
+def test_a_record_of_local_checkpoints_that_cannot_be_read_now_is_not_to_be_removed(tmp_path):
+    (tmp_path / "local_checkpoints.json").symlink_to("local_checkpoints.json")
+    with pytest.raises(UnreadableError, match="cannot be read: Too many levels of symbolic links") as refused:
+        read_local_record(tmp_path)
+    assert "remove" not in refused.value.fix
+    leave_refusal(tmp_path, refused.value)
+    assert json.loads((tmp_path / "_stopped.json").read_text())["requeue"] is True
 
 
 def test_a_named_folder_without_checkpoints_cannot_be_resumed(tmp_path):
