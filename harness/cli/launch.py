@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.checks import bounded, check_numbers
 from harness.cli.settings import class_of, complete_names, list_experiments, stdout_console
-from harness.errors import HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.launch import SubmitConfig
 from harness.settings import explain_settings, render_settings, to_plain
 
@@ -117,6 +117,7 @@ def plan(
     if options.show:
         print(render_settings(settings) + render_settings(config), end="")
         return
+    _refuse_unused(settings, searches=searches, has_local_checkpoints=bool(config.trainer.local_checkpoints))
     machine = Machine(
         peak_flops=settings.peak_tflops * 1e12,
         node_bytes_per_s=settings.node_gb_s * 1e9,
@@ -147,6 +148,7 @@ def plan(
             raise typer.Exit(1)
         print("the first:", *found.fitting[0].overrides)
         return
+    config.check_dtypes()
     planned = plan_run(
         to_plain(config), machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load
     )
@@ -157,6 +159,22 @@ def plan(
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+
+
+def _refuse_unused(settings: PlanSettings, *, searches: bool, has_local_checkpoints: bool) -> None:
+    """Raise ConfigError for a setting that this plan would not use."""
+    names = ("mfu", "rehearse", "file_system_gb_s", "disk_gb_s") if searches else ("top",)
+    reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
+    if not has_local_checkpoints:
+        reasons.setdefault("disk_gb_s", "trainer.local_checkpoints is empty")
+    default = PlanSettings()
+    for name, reason in reasons.items():
+        if getattr(settings, name) != getattr(default, name):
+            raise ConfigError(
+                f"{reason}, and {name} would have no effect",
+                where=f"{name}={getattr(settings, name)}",
+                fix="leave it out",
+            )
 
 
 def _names_no_data(config: RunConfig) -> bool:

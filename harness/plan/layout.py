@@ -263,6 +263,12 @@ def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:
     return math.lcm(block * parts, parallel.pad_to_multiple)
 
 
+def fp8_rank_multiple(fp8: str, parallel: ParallelConfig) -> int:
+    """Return the number that the tokens of a context-parallel rank are a multiple of where whole rows are padded so."""
+    multiple = fp8_row_multiple(fp8, parallel)
+    return multiple // math.gcd(multiple, parallel.context_parallel_size)
+
+
 def padded_vocab_size(vocab_size: int) -> int:
     """Return `vocab_size` rounded up to a multiple of 128.
 

@@ -31,9 +31,10 @@ from harness.plan.memory import (
     plan_memory,
 )
 from harness.plan.model import ModelConfig
-from harness.plan.settings import OptimizerConfig, RunConfig
-from harness.plan.work import Machine, Work, estimate_step, plan_work
+from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, check_fp8_rows
+from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
 from harness.records import Int64Array
+from harness.thd import padded_lengths
 
 # Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
 ASSUMED_VOCABULARY = 131_072
@@ -273,6 +274,8 @@ def plan_run(
             max_tokens_per_row=parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"]),
             group_size=parallel.group_size,
         )
+        work = replace(work, microbatches=plan_microbatches(settings, inputs, parallel, ranks, work.tokens))
+        _check_longest(settings, inputs.lengths, parallel)
     machine = machine or Machine()
     return plan_layout(inputs, parallel, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
 
@@ -285,13 +288,14 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
     if config.trainer.device == "cpu":
         return
     model, dp_size, gpu_bytes = config.model.on("cuda"), config.parallel.dp_size(ranks), gpu_gib * 2**30
+    samples_a_row = config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1
     memory = plan_memory(
         model,
         config.parallel,
         vocab_size=model.vocab_size or 1,
         dp_size=dp_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
-        microbatches=-(-config.loader.global_batch_size // dp_size),
+        microbatches=-(-config.loader.global_batch_size // (dp_size * samples_a_row)),
         kernels=kernels_on_gpu(model, config.parallel),
         optimizer=config.optimizer,
     )
@@ -313,6 +317,31 @@ def check_layout(settings: dict[str, Any], model: ModelConfig, parallel: Paralle
         global_batch_size=settings["loader"]["global_batch_size"],
         max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"] if "schedule" in settings else 1,
     )
+    if "schedule" in settings:
+        check_fp8_rows(model.fp8, parallel, settings["schedule"]["max_tokens_per_rank"])
+
+
+def plan_microbatches(
+    settings: dict[str, Any], inputs: Inputs, parallel: ParallelConfig, ranks: int, tokens: float
+) -> int:
+    """Return the microbatches of a step of so many tokens: by what rows hold, or by packs where each is a row."""
+    dp_size, schedule = parallel.dp_size(ranks), settings["schedule"]
+    if schedule["name"] == "as_packed":
+        packs = min(settings["loader"]["global_batch_size"], inputs.num_packs)
+        return count_microbatches(packs, dp_size, parallel.group_size)
+    row = parallel.max_tokens_per_row(schedule["max_tokens_per_rank"])
+    return count_microbatches(tokens, dp_size * row, parallel.group_size)
+
+
+def _check_longest(settings: dict[str, Any], lengths: Int64Array, parallel: ParallelConfig) -> None:
+    row = parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"])
+    longest = int(padded_lengths(lengths + 1, parallel.pad_to_multiple).max(initial=0))
+    if longest > row:
+        raise ConfigError(
+            f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row",
+            where="schedule.max_tokens_per_rank",
+            fix=f"raise it or parallel.context_parallel_size to {longest:,} tokens a row, or plan shorter sequences",
+        )
 
 
 def plan_layout(

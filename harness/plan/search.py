@@ -8,6 +8,7 @@ are.
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from harness.errors import ConfigError
-from harness.plan.layout import ParallelConfig
+from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
-from harness.plan.run_plan import AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout
-from harness.plan.work import Machine, count_microbatches, plan_work
+from harness.plan.run_plan import AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout, plan_microbatches
+from harness.plan.work import Machine, plan_work
 
 _RECOMPUTE = ("none", "selective", "full")
 # Rows hold one pack, or as many.
@@ -145,13 +146,15 @@ def search_layouts(
         dp_size=1,
         max_tokens_per_row=inputs.pack_size,
     )
+    packs_of_rows = (1,) if settings["schedule"]["name"] == "as_packed" else _PACKS_A_ROW
     best: dict[tuple[int | None, ...], Candidate] = {}
     smallest: Candidate | None = None
     refused: ConfigError | None = None
     considered = 0
     for parallel in _layouts(asked, ranks, layers=inputs.model.num_layers, experts=inputs.model.num_experts):
-        multiple, cp_size = parallel.pad_to_multiple, parallel.context_parallel_size
-        for packs_a_row, recompute in itertools.product(_PACKS_A_ROW, _RECOMPUTE):
+        cp_size = parallel.context_parallel_size
+        multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(inputs.model.fp8, parallel))
+        for packs_a_row, recompute in itertools.product(packs_of_rows, _RECOMPUTE):
             tokens = -(-packs_a_row * inputs.pack_size // (cp_size * multiple)) * multiple
             model = replace(inputs.model, recompute=recompute)
             changed = {**settings, "schedule": {**settings["schedule"], "max_tokens_per_rank": tokens}}
@@ -160,8 +163,7 @@ def search_layouts(
             except ConfigError as error:
                 refused = refused or error
                 continue
-            at_once = parallel.dp_size(ranks) * tokens * cp_size
-            work = replace(whole, microbatches=count_microbatches(whole.tokens, at_once, parallel.group_size))
+            work = replace(whole, microbatches=plan_microbatches(changed, inputs, parallel, ranks, whole.tokens))
             planned = plan_layout(
                 replace(inputs, settings=changed, model=model),
                 parallel,

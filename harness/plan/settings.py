@@ -7,7 +7,6 @@ Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harne
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -15,7 +14,7 @@ from typing import Self
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
-from harness.plan.layout import ParallelConfig, fp8_row_multiple
+from harness.plan.layout import ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig
 
@@ -357,6 +356,18 @@ class RunConfig(ABC):
         """Raise ConfigError for everything that can be refused without data, layout included."""
 
 
+def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int) -> None:
+    """Raise ConfigError if the largest row is no whole number of blocks of products in 8 bits."""
+    multiple = fp8_rank_multiple(fp8, parallel)
+    if max_tokens_per_rank % multiple:
+        raise ConfigError(
+            f"model.fp8 is {fp8}, for which rows are padded to a multiple of {fp8_row_multiple(fp8, parallel)} tokens, "
+            f"and the largest row has {parallel.max_tokens_per_row(max_tokens_per_rank):,}",
+            where="schedule.max_tokens_per_rank, model.fp8",
+            fix=f"a multiple of {multiple}",
+        )
+
+
 @dataclass
 class SftConfig(RunConfig):
     """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows.
@@ -421,15 +432,7 @@ class SftConfig(RunConfig):
             global_batch_size=self.loader.global_batch_size,
             max_tokens_per_rank=self.max_tokens_per_rank,
         )
-        row = self.parallel.max_tokens_per_row(self.max_tokens_per_rank)
-        multiple = fp8_row_multiple(self.model.fp8, self.parallel)
-        if row % multiple:
-            raise ConfigError(
-                f"model.fp8 is {self.model.fp8}, for which rows are padded to a multiple of {multiple} tokens, and the "
-                f"largest row has {row:,}",
-                where="schedule.max_tokens_per_rank, model.fp8",
-                fix=f"a multiple of {multiple // math.gcd(multiple, self.parallel.context_parallel_size)}",
-            )
+        check_fp8_rows(self.model.fp8, self.parallel, self.max_tokens_per_rank)
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             raise ConfigError(
                 f"{self.parallel.dp_size(world_size)} data-parallel ranks cannot each train a part of a window of "

@@ -247,6 +247,20 @@ def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["auto", "mfu=0.4"], "`harness plan auto` lists layouts, and mfu would have no effect"),
+        (["sft", "top=3"], "one layout is planned, and top would have no effect"),
+        (["sft", "disk_gb_s=2"], "trainer.local_checkpoints is empty, and disk_gb_s would have no effect"),
+        (["llama3_8b_1node", "model.fp8=tensorwise", "trainer.device=cpu"], "products in 8 bits are those of"),
+    ],
+)
+def test_a_plan_refuses_what_it_would_not_use_and_what_would_not_run(harness, arguments, words):
+    code, _, message = harness("plan", *arguments, "packs=100", "model.vocab_size=512")
+    assert (code, words in message) == (2, True)
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         (

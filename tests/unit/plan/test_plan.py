@@ -176,6 +176,9 @@ def test_a_run_that_no_vocabulary_makes_fit_is_refused_on_gpus_alone(vocab_size)
             check_memory(config, 8, gpu_gib=130)
         config.trainer.device = "cpu"
         check_memory(config, 8, gpu_gib=1)
+    rows = ["data.sequence_length=2048", "data.micro_batch_size=8", "parallel.pipeline_parallel_size=4"]
+    # A row of a batch has all of its samples: the first stage keeps one row, and not four.
+    check_memory(compose_config("pretrain", PretrainConfig, [*settings, *rows]), 4, gpu_gib=100)
 
 
 def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> None:
@@ -336,6 +339,13 @@ def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
     assert planned.ranks == 8
     assert planned.work is not None
     assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 16 * 10 * 99, 2)
+    settings["schedule"]["max_tokens_per_rank"] = 4096
+    settings["schedule"]["name"] = "as_packed"  # a row has one pack, whatever its size
+    assert plan_run(settings, packs=AssumedPacks(32, pack_size=1024, sequence_tokens=100)).work == planned.work
+    with pytest.raises(
+        ConfigError, match="the longest sequence has 8,191 model tokens after padding, more than the 4,"
+    ):
+        plan_run(settings, packs=AssumedPacks(32, pack_size=8192, sequence_tokens=8192))
     with pytest.raises(ConfigError, match="sequences of 200 tokens in packs of 100"):
         AssumedPacks(1, pack_size=100, sequence_tokens=200)
 

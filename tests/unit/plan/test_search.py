@@ -53,6 +53,14 @@ def test_a_layout_of_the_search_is_planned_alike_by_its_settings() -> None:
         assert (planned.step_s, planned.memory) == (one.plan.step_s, one.plan.memory)
 
 
+def test_rows_of_a_search_are_whole_blocks_in_8_bits_and_one_pack_where_packs_are_rows() -> None:
+    in_8_bits = search("model=llama3_8b", "model.fp8=blockwise", "parallel.ranks=8", pack_size=1026).fitting[0]
+    assert in_8_bits.max_tokens_per_rank % 128 == 0
+    as_packed = search("model=llama3_8b", "schedule=as_packed", "parallel.ranks=8")
+    tokens = {one.max_tokens_per_rank * (one.parallel.context_parallel_size or 1) for one in as_packed.fitting}
+    assert tokens == {8192}
+
+
 def test_experts_are_divided_too_and_a_vocabulary_is_assumed() -> None:
     found = search("model=qwen3_30b_a3b", "loader.global_batch_size=64")
     assert {one.parallel.expert_parallel_size for one in found.fitting} >= {4, 8}
