@@ -33,15 +33,18 @@ class HfWeights(ExitStack):
         self._quantized: set[str] = set()
         try:
             if (folder / INDEX_FILE).is_file():
-                names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+                names = _indexed_files(folder)
             else:
                 names = sorted(path.name for path in folder.glob("*.safetensors"))
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
                 self._files.update(dict.fromkeys(file.keys(), file))
-            for name in [name for name in self._files if name.endswith(_BLOCKS)]:
-                self._quantized.add(name.removesuffix(_BLOCKS))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
+                if name + _SCALES in self._files:
+                    *shape, _ = self.shape(name + _BLOCKS)
+                    if len(shape) == 3 and tuple(shape) == self.shape(name + _SCALES):
+                        self._quantized.add(name)
+        except (OSError, ValueError, SafetensorError) as error:
             self.close()
             raise FormatError(
                 f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
@@ -72,6 +75,16 @@ class HfWeights(ExitStack):
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
         return columns
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+        if outside := next((name for name in names if Path(name).name != name), None):
+            raise ValueError(f"{outside!r} is no file of the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{INDEX_FILE} is damaged: {error}") from None
+    return names
 
 
 def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

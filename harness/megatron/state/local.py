@@ -112,18 +112,17 @@ class LocalStore:
 
     def _meet(self) -> bool:
         places = _from_all(self._own_place())
+        self._rank = torch.distributed.get_rank()
+        self._disks = _ranks_by_disk(places)
+        self._is_first = any(ranks[0] == self._rank for ranks in self._disks)
         problems = [f"{place.host}: {place.problem}" for place in places if place.problem]
+        if self._is_first:
+            _remove_in_background([self._folder.parent] if problems else self._earlier_attempts())
         if problems:
             self._warn(f"no local checkpoints are written: {_first(problems)}")
             self.close()
             return False
-        self._rank = torch.distributed.get_rank()
-        self._disks = _ranks_by_disk(places)
-        self._is_first = any(ranks[0] == self._rank for ranks in self._disks)
         self._hosts = [places[ranks[0]].host for ranks in self._disks]
-        if self._is_first:
-            with suppress(OSError):  # of earlier attempts; the next one tries again
-                _remove_in_background([path for path in self._folder.parent.iterdir() if path != self._folder])
         setting = f"local checkpoints below {self._folder.parent.parent}"
         if len({place.host for place in places}) > 1 and any(place.is_shared for place in places):
             self._warn(f"{setting}: this is the file system of the run's folder, not a disk of each node")
@@ -143,8 +142,14 @@ class LocalStore:
     def _own_place(self) -> _Place:
         host = socket.gethostname()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._probe(self._folder)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._probe(self._folder)
+            except OSError:
+                for path in self._earlier_attempts():  # they may fill the disk
+                    shutil.rmtree(path, ignore_errors=True)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._probe(self._folder)
             place = _Place(host, _disk_of(self._folder), "", None, _disk_of(self._folder)[1] == self._run.stat().st_dev)
         except OSError as error:
             return _Place(host, None, _reason(error, self._folder))
@@ -155,6 +160,12 @@ class LocalStore:
                 return _Place(host, None, f"no connections from other nodes: {error.strerror or error}")
             place = place._replace(listens=self._listener.place)
         return place
+
+    def _earlier_attempts(self) -> list[Path]:
+        """Return the folders of earlier attempts on this node's disk, from which none resumes once this one trains."""
+        with suppress(OSError):
+            return [path for path in self._folder.parent.iterdir() if path != self._folder]
+        return []
 
     def _listen(self, places: Sequence[_Place]) -> list[tuple[str, int]]:
         """Return address and port of every rank."""

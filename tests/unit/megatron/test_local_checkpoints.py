@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -213,6 +214,23 @@ def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_ch
         (tmp_path / "local_checkpoints.json").write_text(damaged)
         with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
             read_local_record(tmp_path)
+
+
+def test_earlier_attempts_that_fill_a_disk_are_removed_before_it_is_tried(tmp_path: Path, job, monkeypatch) -> None:
+    probe = LocalStore._probe
+
+    def probe_for_room(store: LocalStore, folder: Path) -> None:
+        if list(folder.parent.glob("attempt-1/step-*")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        probe(store, folder)
+
+    monkeypatch.setattr(LocalStore, "_probe", probe_for_room)
+    record = begin_local_attempt(tmp_path, str(tmp_path))
+    assert record is not None
+    checkpoint(record.folder(record.root), 6)
+    store = LocalStore.open(str(tmp_path), tmp_path, log=print, timeout_s=1)
+    assert store is not None
+    assert [path.name for path in (tmp_path / record.run).iterdir()] == ["attempt-2"]
 
 
 def test_a_disk_that_cannot_be_used_is_a_warning_and_no_error(tmp_path: Path, job: None) -> None:
