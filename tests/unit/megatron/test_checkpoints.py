@@ -181,7 +181,7 @@ def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: st
     assert re.fullmatch(reason, checkpoints._reason(worker))
 
 
-@pytest.mark.parametrize("at", ["its work", "its start"])
+@pytest.mark.parametrize("at", ["its work", "its start", "its start, before another's"])
 def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeypatch) -> None:
     """Megatron's writer waits for a report of each process that it starts, and a killed one sends none."""
     start = ForkProcess._Popen
@@ -198,14 +198,19 @@ def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeyp
     def write() -> None:
         reports = forking.JoinableQueue()
         reports.put(0)
-        if at == "its start":
+        if at != "its work":
             monkeypatch.setattr(ForkProcess, "_Popen", staticmethod(start_and_wait))
-        forking.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        killed = forking.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        killed.start()
+        if at == "its start, before another's":
+            forking.Process(target=lambda: None).start()  # Waits for those in the list that have ended.
         reports.join()
 
     writer = forking.Process(target=compat._hash_and_write, args=(write, writing))
     writer.start()
     writer.join(300)
+    writer.kill()  # where it waits without end
+    writer.join()
     assert writer.exitcode == 0
     result = filesystem_async._results_queue.get_nowait()
     assert str(result) == "a process that writes it was killed by signal 9"
