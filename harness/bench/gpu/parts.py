@@ -23,6 +23,7 @@ from harness.bench.workspace import Workspace
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.parity import end_with_parent
+from harness.settings import find_odd, to_plain
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -189,10 +190,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Return a part that was measured; None for none, and for a file that is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         result: dict[str, Any] = json.loads(path.read_text())
+        texts = (result["host"], result["size"], result["reason"])
         if result["status"] in (DONE, FAILED, MISSING) and isinstance(result["machine"], dict):
             if result["status"] == DONE:
-                read_figures(result["report"])
-            return result
+                report = read_figures(result["report"])
+                texts = (*texts, *report.notes)
+                if any(find_odd(to_plain(figure), Figure) for figure in report.figures):
+                    return None
+            numbers = [result["seconds"]] if result["status"] == DONE else []
+            if all(isinstance(text, str) for text in texts) and all(isinstance(one, int | float) for one in numbers):
+                return result
     return None
 
 

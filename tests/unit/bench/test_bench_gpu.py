@@ -124,9 +124,18 @@ def test_a_damaged_file_of_a_part_is_measured_again(tmp_path, monkeypatch):
     machine = Machine(monkeypatch)
     bench(tmp_path, parts=("environment",))
     path = tmp_path / "out" / "environment.json"
-    path.write_bytes(path.read_bytes()[:100])
-    bench(tmp_path, parts=("environment",))
-    assert machine.begun == [("environment", 1)] * 2
+    whole = path.read_text()
+    part = json.loads(whole)
+    del part["size"]
+    broken = [whole[:100], json.dumps(part), whole.replace('"host": ', '"host": 1, "was": ')]
+    broken += [
+        whole.replace('"seconds": ', '"seconds": [], "was": '),
+        whole.replace('"value": ', '"value": "x", "unit": '),
+    ]
+    for text in broken:
+        path.write_text(text)
+        bench(tmp_path, parts=("environment",))
+    assert machine.begun == [("environment", 1)] * (1 + len(broken))
 
 
 def test_a_limit_leaves_parts_to_the_next_call(tmp_path, monkeypatch):
